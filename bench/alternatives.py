@@ -39,16 +39,22 @@ model = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True)
 ocp.PyTreeCheckpointer().save(out, {"params": model.params})
 """
 MIB = 1 << 20
-SINGLE_FILE_NBYTES = 1 << 40  # size limit of a file: Flax classes read safetensors only from one file
+SINGLE_FILE_NBYTES = (
+    1 << 40
+)  # size limit of a file: Flax classes read safetensors only from one file
 
 
-def conversion_commands(source: Path, out: Path, flax: Path | None) -> Mapping[str, Sequence[str | Path]]:
+def conversion_commands(
+    source: Path, out: Path, flax: Path | None
+) -> Mapping[str, Sequence[str | Path]]:
     """Return the command of each way by name."""
     commands: dict[str, Sequence[str | Path]] = {
         "prep save-init": (PREP, "save-init", source, "--out", out, "--quiet"),
         "transformers, Orbax": (sys.executable, "-c", TORCH_SCRIPT, source, out),
     }
-    return commands | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {})
+    return commands | (
+        {"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {}
+    )
 
 
 def usual_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
@@ -70,7 +76,9 @@ def usual_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
     return format_table(lines, header, right_aligned=header[2:])
 
 
-def measure_commands(source: Path, out: Path, flax: Path | None, pairs: int) -> dict[str, list[CommandCost]]:
+def measure_commands(
+    source: Path, out: Path, flax: Path | None, pairs: int
+) -> dict[str, list[CommandCost]]:
     """Run each way `pairs` times, in alternating order; outputs are deleted."""
     costs: dict[str, list[CommandCost]] = {}
     for turn in range(pairs):
@@ -87,15 +95,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.alternatives", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
-    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="alias of a model")
-    parser.add_argument("--layers", type=int, metavar="N", help="number of layers, for a smaller model")
-    parser.add_argument("--flax", type=Path, metavar="PYTHON", help="Python of an environment with Flax classes")
-    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--model",
+        choices=PUBLISHED,
+        default="gpt-neo-1.3B",
+        metavar="NAME",
+        help="alias of a model",
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="number of layers, for a smaller model"
+    )
+    parser.add_argument(
+        "--flax", type=Path, metavar="PYTHON", help="Python of an environment with Flax classes"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3"
+    )
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     source = make_model(options.work, options.model, options.layers, SINGLE_FILE_NBYTES)
-    print(usual_text(measure_commands(source, (options.work / "bench-out").absolute(), options.flax, options.pairs)))
+    print(
+        usual_text(
+            measure_commands(
+                source, (options.work / "bench-out").absolute(), options.flax, options.pairs
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

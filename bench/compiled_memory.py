@@ -39,14 +39,22 @@ class CompiledMemory:
     compile_s: float
 
 
-def compile_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int) -> CompiledMemory:
+def compile_step(
+    model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int
+) -> CompiledMemory:
     """Compile loss and gradients for `batch_size` sequences of `seq_length` tokens."""
     start_s = time.perf_counter()
-    memory: Any = lower_step(model, forward_config, batch_size, seq_length).compile().memory_analysis()
-    return CompiledMemory(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - start_s)
+    memory: Any = (
+        lower_step(model, forward_config, batch_size, seq_length).compile().memory_analysis()
+    )
+    return CompiledMemory(
+        memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - start_s
+    )
 
 
-def lower_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int) -> Lowered:
+def lower_step(
+    model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int
+) -> Lowered:
     """Lower loss and gradients for `batch_size` sequences of `seq_length` tokens."""
     import jax
     import jax.numpy as jnp
@@ -61,16 +69,30 @@ def lower_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int,
     def shape(extents: tuple[int, ...], dtype: Any, leaf_sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(extents, dtype, sharding=leaf_sharding)
 
-    leaves = {path: (leaf.shape, forward_config.sharding.param_sharding(leaf)) for path, leaf in model.leaves.items()}
+    leaves = {
+        path: (leaf.shape, forward_config.sharding.param_sharding(leaf))
+        for path, leaf in model.leaves.items()
+    }
     params = unflatten_tree(
-        {path: shape(extents, jnp.float32, leaf_sharding) for path, (extents, leaf_sharding) in leaves.items()}
+        {
+            path: shape(extents, jnp.float32, leaf_sharding)
+            for path, (extents, leaf_sharding) in leaves.items()
+        }
     )
-    batch_sharding = forward_config.sharding.activation_sharding((batch_size, seq_length), "batch", "seq")
+    batch_sharding = forward_config.sharding.activation_sharding(
+        (batch_size, seq_length), "batch", "seq"
+    )
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {name: shape((batch_size, seq_length), dtype, batch_sharding) for name, dtype in dtypes.items()}
-    grad_shardings = unflatten_tree({path: leaf_sharding for path, (_, leaf_sharding) in leaves.items()})
+    batch = {
+        name: shape((batch_size, seq_length), dtype, batch_sharding)
+        for name, dtype in dtypes.items()
+    }
+    grad_shardings = unflatten_tree(
+        {path: leaf_sharding for path, (_, leaf_sharding) in leaves.items()}
+    )
     step = jax.jit(
-        jax.value_and_grad(mean), out_shardings=(forward_config.sharding.replicated_sharding(), grad_shardings)
+        jax.value_and_grad(mean),
+        out_shardings=(forward_config.sharding.replicated_sharding(), grad_shardings),
     )
     return step.lower(params, batch)
 
@@ -86,31 +108,55 @@ def topology_sharding(topology: str) -> ShardingContext:
     mesh = parse_mesh("1,1,1")
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     axis_types = (jax.sharding.AxisType.Auto,) * len(mesh.names)
-    return ShardingContext(mesh, device_mesh=jax.make_mesh(mesh.sizes, mesh.names, axis_types, devices=[device]))
+    return ShardingContext(
+        mesh, device_mesh=jax.make_mesh(mesh.sizes, mesh.names, axis_types, devices=[device])
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--size", choices=MODEL_SIZES, default="small")
     parser.add_argument(
-        "--tokens", default="8192,32768", help="context lengths, comma-separated (default: %(default)s)"
+        "--tokens",
+        default="8192,32768",
+        help="context lengths, comma-separated (default: %(default)s)",
     )
     parser.add_argument(
         "--remat",
         default="none,nothing_saveable",
         help="remat policies, comma-separated, or names of activations: q+k+v (default: %(default)s)",
     )
-    parser.add_argument("--rows", type=int, help="batch size (default: one sequence per data-parallel shard)")
-    parser.add_argument("--dtype", default="float32", help="dtype of the computation (default: %(default)s)")
-    parser.add_argument("--kernel", default="reference", help="attention kernel (default: %(default)s)")
-    parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
-    parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
-    parser.add_argument("--ffn-chunk", type=int, default=-1, help="tokens of an MLP chunk (default: all)")
-    parser.add_argument("--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)")
-    parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp, or names such as sp:8 (default: one device)")
     parser.add_argument(
-        "--topology", metavar="NAME", help="one TPU chip of a topology, as v5e:2x2, instead of the mesh"
+        "--rows", type=int, help="batch size (default: one sequence per data-parallel shard)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype of the computation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kernel", default="reference", help="attention kernel (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ffn-chunk", type=int, default=-1, help="tokens of an MLP chunk (default: all)"
+    )
+    parser.add_argument(
+        "--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mesh", default="1,1,1", help="dp,fsdp,mp, or names such as sp:8 (default: one device)"
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="one TPU chip of a topology, as v5e:2x2, instead of the mesh",
     )
     return parser
 
@@ -148,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 dtype=options.dtype,
                 remat_policy=remat,
                 sharding=sharding,
-                attention_options=AttentionOptions(options.kernel, options.q_chunk, options.k_chunk),
+                attention_options=AttentionOptions(
+                    options.kernel, options.q_chunk, options.k_chunk
+                ),
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
             )
@@ -165,12 +213,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
                 blocks_overlap=not options.topology,
-                attention_tile=None if options.kernel == "reference" else (options.q_chunk, options.k_chunk),
+                attention_tile=None
+                if options.kernel == "reference"
+                else (options.q_chunk, options.k_chunk),
             )
             expected = estimate_memory(run).activations
             sizes = f"{compiled.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{compiled.argument_nbytes >> 20:>26,}"
             policy_text = remat if isinstance(remat, str) else "+".join(remat)
-            print(f"{seq_length:>8}  {policy_text:<32}{sizes}{compiled.compile_s:>11.1f}", flush=True)
+            print(
+                f"{seq_length:>8}  {policy_text:<32}{sizes}{compiled.compile_s:>11.1f}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -24,23 +24,45 @@ from trainer.recipe import Recipe
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compiled_step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", choices=MODEL_CONFIGS, default="small", help="model (default: %(default)s)")
-    parser.add_argument("--topology", help="TPU topology such as v5p:8x8x4 (default: simulated CPU devices)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compiled_step", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--size", choices=MODEL_CONFIGS, default="small", help="model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--topology", help="TPU topology such as v5p:8x8x4 (default: simulated CPU devices)"
+    )
     parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
-    parser.add_argument("--rows", type=int, help="sequences of a step (default: one per data-parallel shard)")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=int, help="sequences of a step (default: one per data-parallel shard)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)"
+    )
     parser.add_argument(
         "--remat",
         default="nothing_saveable",
         help="remat policy, or names of activations: q+k+v (default: %(default)s)",
     )
-    parser.add_argument("--kernel", default="blockwise", help="attention kernel (default: %(default)s)")
-    parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
-    parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
-    parser.add_argument("--ffn-chunk", type=int, default=2048, help="tokens of an MLP chunk (default: %(default)s)")
-    parser.add_argument("--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)")
+    parser.add_argument(
+        "--kernel", default="blockwise", help="attention kernel (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ffn-chunk", type=int, default=2048, help="tokens of an MLP chunk (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)"
+    )
     return parser
 
 
@@ -91,7 +113,9 @@ def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
     lines = [f"{name:<22}{nbytes / 2**20:>10,.0f} MiB" for name, nbytes in sizes.items()]
     for collective in plan.collectives:
         size = f"{collective.nbytes / 2**20:>10,.0f} MiB"
-        lines.append(f"{collective.kind:<22}{size} in {collective.count} operations, each counted once")
+        lines.append(
+            f"{collective.kind:<22}{size} in {collective.count} operations, each counted once"
+        )
     return lines
 
 
@@ -107,13 +131,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe, manifest = make_recipe(options, mesh), make_manifest(options.size)
     plan = compiled_plan(recipe, manifest, mesh, options.topology)
     run = step_inputs(
-        recipe, model_from_manifest(manifest), mesh=mesh, rules=DEFAULT_RULES, widens_bfloat16=not options.topology
+        recipe,
+        model_from_manifest(manifest),
+        mesh=mesh,
+        rules=DEFAULT_RULES,
+        widens_bfloat16=not options.topology,
     )
     print(
         f"{options.size}, {options.dtype}, {recipe.batch.size} x {options.tokens:,} tokens, mesh {mesh}; of one device:"
     )
     print(*report_lines(plan, estimate_memory(run).peak), sep="\n")
-    print(f"compiled for {plan.target} in {plan.compile_s:.0f} s with {plan.host_nbytes >> 20:,} MiB of host memory")
+    print(
+        f"compiled for {plan.target} in {plan.compile_s:.0f} s with {plan.host_nbytes >> 20:,} MiB of host memory"
+    )
 
 
 if __name__ == "__main__":

@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, Any
 from bench.compiled_memory import CompiledMemory, compile_step, lower_step
 from bench.evidence import log
 from bench.model_configs import MODEL_SIZES
+from bench.svg_files import svg_file
 from prepcli.console.ui import format_table
-from prepcli.demo.svg import Curve, line_chart
+from prepcli.pages.charts import Curve, line_chart
 
 if TYPE_CHECKING:
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 MIB, GIB, K = 1 << 20, 1 << 30, 1 << 10
-DENSE, TILES, ALL_CHUNKS = "dense attention", "blockwise attention", "blockwise attention, MLP and head"
+DENSE, TILES, ALL_CHUNKS = (
+    "dense attention",
+    "blockwise attention",
+    "blockwise attention, MLP and head",
+)
 METHODS = (DENSE, TILES, ALL_CHUNKS)
 FFN_CHUNK, HEAD_CHUNK, TILE = 1024, 512, 512
 
@@ -57,7 +62,9 @@ def method_config(method: str, dtype: str = "float32") -> ForwardConfig:
     return ForwardConfig(
         dtype=dtype,
         remat_policy="nothing_saveable",
-        attention_options=AttentionOptions("reference" if method == DENSE else "blockwise", TILE, TILE),
+        attention_options=AttentionOptions(
+            "reference" if method == DENSE else "blockwise", TILE, TILE
+        ),
         ffn_chunk_size=FFN_CHUNK if method == ALL_CHUNKS else -1,
         head_chunk_size=HEAD_CHUNK if method == ALL_CHUNKS else -1,
     )
@@ -71,18 +78,26 @@ def llama(config: Mapping[str, Any]) -> ModelSpec:
     return build_model(FAMILIES["llama"], config, is_tied=False)
 
 
-def measure_contexts(model: ModelSpec, lengths: Sequence[int], num_runs: int = 0) -> Iterable[ContextRow]:
+def measure_contexts(
+    model: ModelSpec, lengths: Sequence[int], num_runs: int = 0
+) -> Iterable[ContextRow]:
     """Compile a step for each method and length, and yield its memory and the seconds of `num_runs` runs."""
     for method in METHODS:
         for tokens in lengths:
             forward_config = method_config(method)
             memory = compile_step(model, forward_config, 1, tokens)
-            seconds = tuple(_run_seconds(model, forward_config, tokens, num_runs)) if num_runs else ()
-            log(f"{method}, {tokens} tokens: {memory.temp_nbytes / MIB:,.0f} MiB, compiled in {memory.compile_s:.1f} s")
+            seconds = (
+                tuple(_run_seconds(model, forward_config, tokens, num_runs)) if num_runs else ()
+            )
+            log(
+                f"{method}, {tokens} tokens: {memory.temp_nbytes / MIB:,.0f} MiB, compiled in {memory.compile_s:.1f} s"
+            )
             yield ContextRow(method, tokens, memory, seconds)
 
 
-def _run_seconds(model: ModelSpec, forward_config: ForwardConfig, tokens: int, num_runs: int) -> Iterable[float]:
+def _run_seconds(
+    model: ModelSpec, forward_config: ForwardConfig, tokens: int, num_runs: int
+) -> Iterable[float]:
     """Run a step on random parameters, once to warm up and then `num_runs` times, and yield the CPU seconds of each."""
     import jax
     import jax.numpy as jnp
@@ -116,28 +131,34 @@ def context_text(rows: Sequence[ContextRow]) -> str:
 
 def context_svg(rows: Sequence[ContextRow]) -> str:
     """Return an SVG of GiB of temporaries over thousands of tokens, with logarithmic axes."""
-    curves = [
-        Curve(
-            f"{method}, GiB",
-            [(row.tokens / K, row.memory.temp_nbytes / GIB) for row in rows if row.method == method],
-        )
-        for method in METHODS
-    ]
-    picture = line_chart(curves, title="temporaries of a training step", is_log=True)
-    return picture.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" font-size="12"', 1) + "\n"
+    curves = []
+    for number, method in enumerate(METHODS):
+        method_rows = [row for row in rows if row.method == method]
+        points = [(row.tokens / K, row.memory.temp_nbytes / GIB) for row in method_rows]
+        curves.append(Curve(name=f"{method}, GiB", points=points, color=number))
+    return svg_file(line_chart(curves, "temporaries of a training step", is_log=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and draw the chart."""
-    parser = argparse.ArgumentParser(prog="python -m bench.context", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=MODEL_SIZES, default="small", help="widths and layers (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.context", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--size",
+        choices=MODEL_SIZES,
+        default="small",
+        help="widths and layers (default: %(default)s)",
+    )
     parser.add_argument(
         "--tokens",
         default="2048,4096,8192,16384,32768,65536,131072",
         metavar="N,…",
         help="context lengths (default: %(default)s)",
     )
-    parser.add_argument("--seconds", type=int, default=0, metavar="N", help="also run each step N times")
+    parser.add_argument(
+        "--seconds", type=int, default=0, metavar="N", help="also run each step N times"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the chart to FILE")
     options = parser.parse_args(arguments)
     lengths = [int(text) for text in options.tokens.split(",")]

@@ -27,13 +27,21 @@ HUB_ID = "o/model"
 
 def mapped_files(folder: Path) -> dict[str, bytes]:
     """Map the files of a folder into memory, by their relative paths."""
-    return {path.relative_to(folder).as_posix(): _mapped(path) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): _mapped(path)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _mapped(path: Path) -> bytes:
     """Return a file's content as a map, which is sliced like bytes; an empty file cannot be mapped."""
     with path.open("rb") as file:
-        return cast(bytes, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if path.stat().st_size else b""
+        return (
+            cast(bytes, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            if path.stat().st_size
+            else b""
+        )
 
 
 @contextlib.contextmanager
@@ -61,11 +69,15 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = [
-            (stack.enter_context(serve_objects(objects)), stack.enter_context(serve_hub({HUB_ID: FakeRepo(files)})))
+            (
+                stack.enter_context(serve_objects(objects)),
+                stack.enter_context(serve_hub({HUB_ID: FakeRepo(files)})),
+            )
             for _ in range(count)
         ]
         environments: list[dict[str, Any]] = [
-            store.environment() | hub.environment(home / str(index)) for index, (store, hub) in enumerate(servers)
+            store.environment() | hub.environment(home / str(index))
+            for index, (store, hub) in enumerate(servers)
         ]
         url = stack.enter_context(serve_counts(servers))
         print(json.dumps({"environments": environments, "counts": url}), flush=True)

@@ -46,10 +46,16 @@ def run_system(
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a process that takes the steps of one system."""
     values = {name: getattr(options, name) for name in STEP_OPTIONS}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+    words = [
+        f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None
+    ]
     words += [f"--model={model}", f"--threads={threads}", f"--vocab={CONFIG['vocab_size']}"]
     # with the default policy idle threads of torch spin, which counts as CPU time and slows the other system
-    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "JAX_PLATFORMS": "cpu",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.cpu_step_systems", system, *words],
         env={**os.environ, **environment},
@@ -94,7 +100,9 @@ def max_loss_difference(steps: Mapping[str, Sequence[StepCost]]) -> float:
     pairs = zip(steps["prep"], steps["torch"], strict=True)
     difference = max(abs(prep.loss / torch.loss - 1) for prep, torch in pairs)
     if not difference <= MAX_LOSS_DIFFERENCE:
-        raise SystemExit(f"losses differ by {difference:.1e} of their value, more than {MAX_LOSS_DIFFERENCE:.0e}")
+        raise SystemExit(
+            f"losses differ by {difference:.1e} of their value, more than {MAX_LOSS_DIFFERENCE:.0e}"
+        )
     return difference
 
 
@@ -103,20 +111,33 @@ def print_report(threads: int, steps: Mapping[str, Sequence[StepCost]]) -> None:
     difference = max_loss_difference(steps)
     rows: dict[str, list[float]] = {}
     for system, costs in steps.items():
-        wall, cpu = ([getattr(cost, name) for cost in costs[WARMUP_STEPS:]] for name in ("wall_s", "cpu_s"))
+        wall, cpu = (
+            [getattr(cost, name) for cost in costs[WARMUP_STEPS:]] for name in ("wall_s", "cpu_s")
+        )
         rows[system] = [min(wall), statistics.median(wall), min(cpu), statistics.median(cpu)]
-        print(f"{threads:>7}  {system:<10}" + "".join(f"{seconds:>13.3f}" for seconds in rows[system]))
+        print(
+            f"{threads:>7}  {system:<10}" + "".join(f"{seconds:>13.3f}" for seconds in rows[system])
+        )
     ratios = [torch / prep for prep, torch in zip(rows["prep"], rows["torch"], strict=True)]
     print(f"{threads:>7}  {'speed':<10}" + "".join(f"{ratio:>12.2f}x" for ratio in ratios))
-    print(f"{'':>9}losses of {len(steps['prep'])} steps differ by at most {difference:.1e} of their value", flush=True)
+    print(
+        f"{'':>9}losses of {len(steps['prep'])} steps differ by at most {difference:.1e} of their value",
+        flush=True,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu_step", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu_step", description=(__doc__ or "").partition("\n")[0]
+    )
     add_step_options(parser)
-    parser.add_argument("--threads", default="1,2", help="cores, comma-separated (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, help="steps to measure (default: %(default)s)")
+    parser.add_argument(
+        "--threads", default="1,2", help="cores, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="steps to measure (default: %(default)s)"
+    )
     return parser
 
 
@@ -126,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         count = write_model(Path(folder), CONFIG)
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-        print(f"{count:,} parameters, {options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {load}")
+        print(
+            f"{count:,} parameters, {options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {load}"
+        )
         columns = ("best wall s", "median wall s", "best CPU s", "median CPU s")
         print(f"{'threads':>7}  {'':<10}" + "".join(f"{column:>13}" for column in columns))
         for threads in map(int, options.threads.split(",")):

@@ -52,11 +52,18 @@ def build_torch_step(options: argparse.Namespace) -> Step:
     from transformers import LlamaForCausalLM
 
     torch.set_num_threads(options.threads)
-    model = LlamaForCausalLM.from_pretrained(options.model, attn_implementation="sdpa", dtype=torch.float32).train()
+    model = LlamaForCausalLM.from_pretrained(
+        options.model, attn_implementation="sdpa", dtype=torch.float32
+    ).train()
     named = list(model.named_parameters())
-    decayed = [parameter for name, parameter in named if parameter.ndim == 2 and "embed_tokens" not in name]
+    decayed = [
+        parameter for name, parameter in named if parameter.ndim == 2 and "embed_tokens" not in name
+    ]
     kept = [parameter for name, parameter in named if parameter.ndim != 2 or "embed_tokens" in name]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(B1, B2), eps=EPS, fused=True)
 
     def step(tokens: np.ndarray) -> float:
@@ -136,23 +143,37 @@ def _prep_setup(options: argparse.Namespace) -> Any:
     kernel = preferred_kernel(recipe, model, sharding, device=device_kind(sharding))
     setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel.name, steps=MAX_STEPS)
     forward_config, attention = setup.forward_config, setup.forward_config.attention_options
-    tile, head = f"{attention.q_chunk_size} x {attention.k_chunk_size}", forward_config.head_chunk_size
+    tile, head = (
+        f"{attention.q_chunk_size} x {attention.k_chunk_size}",
+        forward_config.head_chunk_size,
+    )
     text = f"prep: {attention.kernel} attention in tiles of {tile}, head in chunks of {head} tokens per sequence"
     print(text, file=sys.stderr)
     return setup
 
 
-BUILDERS: Mapping[str, Callable[[argparse.Namespace], Step]] = {"prep": build_prep_step, "torch": build_torch_step}
+BUILDERS: Mapping[str, Callable[[argparse.Namespace], Step]] = {
+    "prep": build_prep_step,
+    "torch": build_torch_step,
+}
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a step: its batch, and prep's kernel and chunk sizes."""
-    parser.add_argument("--rows", type=int, default=8, help="sequences of a batch (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--kernel", default="auto", help="prep's attention kernel (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=int, default=8, help="sequences of a batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kernel", default="auto", help="prep's attention kernel (default: %(default)s)"
+    )
     parser.add_argument("--q-chunk", type=int, help="queries of a tile (default: chosen for CPUs)")
     parser.add_argument("--k-chunk", type=int, help="keys of a tile (default: chosen for CPUs)")
-    parser.add_argument("--head-chunk", type=int, help="`model.head_chunk_size` (default: chosen for CPUs)")
+    parser.add_argument(
+        "--head-chunk", type=int, help="`model.head_chunk_size` (default: chosen for CPUs)"
+    )
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -169,13 +190,19 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Take one step per line of standard input."""
     options = parse_options(arguments)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # before XLA counts the cores
+    os.sched_setaffinity(
+        0, sorted(os.sched_getaffinity(0))[: options.threads]
+    )  # before XLA counts the cores
     step = BUILDERS[options.system](options)
     for number, _ in enumerate(sys.stdin):
         tokens = batch_tokens(number, options)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         loss = step(tokens)
-        cost = {"loss": loss, "wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
+        cost = {
+            "loss": loss,
+            "wall_s": time.perf_counter() - wall_s,
+            "cpu_s": time.process_time() - cpu_s,
+        }
         print(json.dumps(cost), flush=True)
 
 

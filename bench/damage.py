@@ -34,7 +34,13 @@ from tests.helpers.training_folder import make_training_folder
 URL, OBJECTS = "gs://bucket/run", "bucket/run/"
 STEP, NEXT_STEP = "2", "3"
 OUT = Path("out")
-SETTINGS = ("mesh=1,1,-1", "data.holdout=0", "checkpoint.every=1", "batch.size=2", f"train.steps={NEXT_STEP}")
+SETTINGS = (
+    "mesh=1,1,-1",
+    "data.holdout=0",
+    "checkpoint.every=1",
+    "batch.size=2",
+    f"train.steps={NEXT_STEP}",
+)
 SET = tuple(word for setting in SETTINGS for word in ("--set", setting))
 LORA = ("--set", "lora.rank=2", "--set", 'lora.targets=["attn.q"]')
 EVAL = ("--data", "text.txt", "--seq-length", "16", "--limit", "2")
@@ -61,7 +67,11 @@ def _candidates(files: list[Path], rng: random.Random) -> list[Path]:
     if kind < DATA_SHARE:
         return [path for path in files if path.suffix == ".safetensors" or path.parent.name == "d"]
     journals = [path for path in files if path.name.startswith(("journal", "packed"))]
-    return journals if kind < DATA_SHARE + JOURNAL_SHARE else [path for path in files if path not in journals]
+    return (
+        journals
+        if kind < DATA_SHARE + JOURNAL_SHARE
+        else [path for path in files if path not in journals]
+    )
 
 
 def _flip(path: Path, rng: random.Random) -> None:
@@ -107,7 +117,11 @@ def _convert(*words: str) -> object:
 
 
 def _read_tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _evaluate(name: str) -> object:
@@ -139,7 +153,9 @@ def _folder_subject(folder: Path, commands: Mapping[str, Callable[[], object]]) 
         path = folder / name
         times = path.stat()
         path.write_bytes(data)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as rot does, which no clock notices
+        os.utime(
+            path, ns=(times.st_atime_ns, times.st_mtime_ns)
+        )  # as rot does, which no clock notices
 
     return Subject(_read_tree(folder), write, commands)
 
@@ -211,7 +227,9 @@ def make_subjects(store: FakeObjectStore) -> dict[str, Subject]:
         "easylm": _folder_subject(Path("easylm"), _model_commands("easylm", "save-init")),
         "adapter": _folder_subject(Path("adapter"), adapter),
         "bucket": Subject(
-            store.objects_below(bucket_prefix), write_object, {**bucket, "resume": lambda: _resume_in_bucket(store)}
+            store.objects_below(bucket_prefix),
+            write_object,
+            {**bucket, "resume": lambda: _resume_in_bucket(store)},
         ),
     }
 
@@ -276,7 +294,13 @@ def main() -> int:
         for name in options.subjects.split(",") if options.subjects else subjects:
             verdicts = flip_all(subjects[name], options.flips, rng, wrong.append)
             for command, counts in verdicts.items():
-                rows.append([name, command, *(str(counts[verdict]) for verdict in (REFUSED, HARMLESS, WRONG))])
+                rows.append(
+                    [
+                        name,
+                        command,
+                        *(str(counts[verdict]) for verdict in (REFUSED, HARMLESS, WRONG)),
+                    ]
+                )
                 print(*rows[-1], flush=True)
     print(format_table(rows, ["output", "command", REFUSED, HARMLESS, WRONG]))
     print("\n".join(wrong))

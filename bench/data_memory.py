@@ -61,7 +61,9 @@ def write_parquet(path: Path, documents: Iterator[str]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    with parquet.ParquetWriter(path, pa.schema([("text", pa.string())]), use_dictionary=False) as writer:
+    with parquet.ParquetWriter(
+        path, pa.schema([("text", pa.string())]), use_dictionary=False
+    ) as writer:
         rows: list[str] = []
         for document in documents:
             rows.append(document)
@@ -100,7 +102,9 @@ def measure_file(folder: Path, suffix: str, megabytes: int) -> Sequence[str]:
         write_tokenizer(folder)
         path = folder / f"data.{suffix}"
         write_data(path, suffix, megabytes * 1_000_000)
-        cost = measure([sys.executable, "-m", "bench.data_memory", "--tokenize", path], period_s=0.1)
+        cost = measure(
+            [sys.executable, "-m", "bench.data_memory", "--tokenize", path], period_s=0.1
+        )
         if cost.exit_code:
             raise SystemExit(cost.stderr)
         sizes = (f"{megabytes:,}", f"{path.stat().st_size / 1e6:,.0f}", f"{int(cost.stdout):,}")
@@ -111,7 +115,9 @@ def measure_file(folder: Path, suffix: str, megabytes: int) -> Sequence[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("bench-data"))
     parser.add_argument("--sizes", default="100,1000")
     parser.add_argument("--types", default="txt,jsonl.gz,parquet")
@@ -121,7 +127,11 @@ def main() -> None:
         tokenize(options.tokenize)
         return
     header = ("type", "MB of text", "MB of file", "tokens", "seconds", "peak MiB")
-    cases = [(suffix, int(size)) for suffix in options.types.split(",") for size in options.sizes.split(",")]
+    cases = [
+        (suffix, int(size))
+        for suffix in options.types.split(",")
+        for size in options.sizes.split(",")
+    ]
     rows = [measure_file(options.work / f"{suffix}-{size}", suffix, size) for suffix, size in cases]
     print(format_table(rows, header, right_aligned=header[1:]))
 

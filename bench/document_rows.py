@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from bench.meter import anonymous_nbytes, measure
 from trainer.data.document_rows import stored_rows
-from trainer.data.store import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, StoreMeta, file_digest, map_tokens
+from trainer.data.store import (
+    DOCUMENTS_FILE,
+    META_FILE,
+    TOKENS_FILE,
+    StoreMeta,
+    file_digest,
+    map_tokens,
+)
 
 # Median and spread of log-normal lengths in tokens, and the shortest length
 LENGTHS = {"chat": (80, 0.8, 4), "web": (450, 1.1, 8), "books": (6000, 1.2, 64)}
@@ -43,7 +50,15 @@ def main() -> None:
     for kind in LENGTHS:
         folder = args.work / f"rows-{kind}"
         write_store(folder, kind, args.documents)
-        command = [sys.executable, "-m", "bench.document_rows", "--work", str(args.work), "--store", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.document_rows",
+            "--work",
+            str(args.work),
+            "--store",
+            str(folder),
+        ]
         command += ["--packing", args.packing, "--seq-length", str(args.seq_length)]
         for start in ("first", "second"):
             cost = measure(command)
@@ -51,7 +66,10 @@ def main() -> None:
                 raise SystemExit(cost.stderr)
             result = json.loads(cost.stdout)
             peak_mb = round((cost.peak_nbytes - result.pop("anonymous_before")) / 1e6, 1)
-            print(json.dumps({"lengths": kind, "start": start, **result, "anonymous_mb": peak_mb}), flush=True)
+            print(
+                json.dumps({"lengths": kind, "start": start, **result, "anonymous_mb": peak_mb}),
+                flush=True,
+            )
         shutil.rmtree(folder)
 
 
@@ -61,12 +79,20 @@ def write_store(folder: Path, kind: str, n_documents: int) -> None:
     n_tokens = 0
     with (folder / DOCUMENTS_FILE).open("wb") as file:
         for low in range(0, n_documents, BLOCK):
-            ends = n_tokens + np.cumsum(document_lengths(kind, min(BLOCK, n_documents - low), seed=low))
+            ends = n_tokens + np.cumsum(
+                document_lengths(kind, min(BLOCK, n_documents - low), seed=low)
+            )
             ends.astype("<u8").tofile(file)
             n_tokens = int(ends[-1])
     with (folder / TOKENS_FILE).open("wb") as file:
         file.truncate(2 * n_tokens)
-    values = {"identity": folder.name, "dtype": "uint16", "n_tokens": n_tokens, "n_documents": n_documents, "max_id": 0}
+    values = {
+        "identity": folder.name,
+        "dtype": "uint16",
+        "n_tokens": n_tokens,
+        "n_documents": n_documents,
+        "max_id": 0,
+    }
     digests = {DOCUMENTS_FILE: file_digest(folder / DOCUMENTS_FILE)}
     (folder / META_FILE).write_text(json.dumps({**values, "digests": digests}))
 
@@ -74,7 +100,9 @@ def write_store(folder: Path, kind: str, n_documents: int) -> None:
 def document_lengths(kind: str, count: int, *, seed: int) -> npt.NDArray[np.int64]:
     """Return random lengths of documents."""
     median, spread, shortest = LENGTHS[kind]
-    return shortest + np.random.default_rng(seed).lognormal(np.log(median), spread, count).astype(np.int64)
+    return shortest + np.random.default_rng(seed).lognormal(np.log(median), spread, count).astype(
+        np.int64
+    )
 
 
 def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, float]:

@@ -34,7 +34,13 @@ from trainer.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")
-INIT_COMMAND = ("save-init", "--mesh", "1,1,8", "--pad-vocab", "auto")  # writes the input of reshard and export
+INIT_COMMAND = (
+    "save-init",
+    "--mesh",
+    "1,1,8",
+    "--pad-vocab",
+    "auto",
+)  # writes the input of reshard and export
 PLANNED_MODEL = "llama-13b"
 START_RUNS = 5
 FINALISTS = 2  # plain copies per pair: the fastest of one round of all methods
@@ -99,7 +105,10 @@ def measure_case(
 
 
 def measure_rounds(
-    workloads: Sequence[tuple[str, str]], paths: BenchPaths, pairs: int, copy_methods: Sequence[CopyMethod] = ()
+    workloads: Sequence[tuple[str, str]],
+    paths: BenchPaths,
+    pairs: int,
+    copy_methods: Sequence[CopyMethod] = (),
 ) -> list[EvidenceRow]:
     """Measure cases of one source, cp and plain copies in rounds of alternating order: A B C, C B A, A B C ...
 
@@ -113,14 +122,22 @@ def measure_rounds(
     """
     source = paths.init if CASES[workloads[0][0]].from_init else paths.model
     inspect_cost = run_checked((PREP, "inspect", source, "--quiet"))
-    case_runs = [_Runs(f"{name} {memory}", _prep_words(name, memory, source, paths.out)) for name, memory in workloads]
+    case_runs = [
+        _Runs(f"{name} {memory}", _prep_words(name, memory, source, paths.out))
+        for name, memory in workloads
+    ]
     cp_runs = _Runs("cp", _cp_words(source, paths.out))
-    method_runs = {method: _Runs(str(method), method.command(source, paths.out)) for method in copy_methods}
+    method_runs = {
+        method: _Runs(str(method), method.command(source, paths.out)) for method in copy_methods
+    }
     every_run = [*case_runs, cp_runs, *method_runs.values()]
     for number in range(pairs):
         for runs in every_run if number % 2 == 0 else reversed(every_run):
             runs.costs.append(_cold_run(runs.words, source, paths.out))
-        log(f"round {number + 1}: " + ", ".join(f"{runs.label} {runs.costs[-1].wall_s:.1f} s" for runs in every_run))
+        log(
+            f"round {number + 1}: "
+            + ", ".join(f"{runs.label} {runs.costs[-1].wall_s:.1f} s" for runs in every_run)
+        )
     rows = [
         _make_row(name, memory, source, runs.costs, cp_runs.costs, inspect_cost)
         for (name, memory), runs in zip(workloads, case_runs)
@@ -135,7 +152,11 @@ def _prep_words(name: str, memory: str, source: Path, out: Path) -> tuple[str | 
 
 
 def _cp_words(source: Path, out: Path) -> tuple[str, ...]:
-    return ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(out))} && sync")
+    return (
+        "bash",
+        "-c",
+        f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(out))} && sync",
+    )
 
 
 def compile_packages() -> None:
@@ -146,13 +167,22 @@ def compile_packages() -> None:
 
 def fastest_copy_methods(source: Path, out: Path) -> tuple[CopyMethod, ...]:
     """Return the fastest plain copy methods for a source, from one cold run each."""
-    seconds = {method: _cold_run(method.command(source, out), source, out).wall_s for method in COPY_METHODS}
-    log("plain copies: " + ", ".join(f"{method} {value:.1f} s" for method, value in seconds.items()))
+    seconds = {
+        method: _cold_run(method.command(source, out), source, out).wall_s
+        for method in COPY_METHODS
+    }
+    log(
+        "plain copies: " + ", ".join(f"{method} {value:.1f} s" for method, value in seconds.items())
+    )
     return tuple(sorted(seconds, key=lambda method: seconds[method])[:FINALISTS])
 
 
-def _with_floor(row: EvidenceRow, costs_by_method: Mapping[CopyMethod, Sequence[CommandCost]]) -> EvidenceRow:
-    fastest = min(costs_by_method, key=lambda method: min(cost.wall_s for cost in costs_by_method[method]))
+def _with_floor(
+    row: EvidenceRow, costs_by_method: Mapping[CopyMethod, Sequence[CommandCost]]
+) -> EvidenceRow:
+    fastest = min(
+        costs_by_method, key=lambda method: min(cost.wall_s for cost in costs_by_method[method])
+    )
     all_seconds = tuple(cost.wall_s for costs in costs_by_method.values() for cost in costs)
     return replace(row, floor_seconds=all_seconds, floor_means=str(fastest))
 
@@ -193,7 +223,17 @@ def measure_cases(
     try:
         remove(paths.init, paths.out, *paths.unfinished)
         if any(CASES[name].from_init for name in cases):
-            run_checked((PREP, INIT_COMMAND[0], paths.model, *INIT_COMMAND[1:], "--out", paths.init, "--quiet"))
+            run_checked(
+                (
+                    PREP,
+                    INIT_COMMAND[0],
+                    paths.model,
+                    *INIT_COMMAND[1:],
+                    "--out",
+                    paths.init,
+                    "--quiet",
+                )
+            )
         rows: list[EvidenceRow] = []
         for from_init in sorted({CASES[name].from_init for name in cases}):
             methods = fastest_copy_methods(paths.init if from_init else paths.model, paths.out)
@@ -237,7 +277,11 @@ def make_sparse_model(work: Path) -> Path:
 
 
 def make_model(
-    work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES, dtype: str | None = None
+    work: Path,
+    name: str,
+    layers: int | None,
+    shard_nbytes: int = SHARD_NBYTES,
+    dtype: str | None = None,
 ) -> Path:
     """Return the model to measure with, written on first use.
 
@@ -262,7 +306,9 @@ def make_model(
     needed_nbytes = (2 if folder.exists() else 3) * weights_nbytes(config)  # with init and output
     free_nbytes = shutil.disk_usage(work).free
     if free_nbytes < needed_nbytes:
-        raise SystemExit(f"{work} has {format_bytes(free_nbytes)} free, this takes {format_bytes(needed_nbytes)}")
+        raise SystemExit(
+            f"{work} has {format_bytes(free_nbytes)} free, this takes {format_bytes(needed_nbytes)}"
+        )
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.partial")
         remove(unfinished)
@@ -280,7 +326,9 @@ def run_checked(command: Sequence[str | Path]) -> CommandCost:
     """Run a command and return its cost; raise SystemExit with its stderr if it fails."""
     cost = measure(command)
     if cost.exit_code:
-        raise SystemExit(f"{shlex.join(map(str, command))} ended with {cost.exit_code}\n{cost.stderr}")
+        raise SystemExit(
+            f"{shlex.join(map(str, command))} ended with {cost.exit_code}\n{cost.stderr}"
+        )
     return cost
 
 
@@ -311,18 +359,44 @@ def _parse_budgets(text: str) -> tuple[str, ...]:
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
-    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="alias of a model")
-    parser.add_argument("--layers", type=int, metavar="N", help="number of layers, for a smaller model")
-    parser.add_argument("--dtype", choices=FREE_BITS, help="dtype of all weights; default: as published")
-    parser.add_argument("--cases", type=_parse_cases, default=list(CASES), metavar="CASE,…", help="default: all")
-    parser.add_argument(
-        "--memory", type=_parse_budgets, default=BUDGETS, metavar="SIZE,…", help="default: 512MiB,128MiB"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.evidence", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="rounds, with one run of each; default: 5")
-    parser.add_argument("--slow-disk", type=int, metavar="MB", help="create a disk throttled to MB/s; needs root")
-    parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED_MODEL} for 1,64,4")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--model",
+        choices=PUBLISHED,
+        default="gpt-neo-1.3B",
+        metavar="NAME",
+        help="alias of a model",
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="number of layers, for a smaller model"
+    )
+    parser.add_argument(
+        "--dtype", choices=FREE_BITS, help="dtype of all weights; default: as published"
+    )
+    parser.add_argument(
+        "--cases", type=_parse_cases, default=list(CASES), metavar="CASE,…", help="default: all"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_parse_budgets,
+        default=BUDGETS,
+        metavar="SIZE,…",
+        help="default: 512MiB,128MiB",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, metavar="N", help="rounds, with one run of each; default: 5"
+    )
+    parser.add_argument(
+        "--slow-disk", type=int, metavar="MB", help="create a disk throttled to MB/s; needs root"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help=f"instead: plan {PLANNED_MODEL} for 1,64,4"
+    )
     parser.add_argument("--start", action="store_true", help="instead: measure the start-up time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
     return parser.parse_args(arguments)
@@ -343,7 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if options.start:
         figures["start"] = result = start_figures(options.work)
-        print(f"prep --help: {result['help']:.2f} s; prep inspect of {PLANNED_MODEL}: {result['inspect']:.2f} s")
+        print(
+            f"prep --help: {result['help']:.2f} s; prep inspect of {PLANNED_MODEL}: {result['inspect']:.2f} s"
+        )
     if not (options.plan or options.start):
         figures |= _table_figures(options)
     if options.json:
@@ -354,20 +430,36 @@ def _table_figures(options: argparse.Namespace) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         work, disk_limit = options.work, ""
         if options.slow_disk:
-            nbytes = 3 * weights_nbytes(published_config(options.model, options.dtype, options.layers)) + SPARE_NBYTES
+            nbytes = (
+                3 * weights_nbytes(published_config(options.model, options.dtype, options.layers))
+                + SPARE_NBYTES
+            )
             work = stack.enter_context(slow_disk(options.work, options.slow_disk, nbytes))
             disk_limit = f", held to {options.slow_disk} MB/s: {measure_rates(work)}"
             print(f"disk{disk_limit}", flush=True)
         model = make_model(work, options.model, options.layers, dtype=options.dtype)
         disk_type, eviction = file_system(work), drop_page_cache([model])
         rows = measure_cases(BenchPaths(model, work), options.cases, options.pairs, options.memory)
-    print(f"{model.name}, cold by {eviction}, {os.cpu_count()} cores{disk_limit}\n{evidence_text(rows, disk_type)}")
+    print(
+        f"{model.name}, cold by {eviction}, {os.cpu_count()} cores{disk_limit}\n{evidence_text(rows, disk_type)}"
+    )
     ratios = [
-        {"to_fastest": row.to_fastest, "to_median": row.to_median, "to_floor": row.to_floor, "to_target": row.to_target}
+        {
+            "to_fastest": row.to_fastest,
+            "to_median": row.to_median,
+            "to_floor": row.to_floor,
+            "to_target": row.to_target,
+        }
         for row in rows
     ]
     row_records = [asdict(row) | row_ratios for row, row_ratios in zip(rows, ratios)]
-    return {"model": model.name, "file_system": disk_type, "cold": eviction, "slow": disk_limit, "rows": row_records}
+    return {
+        "model": model.name,
+        "file_system": disk_type,
+        "cold": eviction,
+        "slow": disk_limit,
+        "rows": row_records,
+    }
 
 
 if __name__ == "__main__":

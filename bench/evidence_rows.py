@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from prepcli.console.ui import format_table
 
-CP_TARGET, FLOOR_TARGET = 0.9, 1.1  # the target is the larger of these shares of the fastest cp and the floor
+CP_TARGET, FLOOR_TARGET = (
+    0.9,
+    1.1,
+)  # the target is the larger of these shares of the fastest cp and the floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,26 @@ class EvidenceRow:
         """Return the ratio of the fastest run to the target (met up to 1); None without plain copies."""
         if not self.floor_seconds:
             return None
-        return min(self.seconds) / max(CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds))
+        return min(self.seconds) / max(
+            CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds)
+        )
 
 
 def evidence_text(rows: Sequence[EvidenceRow], file_system: str) -> str:
     """Return the published table of results."""
     header = (
-        *("case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"),
+        *(
+            "case",
+            "memory",
+            "seconds",
+            "cp, seconds",
+            "/ fastest",
+            "/ median",
+            "CPU s",
+            "cp CPU s",
+            "peak MiB",
+            "fs",
+        ),
         *("floor, seconds", "/ floor", "/ target"),
     )
     lines = [

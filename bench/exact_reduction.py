@@ -46,7 +46,9 @@ def build_setups(mesh: str, accumulate: int, num_shards: int) -> dict[str, Any]:
     sharding = make_sharding_context(parsed, devices=jax.devices()[: parsed.n_devices])
     model = build_model(FAMILIES["llama"], LLAMA, is_tied=False)
     optimizer = build_optimizer(AdamWTable.model_validate({"lr": 1e-3}), 1000)
-    setup = StepSetup(model, ForwardConfig(sharding=sharding, head_chunk_size=64), optimizer, accumulate)
+    setup = StepSetup(
+        model, ForwardConfig(sharding=sharding, head_chunk_size=64), optimizer, accumulate
+    )
     return {"fast": setup, "exact": replace(setup, reduction_shards=num_shards)}
 
 
@@ -61,11 +63,19 @@ def compile_step(setup: Any, rows: int, tokens: int) -> tuple[Callable[[], float
     from trainer.training.step_compilation import jit_train_step
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    state = jax.jit(lambda: init_train_state(init_params(setup.model, 0), setup), out_shardings=shardings)()
+    state = jax.jit(
+        lambda: init_train_state(init_params(setup.model, 0), setup), out_shardings=shardings
+    )()
     ids = np.random.default_rng(0).integers(0, LLAMA["vocab_size"], (rows, tokens)).astype("i4")
-    columns = {"tokens": ids, "targets": np.roll(ids, -1, axis=1), "weights": np.ones(ids.shape, "f4")}
+    columns = {
+        "tokens": ids,
+        "targets": np.roll(ids, -1, axis=1),
+        "weights": np.ones(ids.shape, "f4"),
+    }
     rows_sharding = setup.sharding.activation_sharding(ids.shape, "batch", "seq")
-    batch = {name: jax.device_put(jnp.asarray(column), rows_sharding) for name, column in columns.items()}
+    batch = {
+        name: jax.device_put(jnp.asarray(column), rows_sharding) for name, column in columns.items()
+    }
     compiled = jit_train_step(setup).lower(state, batch).compile()
     memory: Any = compiled.memory_analysis()
     states = [state]
@@ -82,15 +92,35 @@ def compile_step(setup: Any, rows: int, tokens: int) -> tuple[Callable[[], float
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
-    parser = argparse.ArgumentParser(prog="python -m bench.exact_reduction", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--mesh", default="1,1,1;2,1,1;8,1,1;1,8,1", help="meshes, separated by ; (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.exact_reduction", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a batch (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a fast step (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=8, help="logical shards of an exact step (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="steps to measure (default: %(default)s)")
+    parser.add_argument(
+        "--mesh",
+        default="1,1,1;2,1,1;8,1,1;1,8,1",
+        help="meshes, separated by ; (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=16, help="sequences of a batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="micro-batches of a fast step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shards",
+        type=int,
+        default=8,
+        help="logical shards of an exact step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="steps to measure (default: %(default)s)"
+    )
     return parser
 
 
@@ -99,11 +129,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-    print(f"{options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
     print(f"{'mesh':>8}{'fast s':>10}{'exact s':>10}{'ratio':>8}{'fast MiB':>10}{'exact MiB':>11}")
     for mesh in options.mesh.split(";"):
         setups = build_setups(mesh, options.accumulate, options.shards)
-        steps = {name: compile_step(setup, options.rows, options.tokens) for name, setup in setups.items()}
+        steps = {
+            name: compile_step(setup, options.rows, options.tokens)
+            for name, setup in setups.items()
+        }
         (take_fast, fast_nbytes), (take_exact, exact_nbytes) = steps["fast"], steps["exact"]
         pairs = [(take_fast(), take_exact()) for _ in range(options.repeats + 1)][1:]
         fast_s, exact_s = (statistics.median(column) for column in zip(*pairs))

@@ -63,14 +63,18 @@ def write_random_model(folder: Path, corpus: Path) -> int:
     model = AutoModelForCausalLM.from_config(GPTNeoConfig(**CONFIG))
     model.save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train([str(path) for path in sorted(corpus.iterdir())], VOCAB, special_tokens=["<|endoftext|>"])
+    tokenizer.train(
+        [str(path) for path in sorted(corpus.iterdir())], VOCAB, special_tokens=["<|endoftext|>"]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return model.num_parameters()
 
 
 def run_prep(work: Path, *words: str) -> dict[str, Any]:
     """Run a prep command and return its JSON output; raise SystemExit if it fails."""
-    process = subprocess.run([sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE)
+    process = subprocess.run(
+        [sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE
+    )
     output = json.loads(process.stdout)
     if not output["ok"]:
         raise SystemExit(f"prep {words[0]}: {output['error']}")
@@ -107,14 +111,22 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work
     nbytes = write_corpus(work / "corpus")
-    print(f"{nbytes / 1e6:.1f} MB of text, {write_random_model(work / 'model', work / 'corpus'):,} parameters")
+    print(
+        f"{nbytes / 1e6:.1f} MB of text, {write_random_model(work / 'model', work / 'corpus'):,} parameters"
+    )
     (work / "recipe.toml").write_text(
-        RECIPE.format(length=LENGTH, batch=BATCH, steps=options.steps, every=max(options.steps // 4, 1))
+        RECIPE.format(
+            length=LENGTH, batch=BATCH, steps=options.steps, every=max(options.steps // 4, 1)
+        )
     )
     result = run_prep(work, "train", "recipe.toml", "--out", "run")
     for line in map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines()):
         print(
-            {key: line[key] for key in ("step", "loss", "eval_loss", "eval_perplexity", "tokens_per_s") if key in line}
+            {
+                key: line[key]
+                for key in ("step", "loss", "eval_loss", "eval_perplexity", "tokens_per_s")
+                if key in line
+            }
         )
     run_prep(work, "export", "run", "--out", "exported")
     transformers_perplexity = perplexity(work / "exported", holdout_sequences(work))

@@ -47,7 +47,8 @@ class CopyMethod:
 READS, WRITES = ("direct", "buffered"), ("direct", "paced", "buffered")
 READ_WRITE_PAIRS = ("direct", "direct"), ("direct", "paced"), ("buffered", "buffered")
 COPY_METHODS = tuple(
-    CopyMethod(read, write, threads) for (read, write), threads in itertools.product(READ_WRITE_PAIRS, (2, 1))
+    CopyMethod(read, write, threads)
+    for (read, write), threads in itertools.product(READ_WRITE_PAIRS, (2, 1))
 )
 
 
@@ -67,9 +68,14 @@ def copy_folder(source: Path, out: Path, method: CopyMethod) -> None:
             _copy_file(path, target, method, free)
 
 
-def _copy_file(source: Path, target: Path, method: CopyMethod, free: queue.SimpleQueue[memoryview]) -> None:
+def _copy_file(
+    source: Path, target: Path, method: CopyMethod, free: queue.SimpleQueue[memoryview]
+) -> None:
     reader = os.open(source, os.O_RDONLY | (os.O_DIRECT if method.read == "direct" else 0))
-    writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if method.write == "direct" else 0))
+    writer = os.open(
+        target,
+        os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if method.write == "direct" else 0),
+    )
     try:
         size = os.fstat(reader).st_size
         allocate(writer, size)
@@ -131,14 +137,18 @@ def _write_blocks(blocks: Iterator[FilledBuffer], sink: _BlockWriter, threads: i
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Copy the folder given by the arguments."""
-    parser = argparse.ArgumentParser(prog="python -m bench.floor", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.floor", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
     parser.add_argument("--read", choices=READS, default="direct")
     parser.add_argument("--write", choices=WRITES, default="direct")
     parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
     options = parser.parse_args(arguments)
-    copy_folder(options.source, options.out, CopyMethod(options.read, options.write, options.threads))
+    copy_folder(
+        options.source, options.out, CopyMethod(options.read, options.write, options.threads)
+    )
 
 
 if __name__ == "__main__":

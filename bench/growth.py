@@ -16,8 +16,9 @@ from pathlib import Path
 from bench.evidence import BenchPaths, log, make_model, measure_case, remove
 from bench.evidence_rows import EvidenceRow
 from bench.published import PUBLISHED
+from bench.svg_files import svg_file
 from prepcli.console.ui import format_table
-from prepcli.demo.svg import Curve, line_chart
+from prepcli.pages.charts import Curve, line_chart
 
 GB, MIB = 10**9, 1 << 20
 CASE, MEMORY = "save-init", "512MiB"
@@ -33,7 +34,9 @@ def measure_growth(work: Path, name: str, layers: Sequence[int], pairs: int) -> 
         finally:
             remove(paths.init, paths.out, *paths.unfinished)
             shutil.rmtree(paths.model)
-        log(f"{num_layers} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
+        log(
+            f"{num_layers} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s"
+        )
     return rows
 
 
@@ -57,36 +60,59 @@ def growth_text(rows: Sequence[EvidenceRow]) -> str:
 
 def growth_svg(rows: Sequence[EvidenceRow]) -> str:
     """Return an SVG of two charts: seconds of the fastest runs over GB, and memory over GB."""
-    sizes = [row.source_nbytes / GB for row in rows]
-    times = (
-        Curve("prep save-init, seconds", [(x, min(row.seconds)) for x, row in zip(sizes, rows)]),
-        Curve("cp -r && sync, seconds", [(x, min(row.cp_seconds)) for x, row in zip(sizes, rows)]),
-    )
-    memory = Curve("memory, MiB", [(x, row.peak_nbytes / MIB) for x, row in zip(sizes, rows)])
-    budget = Curve("--memory, MiB", [(x, 512.0) for x in sizes])
-    pictures = (
-        line_chart(times, title="seconds over GB", from_zero=True),
-        line_chart((memory, budget), title="MiB", from_zero=True),
-    )
-    parts = [f'<svg y="{number * 250}"{picture.removeprefix("<svg")}' for number, picture in enumerate(pictures)]
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="490" font-size="12">' + "".join(parts) + "</svg>\n"
+    seconds = []
+    cp_seconds = []
+    memory = []
+    budget = []
+    for row in rows:
+        size = row.source_nbytes / GB
+        seconds.append((size, min(row.seconds)))
+        cp_seconds.append((size, min(row.cp_seconds)))
+        memory.append((size, row.peak_nbytes / MIB))
+        budget.append((size, 512.0))
+    time_curves = [
+        Curve(name="prep save-init, seconds", points=seconds),
+        Curve(name="cp -r && sync, seconds", points=cp_seconds, color=1),
+    ]
+    memory_curves = [
+        Curve(name="memory, MiB", points=memory),
+        Curve(name="--memory, MiB", points=budget, color=1),
+    ]
+    return svg_file(
+        line_chart(time_curves, "seconds over GB", x_name="GB", from_zero=True),
+        line_chart(memory_curves, "MiB", x_name="GB", from_zero=True),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and draw the chart."""
-    parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
-    parser.add_argument("--model", choices=PUBLISHED, default="llama-7b", metavar="NAME", help="alias of a model")
-    parser.add_argument(
-        "--layers", default="1,6,16,32,64", metavar="N,…", help="layers of each model; default: 1,6,16,32,64"
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.growth", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--pairs", type=int, default=2, metavar="N", help="runs of each; default: 2")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--model", choices=PUBLISHED, default="llama-7b", metavar="NAME", help="alias of a model"
+    )
+    parser.add_argument(
+        "--layers",
+        default="1,6,16,32,64",
+        metavar="N,…",
+        help="layers of each model; default: 1,6,16,32,64",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=2, metavar="N", help="runs of each; default: 2"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the chart to FILE")
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    rows = measure_growth(options.work, options.model, [int(text) for text in options.layers.split(",")], options.pairs)
+    rows = measure_growth(
+        options.work,
+        options.model,
+        [int(text) for text in options.layers.split(",")],
+        options.pairs,
+    )
     print(growth_text(rows))
     if options.svg:
         options.svg.write_text(growth_svg(rows))

@@ -34,13 +34,21 @@ def make_differences(folder: Path) -> Iterator[Fault]:
     (folder / "other.txt").write_text((folder / "text.txt").read_text()[::-1])
     other_version = folder / "other-version"
     (other_version / "prepcli-0.0.1.dist-info").mkdir(parents=True)
-    (other_version / "prepcli-0.0.1.dist-info/METADATA").write_text("Name: prepcli\nVersion: 0.0.1\n")
+    (other_version / "prepcli-0.0.1.dist-info/METADATA").write_text(
+        "Name: prepcli\nVersion: 0.0.1\n"
+    )
     (folder / "sleep").mkdir()
     (folder / "sleep/sitecustomize.py").write_text(SLEEP)
-    clock = {"PYTHONPATH": f"{folder / 'sleep'}:{ROOT}", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "NO_FAKE_STAT": "1"}
+    clock = {
+        "PYTHONPATH": f"{folder / 'sleep'}:{ROOT}",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "NO_FAKE_STAT": "1",
+    }
     changes = {
         "files of 1 limited to 300 kB": Change(prefix=("prlimit", f"--fsize={FILE_NBYTES}")),
-        "temporary folder of 1 full": Change(prefix=FULL_TMPDIR, env={"TMPDIR": str(folder / "tmp")}),
+        "temporary folder of 1 full": Change(
+            prefix=FULL_TMPDIR, env={"TMPDIR": str(folder / "tmp")}
+        ),
         "clock of 1 an hour ahead": Change(prefix=("faketime", "-f", "+1h"), env=clock),
         "clock of 1 an hour behind": Change(prefix=("faketime", "-f", "-1h"), env=clock),
         "clock of 0 an hour ahead": Change(prefix=("faketime", "-f", "+1h"), env=clock),

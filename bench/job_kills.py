@@ -62,15 +62,26 @@ def main() -> None:
     if undisturbed.codes != (0, 0):
         raise SystemExit(f"the undisturbed run failed: {undisturbed}")
     expected = state_digest(folder / "undisturbed")
-    print(f"undisturbed run: {duration_s:.1f} s; heartbeat time-out {options.timeout} s", flush=True)
-    rights = [run_case(folder, fault, expected, timeout=options.timeout) for fault in faults(options, duration_s)]
+    print(
+        f"undisturbed run: {duration_s:.1f} s; heartbeat time-out {options.timeout} s", flush=True
+    )
+    rights = [
+        run_case(folder, fault, expected, timeout=options.timeout)
+        for fault in faults(options, duration_s)
+    ]
     if options.differences:
         differences = [*make_differences(folder)]
-        rights += [run_case(folder, fault, expected, timeout=options.timeout) for fault in differences]
+        rights += [
+            run_case(folder, fault, expected, timeout=options.timeout) for fault in differences
+        ]
         for fault in full_disk_cases():
             shutil.rmtree(folder / RUN, ignore_errors=True)
             with small_disk(folder / RUN) as is_mounted:
-                rights += [run_case(folder, fault, expected, timeout=options.timeout)] if is_mounted else []
+                rights += (
+                    [run_case(folder, fault, expected, timeout=options.timeout)]
+                    if is_mounted
+                    else []
+                )
     print(f"wrong: {rights.count(False)}")
 
 
@@ -96,7 +107,9 @@ def run_case(folder: Path, fault: Fault, expected: tuple[int, str], *, timeout: 
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
@@ -112,14 +125,18 @@ def faults(options: argparse.Namespace, duration_s: float) -> Iterator[Fault]:
     generator = random.Random(options.seed)
     for _ in range(options.random):
         victim, delay_s = generator.randrange(2), generator.uniform(0, duration_s)
-        yield Fault(f"random: kill -9 of {victim} at {delay_s:.1f} s", "", victim, signal.SIGKILL, delay_s)
+        yield Fault(
+            f"random: kill -9 of {victim} at {delay_s:.1f} s", "", victim, signal.SIGKILL, delay_s
+        )
 
 
 def row(fault: Fault, outcome: Outcome, is_right: bool) -> str:
     """Return a case as text: name, exit codes, seconds, restart, messages of the other process or of both."""
     shown = [1 - fault.victim] if fault.number else [0, 1]
     messages = [outcome.message(index) or " ".join(outcome.warnings(index)) for index in shown]
-    text = "\n    ".join(re.sub(r"\s+", " ", message).strip()[:MAX_CHARS] for message in messages if message)
+    text = "\n    ".join(
+        re.sub(r"\s+", " ", message).strip()[:MAX_CHARS] for message in messages if message
+    )
     codes = "/".join("suspended" if code is None else str(code) for code in outcome.codes)
     restart = "exact" if is_right else "WRONG"
     return f"{fault.name:<34} {codes:<14} {outcome.seconds:5.1f} s  restart {restart}  {text}"

@@ -24,10 +24,10 @@ import numpy as np
 
 from trainer.distributed.device_kind import kind_of_device
 from trainer.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, missing
-from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.registry import FAMILIES
 from trainer.nn.attention_mask import AttentionMask
-from trainer.nn.block import block
+from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -37,7 +37,9 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {  # width, heads, width of the MLP
     "1.3b": (2048, 16, 5504),
     "7b": (4096, 32, 11008),
 }
-PEAK_FLOPS: Mapping[str, float] = {  # dense bfloat16 per second, from data sheets, by part of the device kind
+PEAK_FLOPS: Mapping[
+    str, float
+] = {  # dense bfloat16 per second, from data sheets, by part of the device kind
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -71,7 +73,9 @@ class LayerFlops:
 def layer_flops(shape: str, num_tokens: int) -> LayerFlops:
     """Return the operations of one layer for one row."""
     width, _, mlp_width = SHAPES[shape]
-    return LayerFlops(6.0 * (4 * width**2 + 3 * width * mlp_width) * num_tokens, 12.0 * width * num_tokens**2)
+    return LayerFlops(
+        6.0 * (4 * width**2 + 3 * width * mlp_width) * num_tokens, 12.0 * width * num_tokens**2
+    )
 
 
 def random_weights(shape: str, dtype: str) -> dict[str, Any]:
@@ -85,7 +89,11 @@ def random_weights(shape: str, dtype: str) -> dict[str, Any]:
     heads = (num_heads, head_dim)
     return {
         "attn": {**{name: matrix(*heads, width) for name in "qkv"}, "o": matrix(width, *heads)},
-        "mlp": {"gate": matrix(mlp_width, width), "up": matrix(mlp_width, width), "down": matrix(width, mlp_width)},
+        "mlp": {
+            "gate": matrix(mlp_width, width),
+            "up": matrix(mlp_width, width),
+            "down": matrix(width, mlp_width),
+        },
         **{name: {"scale": jnp.ones(width, dtype)} for name in ("attn_norm", "mlp_norm")},
     }
 
@@ -93,10 +101,20 @@ def random_weights(shape: str, dtype: str) -> dict[str, Any]:
 def gradient_function(shape: str, kernel: str, num_tokens: int) -> Callable[..., Any]:
     """Return a function of the input [1, T, D] and the weights of a layer that computes the gradients of both."""
     width, num_heads, mlp_width = SHAPES[shape]
-    config = {"hidden_size": width, "num_attention_heads": num_heads, "intermediate_size": mlp_width}
-    arch_config = FAMILIES["llama"].arch_config({"model_type": "llama", "num_hidden_layers": 1, **config})
+    config = {
+        "hidden_size": width,
+        "num_attention_heads": num_heads,
+        "intermediate_size": mlp_width,
+    }
+    arch_config = FAMILIES["llama"].arch_config(
+        {"model_type": "llama", "num_hidden_layers": 1, **config}
+    )
     positions = jnp.arange(num_tokens)
-    context = LayerContext(arch_config, AttentionMask(positions, positions), attention_options=AttentionOptions(kernel))
+    context = LayerContext(
+        arch_config, AttentionMask(positions, positions), attention_options=AttentionOptions(kernel)
+    )
+
+    block = BLOCKS[arch_config.block_type]
 
     def loss(x: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
         return jnp.square(block(x, weights, context)[0].astype(jnp.float32)).sum()
@@ -114,10 +132,12 @@ def median_seconds(function: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def measure(shape: str, kernel: str, num_tokens: int, *, dtype: str, repeats: int) -> tuple[str, ...]:
+def measure(
+    shape: str, kernel: str, num_tokens: int, *, dtype: str, repeats: int
+) -> tuple[str, ...]:
     """Return the cells of a row after the kernel: time, MFU by both conventions, and a note."""
     width, num_heads, _ = SHAPES[shape]
-    needs = AttentionNeeds(frozenset({Feature.CAUSAL}), dtype, width // num_heads)
+    needs = AttentionNeeds(frozenset({AttentionFeature.CAUSAL}), dtype, width // num_heads)
     if reasons := [*missing(KERNEL_SPECS[kernel], needs, kind_of_device(jax.devices()[0]))]:
         return "", "", "", reasons[0]
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, num_tokens, width)), dtype)
@@ -127,7 +147,10 @@ def measure(shape: str, kernel: str, num_tokens: int, *, dtype: str, repeats: in
     except jax.errors.JaxRuntimeError as error:
         return "", "", "", str(error).partition("\n")[0][:60]
     peak, flops = device_peak(jax.devices()[0].device_kind), layer_flops(shape, num_tokens)
-    shares = (f"{count / seconds / peak:.1%}" if peak else "unknown" for count in (flops.full, flops.causal))
+    shares = (
+        f"{count / seconds / peak:.1%}" if peak else "unknown"
+        for count in (flops.full, flops.causal)
+    )
     return f"{1e3 * seconds:.2f}", *shares, ""
 
 
@@ -147,17 +170,29 @@ def table_rows(options: argparse.Namespace) -> Iterator[str]:
     for shape in options.shapes.split(","):
         for num_tokens in map(int, options.tokens.split(",")):
             for kernel in options.kernels.split(","):
-                cells = measure(shape, kernel, num_tokens, dtype=options.dtype, repeats=options.repeats)
+                cells = measure(
+                    shape, kernel, num_tokens, dtype=options.dtype, repeats=options.repeats
+                )
                 yield format_row((shape, num_tokens, kernel, *cells))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line per shape, length and kernel."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", default="125m,1.3b,7b", help=f"of {', '.join(SHAPES)} (default: %(default)s)")
-    parser.add_argument("--tokens", default="2048,8192,32768,131072", help="of a row (default: %(default)s)")
-    parser.add_argument("--kernels", default=",".join(KERNEL_NAMES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--shapes", default="125m,1.3b,7b", help=f"of {', '.join(SHAPES)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", default="2048,8192,32768,131072", help="of a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kernels", default=",".join(KERNEL_NAMES), help="comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())

@@ -37,9 +37,27 @@ COMMANDS = {
     "pad-vocab": ("pad-vocab", "./model", "--multiple", "8", "--init", "mean"),
     "save-init": ("save-init", "./model"),
     "save-init --mesh": ("save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"),
-    "save-init --dtype": ("save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "auto", "--dtype", "bfloat16"),
+    "save-init --dtype": (
+        "save-init",
+        "./model",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "auto",
+        "--dtype",
+        "bfloat16",
+    ),
     "save-init --workers": ("save-init", "./model", "--workers", "2", "--memory", "160MiB"),
-    "save-init --compress": ("save-init", "./model", "--mesh", "1,2,2", "--pad-vocab", "auto", "--compress", "zstd"),
+    "save-init --compress": (
+        "save-init",
+        "./model",
+        "--mesh",
+        "1,2,2",
+        "--pad-vocab",
+        "auto",
+        "--compress",
+        "zstd",
+    ),
     "reshard": ("reshard", "init", "--mesh", "1,4,8"),
     "export": ("export", "init"),
     "train": ("train", "recipe.toml"),
@@ -131,7 +149,9 @@ def _run_to_end(folder: Path, command: Sequence[str]) -> str:
     process = start_command(folder, command)
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'stderr.txt').read_text()}")
+        raise RuntimeError(
+            f"{command[0]} ended with {process.exitcode}: {(folder / 'stderr.txt').read_text()}"
+        )
     return (folder / "stdout.txt").read_text()
 
 
@@ -147,7 +167,10 @@ def compared_folder(folder: Path) -> Path:
 
 def have_same_files(a: Path, b: Path) -> bool:
     """Return whether two folders hold the same files, bit by bit."""
-    files = [{path.relative_to(root): path for path in root.rglob("*") if path.is_file()} for root in (a, b)]
+    files = [
+        {path.relative_to(root): path for path in root.rglob("*") if path.is_file()}
+        for root in (a, b)
+    ]
     return files[0].keys() == files[1].keys() and all(
         path.read_bytes() == files[1][name].read_bytes() for name, path in files[0].items()
     )
@@ -156,8 +179,15 @@ def have_same_files(a: Path, b: Path) -> bool:
 def data_nbytes(partial: Path) -> int:
     """Return the bytes of tensors written by a killed run, without holes and unwritten extents."""
     folders = [partial / ".prep/raw/d", partial / "d", partial]
-    data_folder = next((folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))), None)
-    return sum(_nbytes_with_data(path) for path in data_folder.iterdir() if is_data(path)) if data_folder else 0
+    data_folder = next(
+        (folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))),
+        None,
+    )
+    return (
+        sum(_nbytes_with_data(path) for path in data_folder.iterdir() if is_data(path))
+        if data_folder
+        else 0
+    )
 
 
 def _nbytes_with_data(path: Path) -> int:
@@ -178,14 +208,20 @@ def is_data(path: Path) -> bool:
     return path.is_file() and (path.suffix == ".safetensors" or path.parent.name == "d")
 
 
-def kill_condition(point: str, partial: Path, duration_s: float, rng: random.Random) -> Callable[[], bool]:
+def kill_condition(
+    point: str, partial: Path, duration_s: float, rng: random.Random
+) -> Callable[[], bool]:
     """Return a function that tells whether the run has reached the point of its kill."""
     start, delay_s = time.monotonic(), rng.uniform(0.0, 0.05)
     journal, sync_count = partial / ".prep/journal.0", rng.randint(1, 5)
     events: dict[str, Callable[[], bool]] = {
         "between syncs": lambda: data_nbytes(partial) > 0,
-        "after a sync": lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1 + sync_count,
-        "at commit": lambda: any((partial / name).exists() for name in ("config.json", "hf", "_METADATA")),
+        "after a sync": lambda: (
+            journal.exists() and journal.read_bytes().count(b"\n") > 1 + sync_count
+        ),
+        "at commit": lambda: any(
+            (partial / name).exists() for name in ("config.json", "hf", "_METADATA")
+        ),
     }
     if point not in events:
         latest = rng.uniform(0.1, 1.0) * duration_s
@@ -214,7 +250,9 @@ def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -
     process.kill()
     process.join()
     deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (partial / ".prep/lock").exists() and is_locked(partial / ".prep/lock"):  # workers end with their parent
+    while (partial / ".prep/lock").exists() and is_locked(
+        partial / ".prep/lock"
+    ):  # workers end with their parent
         if time.monotonic() > deadline:
             raise TimeoutError(f"{partial} is still locked")
         time.sleep(0.01)
@@ -226,7 +264,11 @@ def run_again(bench: KillBench, name: str, out: Path, *extra: str) -> tuple[int,
     process = start_command(bench.folder, [*command_line(name, out.name), *extra])
     process.join()
     outputs = [(bench.folder / file).read_text() for file in ("stdout.txt", "stderr.txt")]
-    return process.exitcode or 0, "\n".join(outputs), 0 if process.exitcode else _written_nbytes(outputs[0])
+    return (
+        process.exitcode or 0,
+        "\n".join(outputs),
+        0 if process.exitcode else _written_nbytes(outputs[0]),
+    )
 
 
 def is_clear_error(output: str) -> bool:
@@ -234,7 +276,9 @@ def is_clear_error(output: str) -> bool:
     return "error" in output and "Traceback" not in output and "bug in prep" not in output
 
 
-def run_case(bench: KillBench, name: str, out: Path, rng: random.Random, counts: KillCounts) -> None:
+def run_case(
+    bench: KillBench, name: str, out: Path, rng: random.Random, counts: KillCounts
+) -> None:
     """Kill a run, damage its files in a share of the cases, run it again, and compare the output."""
     partial = out.with_name(f"{out.name}.partial")
     while not start_and_kill(bench, name, out, rng):  # the kill came too late
@@ -258,8 +302,12 @@ def run_case(bench: KillBench, name: str, out: Path, rng: random.Random, counts:
     elif "resuming" in output or name == TRAIN:
         counts.resumed += 1
     if not damage and name != TRAIN:
-        counts.redone_nbytes.append(max(0, killed_nbytes + written_nbytes - bench.written_nbytes[name]))
-    if code or not have_same_files(compared_folder(out), compared_folder(bench.reference_output(name))):
+        counts.redone_nbytes.append(
+            max(0, killed_nbytes + written_nbytes - bench.written_nbytes[name])
+        )
+    if code or not have_same_files(
+        compared_folder(out), compared_folder(bench.reference_output(name))
+    ):
         counts.wrong += 1
         log(f"WRONG: {name}, {damage or 'undamaged'}, exit {code}\n{output}")
         out.rename(out.with_name(f"wrong-{counts.wrong}-{out.name}")) if out.exists() else None
@@ -272,7 +320,10 @@ def kills_per_command(names: Sequence[str], count: int) -> dict[str, int]:
     train_count = max(1, round(count * TRAIN_SHARE)) if TRAIN in names else 0
     conversions = [name for name in names if name != TRAIN]
     counts = (
-        {name: (count - train_count + position) // len(conversions) for position, name in enumerate(conversions)}
+        {
+            name: (count - train_count + position) // len(conversions)
+            for position, name in enumerate(conversions)
+        }
         if conversions
         else {}
     )
@@ -281,7 +332,16 @@ def kills_per_command(names: Sequence[str], count: int) -> dict[str, int]:
 
 def kills_text(rows: dict[str, KillCounts]) -> str:
     """Return the table of results."""
-    header = ("command", "kills", "damaged", "resumed", "refused", "wrong", "redone, mean MiB", "most MiB")
+    header = (
+        "command",
+        "kills",
+        "damaged",
+        "resumed",
+        "refused",
+        "wrong",
+        "redone, mean MiB",
+        "most MiB",
+    )
     lines = []
     for name, counts in rows.items():
         mean, maximum = (
@@ -301,8 +361,12 @@ def log(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Kill the requested commands and print the table; return 1 if an output was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kills", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="new folder, deleted at the end")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kills", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="new folder, deleted at the end"
+    )
     parser.add_argument("--count", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--commands", default=",".join(COMMANDS), help="default: all")

@@ -76,8 +76,12 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
         multihost_utils.sync_global_devices("opened")
         opening_nbytes = sent_nbytes(options) if options.counts else 0
         loader = LeafLoader(opened.reader, exchanges=options.load != "own")
-        params = load_leaves(loader, opened.model.leaves, sharding=opened.sharding, dtype_of=lambda path: "float32")
-        read_nbytes = sent_nbytes(options) - opening_nbytes if options.counts else opened.reader.read_nbytes
+        params = load_leaves(
+            loader, opened.model.leaves, sharding=opened.sharding, dtype_of=lambda path: "float32"
+        )
+        read_nbytes = (
+            sent_nbytes(options) - opening_nbytes if options.counts else opened.reader.read_nbytes
+        )
         return params, read_nbytes, opening_nbytes
 
 
@@ -140,8 +144,16 @@ def run_worker(options: argparse.Namespace, index: int) -> dict[str, float]:
 @contextlib.contextmanager
 def serve_remotely(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Serve the checkpoint as a bucket and a hub; yield what `bench.counting_store` prints."""
-    command = [sys.executable, "-m", "bench.counting_store", str(options.checkpoint), str(options.processes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.counting_store",
+        str(options.checkpoint),
+        str(options.processes),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
         try:
@@ -153,10 +165,28 @@ def serve_remotely(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def run_load(options: argparse.Namespace, mesh: str, load: str) -> list[dict[str, float]]:
     """Load once with cold files; return the cost of each process."""
     drop_page_cache(options.checkpoint)
-    command = [sys.executable, "-m", "bench.load_bytes", str(options.checkpoint), "--mesh", mesh, "--load", load]
-    command += ["--processes", str(options.processes), "--devices", str(options.devices), "--port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.load_bytes",
+        str(options.checkpoint),
+        "--mesh",
+        mesh,
+        "--load",
+        load,
+    ]
+    command += [
+        "--processes",
+        str(options.processes),
+        "--devices",
+        str(options.devices),
+        "--port",
+        str(free_port()),
+    ]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    with serve_remotely(options) if load in ("bucket", "hub") else contextlib.nullcontext() as store:
+    with (
+        serve_remotely(options) if load in ("bucket", "hub") else contextlib.nullcontext() as store
+    ):
         environments = store["environments"] if store else [{}] * options.processes
         command += ["--counts", store["counts"]] if store else []
         workers = [
@@ -198,14 +228,18 @@ def stored_nbytes(checkpoint: Path) -> int:
 
 def main() -> None:
     """Load with each mesh and method, and print the costs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, help="folder of an init or a Hugging Face model")
     parser.add_argument("--mesh", action="append", help="mesh; may be repeated")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
     parser.add_argument("--orbax", action="store_true", help="load with Orbax v1 too")
     parser.add_argument("--bucket", action="store_true", help="load from a bucket that counts")
-    parser.add_argument("--hub", action="store_true", help="load from a hub that counts, with `--stream`")
+    parser.add_argument(
+        "--hub", action="store_true", help="load from a hub that counts, with `--stream`"
+    )
     parser.add_argument("--counts", default="", help=argparse.SUPPRESS)
     parser.add_argument("--load", default="", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
@@ -220,7 +254,9 @@ def main() -> None:
     loads = [(mesh, load) for mesh in meshes for load in remote or ("own", "exchange")]
     if options.orbax:
         loads += [(meshes[0], "orbax-rows"), (meshes[0], "orbax-columns")]
-    print(f"{options.checkpoint.name}: {nbytes / 1e6:.0f} MB, {options.processes} x {options.devices} CPU devices")
+    print(
+        f"{options.checkpoint.name}: {nbytes / 1e6:.0f} MB, {options.processes} x {options.devices} CPU devices"
+    )
     for mesh, load in loads:
         name = load if load.startswith("orbax") else f"{mesh} {load}"
         print(f"{name:16} {cost_text(run_load(options, mesh, load), nbytes)}", flush=True)

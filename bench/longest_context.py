@@ -58,7 +58,9 @@ def measure_longest(forward_config: ForwardConfig, limit_nbytes: int, resolution
                 raise
             log(f"{tokens} tokens: more than the memory of the device")
             return False
-        log(f"{tokens} tokens: {memory.temp_nbytes / GIB:.2f} GiB, compiled in {memory.compile_s:.1f} s")
+        log(
+            f"{tokens} tokens: {memory.temp_nbytes / GIB:.2f} GiB, compiled in {memory.compile_s:.1f} s"
+        )
         return memory.temp_nbytes <= limit_nbytes
 
     return longest_context(fits, resolution)
@@ -83,10 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.longest_context", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--limit-gib", type=float, default=8.0, metavar="N", help="GiB of temporaries (default: 8)")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)")
-    parser.add_argument("--resolution", type=int, default=1024, metavar="N", help="in tokens (default: %(default)s)")
-    parser.add_argument("--topology", metavar="NAME", help="compile for a TPU, as v5e:2x2 (default: the CPU)")
+    parser.add_argument(
+        "--limit-gib", type=float, default=8.0, metavar="N", help="GiB of temporaries (default: 8)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--resolution", type=int, default=1024, metavar="N", help="in tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--topology", metavar="NAME", help="compile for a TPU, as v5e:2x2 (default: the CPU)"
+    )
     options = parser.parse_args(arguments)
     from trainer.distributed.sharding import ShardingContext
 
@@ -94,7 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sharding = topology_sharding(options.topology) if options.topology else ShardingContext()
     for method in METHODS:
         log(method)
-        forward_config = dataclasses.replace(method_config(method, options.dtype), sharding=sharding)
+        forward_config = dataclasses.replace(
+            method_config(method, options.dtype), sharding=sharding
+        )
         longest[method] = measure_longest(forward_config, limit_nbytes, options.resolution)
     print(longest_text(longest))
 

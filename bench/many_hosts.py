@@ -49,7 +49,9 @@ def main() -> None:
         print(json.dumps(vars(measure_service(options.measure_port))))
         return
     rates = measure_in_process()
-    print(f"coordination service, one client: {rates.writes:,.0f} writes/s, {rates.reads:,.0f} reads/s;")
+    print(
+        f"coordination service, one client: {rates.writes:,.0f} writes/s, {rates.reads:,.0f} reads/s;"
+    )
     print(f"4,096 heartbeats read in {rates.read_all_s * 1000:.0f} ms")
     for num_hosts in map(int, options.hosts.split(",")):
         print()
@@ -59,47 +61,76 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-7b", choices=sorted(PRESETS))
     parser.add_argument("--hosts", default="256,4096")
     parser.add_argument("--devices-per-host", type=int, default=4)
     parser.add_argument(
-        "--replica-devices", type=int, default=256, help="devices that one copy of the state is split over"
+        "--replica-devices",
+        type=int,
+        default=256,
+        help="devices that one copy of the state is split over",
     )
     parser.add_argument("--store-gb-s", type=float, default=1.0, help="storage rate of one host")
-    parser.add_argument("--total-gb-s", type=float, default=100.0, help="storage rate of all hosts together")
+    parser.add_argument(
+        "--total-gb-s", type=float, default=100.0, help="storage rate of all hosts together"
+    )
     parser.add_argument("--tokens", type=float, default=1e12, help="tokens of the training data")
     parser.add_argument("--measure-port", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Iterator[tuple[str, str]]:
+def estimate(
+    options: argparse.Namespace, rates: Rates, num_hosts: int
+) -> Iterator[tuple[str, str]]:
     """Yield names and values of the costs of a run on a number of hosts."""
     num_devices = num_hosts * options.devices_per_host
     split = min(options.replica_devices, num_devices)
-    shapes = model_of_config(PRESETS[options.model]).shapes(parse_mesh(f"1,{split},1"), DEFAULT_RULES)
+    shapes = model_of_config(PRESETS[options.model]).shapes(
+        parse_mesh(f"1,{split},1"), DEFAULT_RULES
+    )
     leaves = list(shapes.leaves.values())
     param_nbytes = 4 * sum(math.prod(leaf.shape) for leaf in leaves)
     state_nbytes = STATE_COPIES * param_nbytes
     owners = -(-split // options.devices_per_host)
-    num_chunks = STATE_COPIES * split * sum(leaf.shape[0] if leaf.path.startswith("layers.") else 1 for leaf in leaves)
-    yield f"{num_hosts:,} hosts, {num_devices:,} devices, {options.model}, state over", f"{split:,} devices"
+    num_chunks = (
+        STATE_COPIES
+        * split
+        * sum(leaf.shape[0] if leaf.path.startswith("layers.") else 1 for leaf in leaves)
+    )
+    yield (
+        f"{num_hosts:,} hosts, {num_devices:,} devices, {options.model}, state over",
+        f"{split:,} devices",
+    )
     yield "start: processes that connect and are compared", f"{3 * num_hosts / rates.writes:.1f} s"
     interval_s = WatchSettings(HEARTBEAT_TIMEOUT_S, 0.0, {}).interval_s(num_hosts)
-    calls_per_s = 2 * num_hosts / interval_s  # each process writes its heartbeat and reads the decision of process 0
+    calls_per_s = (
+        2 * num_hosts / interval_s
+    )  # each process writes its heartbeat and reads the decision of process 0
     yield f"heartbeats: calls at process 0, every {interval_s:.0f} s", f"{calls_per_s:,.0f}/s"
     yield "  share of what the service answers here", f"{calls_per_s / rates.writes:.0%}"
     yield "load: bytes from storage, each once", f"{param_nbytes / GB:,.1f} GB"
     yield "  seconds", f"{storage_s(options, param_nbytes, num_hosts):.1f} s"
-    yield "  if every replica read its own copy", f"{num_devices // split * param_nbytes / GB:,.0f} GB"
+    yield (
+        "  if every replica read its own copy",
+        f"{num_devices // split * param_nbytes / GB:,.0f} GB",
+    )
     yield "save: bytes, of one copy of the state", f"{state_nbytes / GB:,.1f} GB"
     yield "  hosts that write", f"{owners:,}"
     yield "  seconds to write", f"{storage_s(options, state_nbytes, owners):.1f} s"
-    yield "  seconds to read back for digests", f"{storage_s(options, state_nbytes, num_hosts):.1f} s"
+    yield (
+        "  seconds to read back for digests",
+        f"{storage_s(options, state_nbytes, num_hosts):.1f} s",
+    )
     yield "  chunks", f"{num_chunks:,}"
     yield "  index of chunks, by process 0", f"{num_chunks * CHUNK_ENTRY_NBYTES / 1e6:,.0f} MB"
     tokens_nbytes = 4 * options.tokens
-    yield "data: check of the digests by process 0", f"{tokens_nbytes / GB / options.store_gb_s:,.0f} s"
+    yield (
+        "data: check of the digests by process 0",
+        f"{tokens_nbytes / GB / options.store_gb_s:,.0f} s",
+    )
     yield "  divided among the hosts", f"{storage_s(options, tokens_nbytes, num_hosts):,.0f} s"
 
 
@@ -114,7 +145,9 @@ def measure_in_process() -> Rates:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "bench.many_hosts", "--measure-port", str(port)]
-    return Rates(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return Rates(
+        **json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    )
 
 
 def measure_service(port: int) -> Rates:

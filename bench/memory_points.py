@@ -73,7 +73,9 @@ class MemoryPoint:
         """The inputs of the estimate."""
         model = model_of_manifest(make_manifest(self.options.size)).shapes(self.mesh, DEFAULT_RULES)
         widens_bfloat16 = not self.options.topology
-        return step_inputs(self.recipe, model, mesh=self.mesh, rules=DEFAULT_RULES, widens_bfloat16=widens_bfloat16)
+        return step_inputs(
+            self.recipe, model, mesh=self.mesh, rules=DEFAULT_RULES, widens_bfloat16=widens_bfloat16
+        )
 
     @property
     def estimate(self) -> MemoryEstimate:
@@ -167,7 +169,15 @@ TPU_POINTS = whole_steps(
     (f"--size 7b {TPU}--ffn-chunk 2048 --q-chunk 2048 --k-chunk 4096", 4044),
     (f"--size 13b {TPU}--ffn-chunk 2048 --q-chunk 2048 --k-chunk 4096", 5958),
 )
-POINTS = SMALL_POINTS + DEEP_POINTS + MESH_POINTS + FAMILY_POINTS + LENGTH_POINTS + NAME_POINTS + TPU_POINTS
+POINTS = (
+    SMALL_POINTS
+    + DEEP_POINTS
+    + MESH_POINTS
+    + FAMILY_POINTS
+    + LENGTH_POINTS
+    + NAME_POINTS
+    + TPU_POINTS
+)
 
 
 def compiled_nbytes(point: MemoryPoint) -> int:
@@ -191,9 +201,13 @@ def _gradients_nbytes(point: MemoryPoint) -> int:
     recipe, mesh = point.recipe, point.mesh
     model = model_from_manifest(make_manifest(point.options.size))
     sharding = make_sharding_context(mesh, devices=jax.devices("cpu")[: mesh.n_devices])
-    setup = build_step_setup(recipe, model, sharding=sharding, kernel=recipe.model.attention_kernel, steps=1)
+    setup = build_step_setup(
+        recipe, model, sharding=sharding, kernel=recipe.model.attention_kernel, steps=1
+    )
     assert recipe.batch.size is not None
-    return compile_step(model, setup.forward_config, recipe.batch.size, recipe.data.seq_length).temp_nbytes
+    return compile_step(
+        model, setup.forward_config, recipe.batch.size, recipe.data.seq_length
+    ).temp_nbytes
 
 
 def measure(points: Iterable[MemoryPoint]) -> Iterable[tuple[MemoryPoint, int]]:
@@ -229,11 +243,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.memory_points", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="points whose flags contain TEXT (default: all)")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="points whose flags contain TEXT (default: all)"
+    )
     only: str = parser.parse_args(arguments).only
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(NUM_CPU_DEVICES))
     has_libtpu = find_spec("libtpu") is not None
-    plans = list(measure(p for p in POINTS if only in p.flags and (has_libtpu or not p.options.topology)))
+    plans = list(
+        measure(p for p in POINTS if only in p.flags and (has_libtpu or not p.options.topology))
+    )
     print(points_text(plans))
     return int(any(has_changed(point, nbytes) for point, nbytes in plans))
 

@@ -61,11 +61,19 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     rng, tensors = np.random.default_rng(0), dict[str, np.ndarray]()
     for module, (num_outputs, num_inputs) in shapes.items():
         for name, shape in (("lora_A", (RANK, num_inputs)), ("lora_B", (num_outputs, RANK))):
-            tensors[f"base_model.model.{module}.{name}.weight"] = STD * rng.standard_normal(shape, np.float32)
+            tensors[f"base_model.model.{module}.{name}.weight"] = STD * rng.standard_normal(
+                shape, np.float32
+            )
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({module.rpartition(".")[2] for module in shapes})
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": targets}
+    settings = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+        "target_modules": targets,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
@@ -89,10 +97,15 @@ def open_tensors(folder: Path) -> dict[str, Callable[[], np.ndarray]]:
 def compare(work: Path) -> Comparison:
     """Compare the merged model with base + alpha / rank B A in float64; raise SystemExit for an unexplained value."""
     result = Comparison()
-    bases, adapters, merged_tensors = (open_tensors(work / name) for name in (BASE, ADAPTER, MERGED))
+    bases, adapters, merged_tensors = (
+        open_tensors(work / name) for name in (BASE, ADAPTER, MERGED)
+    )
     for name, read_base in bases.items():
         base, merged = read_base(), merged_tensors[name]()
-        matrices = [f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight" for matrix in "BA"]
+        matrices = [
+            f"base_model.model.{name.removesuffix('.weight')}.lora_{matrix}.weight"
+            for matrix in "BA"
+        ]
         if matrices[0] in adapters:
             b, a = (adapters[matrix]().astype(np.float64) for matrix in matrices)
             result.add(base, merged, exact=base.astype(np.float64) + ALPHA / RANK * (b @ a))
@@ -105,7 +118,9 @@ def compare(work: Path) -> Comparison:
 
 def main() -> None:
     """Print the table and the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B")
     parser.add_argument("--layers", type=int, default=8)
@@ -118,7 +133,10 @@ def main() -> None:
         write_model(work / BASE, config)
     if not (work / ADAPTER).exists():
         shapes = {entry[0]: entry[2] for entry in tensor_entries(config) if len(entry[2]) == 2}
-        write_adapter(work / ADAPTER, {n.removesuffix(".weight"): s for n, s in shapes.items() if "embed" not in n})
+        write_adapter(
+            work / ADAPTER,
+            {n.removesuffix(".weight"): s for n, s in shapes.items() if "embed" not in n},
+        )
     inspect_nbytes = run_prep(work, "inspect", work / BASE).peak_nbytes
     rows: list[Sequence[str]] = []
     for memory in options.memory.split(","):

@@ -59,10 +59,13 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Comman
             wall_s = time.perf_counter() - start_s
         process.returncode = os.waitstatus_to_exitcode(status)
         texts = [
-            os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode(errors="replace") for f in (stdout, stderr)
+            os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode(errors="replace")
+            for f in (stdout, stderr)
         ]
     cpu_s = usage.ru_utime + usage.ru_stime
-    return CommandCost(process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts)
+    return CommandCost(
+        process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts
+    )
 
 
 def drop_page_cache(paths: Sequence[Path]) -> str:
@@ -116,16 +119,26 @@ def _sample(root: int, period_s: float, done: threading.Event, samples: list[int
 
 def process_tree(root_pid: int) -> list[int]:
     """Return `root_pid`, its descendants, and the processes of its session (orphans stay in it)."""
-    lineage = {int(path.name): _parent_and_session(path) for path in PROC.iterdir() if path.name.isdecimal()}
-    members = {root_pid} | {process for process, (_, session) in lineage.items() if session == root_pid}
-    while more := {process for process, (parent, _) in lineage.items() if parent in members} - members:
+    lineage = {
+        int(path.name): _parent_and_session(path)
+        for path in PROC.iterdir()
+        if path.name.isdecimal()
+    }
+    members = {root_pid} | {
+        process for process, (_, session) in lineage.items() if session == root_pid
+    }
+    while (
+        more := {process for process, (parent, _) in lineage.items() if parent in members} - members
+    ):
         members |= more
     return sorted(members)
 
 
 def anonymous_nbytes(pid: int) -> int:
     """Return the anonymous and shared memory of a process in bytes; 0 if it has ended."""
-    fields = dict(line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line)
+    fields = dict(
+        line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line
+    )
     return sum(int(fields.get(key, "0 kB").split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
 
 

@@ -40,7 +40,11 @@ SHARD_NBYTES = 5 * 10**9
 SEED = 0
 STD = 0.02
 NO_LENGTH_LIMIT = 10**30  # as transformers writes a missing limit
-FREE_BITS = {"float32": 0x807FFFFF, "float16": 0x83FF, "bfloat16": 0x807F}  # sign and mantissa bits of a value
+FREE_BITS = {
+    "float32": 0x807FFFFF,
+    "float16": 0x83FF,
+    "bfloat16": 0x807F,
+}  # sign and mantissa bits of a value
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2^n is injective
 
 
@@ -54,7 +58,9 @@ class RandomBlock:
     def key(self, number: int) -> np.uint64:
         """Return the key of block `number`; keys of different numbers below 2^32 differ in every dtype."""
         mixed_number = number * KEY_MULTIPLIER % (1 << len(self.free_bits))
-        return np.uint64(sum((mixed_number >> index & 1) << bit for index, bit in enumerate(self.free_bits)))
+        return np.uint64(
+            sum((mixed_number >> index & 1) << bit for index, bit in enumerate(self.free_bits))
+        )
 
 
 def tensor_entries(config: HFConfig) -> list[LayoutEntry]:
@@ -73,7 +79,12 @@ def tensor_entries(config: HFConfig) -> list[LayoutEntry]:
         for name, stack_index in row.tensors()
     }
     return [
-        (name if name in family.unprefixed else family.prefix + name, dtype, shape, math.prod(shape) * itemsize(dtype))
+        (
+            name if name in family.unprefixed else family.prefix + name,
+            dtype,
+            shape,
+            math.prod(shape) * itemsize(dtype),
+        )
         for name, (_, shape) in sorted(tensors.items(), key=lambda item: item[1][0])
     ]
 
@@ -83,11 +94,18 @@ def _file_order(path: str, stack_index: Mapping[str, int]) -> tuple[float, int]:
     if path.startswith("embed."):
         return -1, 0
     return next(
-        ((-LAYER_ATOMS.index(stack), stack_index[stack]) for stack in LAYER_ATOMS if stack in stack_index), (1, 0)
+        (
+            (-LAYER_ATOMS.index(stack), stack_index[stack])
+            for stack in LAYER_ATOMS
+            if stack in stack_index
+        ),
+        (1, 0),
     )
 
 
-def write_model(folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False) -> int:
+def write_model(
+    folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False
+) -> int:
     """Write a model into a new folder; equal arguments give equal bytes.
 
     Args:
@@ -105,7 +123,10 @@ def write_model(folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES
     layouts = lay_out_files(
         [(name, sorted(group), None) for name, group in groups]
     )  # sorted within a file, like safetensors does
-    values, numbers = None if sparse else _make_random_block(config["torch_dtype"]), itertools.count()
+    values, numbers = (
+        None if sparse else _make_random_block(config["torch_dtype"]),
+        itertools.count(),
+    )
     for layout in layouts:
         _write_file(folder / layout.name, layout, values, numbers)
     if len(layouts) > 1:
@@ -117,14 +138,23 @@ def write_model(folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES
 
 def _make_random_block(dtype: str) -> RandomBlock:
     width = 8 * itemsize(dtype)
-    free = tuple(low + bit for low in range(0, 64, width) for bit in range(width) if FREE_BITS[dtype] >> bit & 1)
-    normals = np.random.default_rng(SEED).standard_normal(BLOCK_NBYTES // itemsize(dtype), np.float32) * np.float32(STD)
+    free = tuple(
+        low + bit
+        for low in range(0, 64, width)
+        for bit in range(width)
+        if FREE_BITS[dtype] >> bit & 1
+    )
+    normals = np.random.default_rng(SEED).standard_normal(
+        BLOCK_NBYTES // itemsize(dtype), np.float32
+    ) * np.float32(STD)
     if dtype == "bfloat16":
         return RandomBlock((normals.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64), free)
     return RandomBlock(normals.astype(dtype, copy=False).view(np.uint64), free)
 
 
-def _write_file(path: Path, layout: SafetensorsLayout, values: RandomBlock | None, numbers: Iterator[int]) -> None:
+def _write_file(
+    path: Path, layout: SafetensorsLayout, values: RandomBlock | None, numbers: Iterator[int]
+) -> None:
     with path.open("wb") as file:
         file.write(layout.header)
         if values is None:
@@ -148,11 +178,14 @@ def _make_small_files(config: HFConfig) -> dict[str, object]:
     }
     return {
         "config.json": config,
-        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
+        "generation_config.json": {
+            key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
+        },
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": family_of(config).arch_config(config).max_positions or NO_LENGTH_LIMIT,
+            "model_max_length": family_of(config).arch_config(config).max_positions
+            or NO_LENGTH_LIMIT,
         },
     }
 
@@ -163,7 +196,9 @@ def _parse_config(text: str) -> HFConfig:
     try:
         return {"torch_dtype": "float32", **json.loads(Path(text).read_text())}
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"`{text}` is neither an alias nor a config.json") from error
+        raise argparse.ArgumentTypeError(
+            f"`{text}` is neither an alias nor a config.json"
+        ) from error
 
 
 def _parse_field(text: str) -> tuple[str, Any]:
@@ -176,17 +211,31 @@ def _parse_field(text: str) -> tuple[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the requested model and print its size."""
-    parser = argparse.ArgumentParser(prog="python -m bench.models", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.models", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument(
-        "config", type=_parse_config, metavar="NAME", help="alias (see `prep models`), or a config.json"
+        "config",
+        type=_parse_config,
+        metavar="NAME",
+        help="alias (see `prep models`), or a config.json",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
-    parser.add_argument("--dtype", choices=FREE_BITS, help="dtype of all weights; default: as published")
+    parser.add_argument(
+        "--dtype", choices=FREE_BITS, help="dtype of all weights; default: as published"
+    )
     parser.add_argument("--layers", type=int, help="number of layers; widths stay as published")
     parser.add_argument("--shard-gb", type=float, default=5, help="decimal GB per file; default: 5")
-    parser.add_argument("--sparse", action="store_true", help="write real headers over sparse zeros")
     parser.add_argument(
-        "--set", type=_parse_field, action="append", default=[], metavar="KEY=JSON", help="override a config field"
+        "--sparse", action="store_true", help="write real headers over sparse zeros"
+    )
+    parser.add_argument(
+        "--set",
+        type=_parse_field,
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="override a config field",
     )
     options = parser.parse_args(arguments)
     try:

@@ -42,13 +42,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "norm_topk_prob": True,
     },
 }  # fmt: skip
-COLUMNS = ("shape", "tokens", "pass", "dense rows", "sparse rows", "ratio", "dense ms", "sparse ms", "speedup")
+COLUMNS = (
+    "shape",
+    "tokens",
+    "pass",
+    "dense rows",
+    "sparse rows",
+    "ratio",
+    "dense ms",
+    "sparse ms",
+    "speedup",
+)
 WIDTHS = (10, 7, 9, 11, 12, 6, 10, 10, 8)
 
 MlpFunction = Callable[[Array, Mapping[str, Any]], Array]
 
 
-def dense_moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
+def dense_moe_mlp(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
     """Compute the weighted sum of each token's experts; every expert computes every token, one expert at a time."""
     router = weights["router"]["weight"]
     routing = route(x, router, arch_config, ExpertSharding())
@@ -62,7 +74,9 @@ def dense_moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig,
     def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
         return total + weighted_expert(*expert), None
 
-    return lax.scan(add_expert, jnp.zeros_like(x), (experts, (routing.weights * selected).sum(-1)))[0]
+    return lax.scan(add_expert, jnp.zeros_like(x), (experts, (routing.weights * selected).sum(-1)))[
+        0
+    ]
 
 
 def random_weights(sizes: Mapping[str, int], dtype: Any, seed: int = 0) -> dict[str, Any]:
@@ -102,7 +116,9 @@ def median_times_ms(functions: Sequence[Callable[[], Any]], repeats: int) -> lis
 
 def with_gradients(function: MlpFunction) -> Callable[..., Any]:
     """Return the function that computes the gradients of tokens and weights."""
-    return jax.grad(lambda x, weights: jnp.square(function(x, weights).astype(jnp.float32)).sum(), (0, 1))
+    return jax.grad(
+        lambda x, weights: jnp.square(function(x, weights).astype(jnp.float32)).sum(), (0, 1)
+    )
 
 
 def print_row(*cells: Any) -> None:
@@ -118,7 +134,9 @@ def measure(shape: str, num_tokens: int, dtype: str, repeats: int) -> None:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, num_tokens, WIDTH)), dtype)
     options = {"arch_config": arch_config, "sharding": ShardingContext()}
     dense, sparse = partial(dense_moe_mlp, **options), partial(moe_mlp, **options)
-    rows = num_sparse_rows(route(x, weights["router"]["weight"], arch_config, ExpertSharding()), sizes["experts"])
+    rows = num_sparse_rows(
+        route(x, weights["router"]["weight"], arch_config, ExpertSharding()), sizes["experts"]
+    )
     dense_rows = num_tokens * sizes["experts"]
     passes: dict[str, tuple[Callable[..., Any], ...]] = {"forward": (dense, sparse)}
     if num_tokens > 8:
@@ -126,20 +144,35 @@ def measure(shape: str, num_tokens: int, dtype: str, repeats: int) -> None:
     for name, functions in passes.items():
         runs = [partial(jax.jit(function), x, weights) for function in functions]
         dense_ms, sparse_ms = median_times_ms(runs, repeats)
-        ratios = f"{dense_rows / rows:.2f}", f"{dense_ms:.2f}", f"{sparse_ms:.2f}", f"{dense_ms / sparse_ms:.2f}"
+        ratios = (
+            f"{dense_rows / rows:.2f}",
+            f"{dense_ms:.2f}",
+            f"{sparse_ms:.2f}",
+            f"{dense_ms / sparse_ms:.2f}",
+        )
         print_row(shape, num_tokens, name, dense_rows, rows, *ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line per shape, number of tokens and pass."""
-    parser = argparse.ArgumentParser(prog="python -m bench.moe", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--tokens", default="1,8,2048", help="tokens of a call (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", help="dtype of the computation (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.moe", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help="comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", default="1,8,2048", help="tokens of a call (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype of the computation (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(f"jax {jax.__version__} on {jax.default_backend()}, {options.dtype}, {os.cpu_count()} cores, load {load}")
+    print(
+        f"jax {jax.__version__} on {jax.default_backend()}, {options.dtype}, {os.cpu_count()} cores, load {load}"
+    )
     print_row(*COLUMNS)
     for shape in options.shapes.split(","):
         for num_tokens in map(int, options.tokens.split(",")):

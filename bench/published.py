@@ -56,7 +56,9 @@ def _neox(embed: int, layers: int, heads: int, vocab: int = 50304, **more: Any) 
     }  # fmt: skip
 
 
-def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, first: bool = True) -> HFConfig:
+def _opt(
+    embed: int, layers: int, heads: int, word_embed: int | None = None, first: bool = True
+) -> HFConfig:
     return {
         "model_type": "opt", "architectures": ["OPTForCausalLM"], "torch_dtype": "float16", "vocab_size": 50272,
         "hidden_size": embed, "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * embed,
@@ -67,19 +69,35 @@ def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, fir
 
 
 def _llama_like(
-    common: ConfigFields, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+    common: ConfigFields,
+    embed: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    **more: Any,
 ) -> HFConfig:
     """Return a LLaMA-style config; `common` has the fields that all models of a generation share."""
     sizes = {"hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
-    usual = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "tie_word_embeddings": False}
+    usual = {
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+    }
     return {**LLAMA_TOKEN_IDS, **usual, **common, **sizes, **counts, **more}
 
 
 def _generation_fields(
     family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None
 ) -> ConfigFields:
-    fields: ConfigFields = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
+    fields: ConfigFields = {
+        "model_type": family,
+        "architectures": [f"{name}ForCausalLM"],
+        "torch_dtype": dtype,
+    }
     fields |= {"max_position_embeddings": positions, "rms_norm_eps": eps}
     return fields | ({} if theta is None else {"rope_theta": theta})
 
@@ -110,11 +128,16 @@ LLAMA_31_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LLAMA_31 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31_ROPE}
-LLAMA_32 = LLAMA_31 | {"rope_scaling": LLAMA_31_ROPE | {"factor": 32.0}, "tie_word_embeddings": True}
+LLAMA_32 = LLAMA_31 | {
+    "rope_scaling": LLAMA_31_ROPE | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
 SMOLLM2 = _generation_fields("llama", "Llama", "bfloat16", 8192, 1e-5, 1e5) | {
     "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "rope_scaling": None, "attention_bias": False,
 }  # fmt: skip
-MISTRAL = _generation_fields("mistral", "Mistral", "bfloat16", 32768, 1e-5, 1e4) | {"sliding_window": 4096}
+MISTRAL = _generation_fields("mistral", "Mistral", "bfloat16", 32768, 1e-5, 1e4) | {
+    "sliding_window": 4096
+}
 MISTRAL_3 = MISTRAL | {"rope_theta": 1e6, "sliding_window": None}
 MIXTRAL = _generation_fields("mixtral", "Mixtral", "bfloat16", 32768, 1e-5, 1e6) | {
     "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "output_router_logits": False,
@@ -132,11 +155,21 @@ QWEN3_MOE = QWEN3 | {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [], "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-GEMMA_COMMON = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True, "head_dim": 256}
+GEMMA_COMMON = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+}
 GEMMA = _generation_fields("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_COMMON | {
     "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False, "rope_scaling": None,
 }  # fmt: skip
-TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+TANH = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+}
 GEMMA_2 = _generation_fields("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_COMMON | TANH | {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
@@ -223,7 +256,9 @@ PUBLISHED: Mapping[str, HFConfig] = {
         MISTRAL_3, 5120, 14336, 40, 32, 8, 131072, head_dim=128, max_position_embeddings=128000
     ),
     "mixtral-8x7b": _llama_like(MIXTRAL, 4096, 14336, 32, 32, 8, 32000),
-    "mixtral-8x22b": _llama_like(MIXTRAL, 6144, 16384, 56, 48, 8, 32000, max_position_embeddings=65536),
+    "mixtral-8x22b": _llama_like(
+        MIXTRAL, 6144, 16384, 56, 48, 8, 32000, max_position_embeddings=65536
+    ),
     "qwen2-0.5b": _llama_like(QWEN2, 896, 4864, 24, 14, 2, 151936, **SMALL_QWEN),
     "qwen2-1.5b": _llama_like(QWEN2, 1536, 8960, 28, 12, 2, 151936, **SMALL_QWEN),
     "qwen2-7b": _llama_like(QWEN2, 3584, 18944, 28, 28, 4, 152064),
@@ -241,13 +276,19 @@ PUBLISHED: Mapping[str, HFConfig] = {
     "qwen3-8b": _llama_like(QWEN3, 4096, 12288, 36, 32, 8, 151936),
     "qwen3-14b": _llama_like(QWEN3, 5120, 17408, 40, 40, 8, 151936),
     "qwen3-32b": _llama_like(QWEN3, 5120, 25600, 64, 64, 8, 151936),
-    "qwen3-30b-a3b": _llama_like(QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768),
-    "qwen3-235b-a22b": _llama_like(QWEN3_MOE, 4096, 12288, 94, 64, 4, 151936, moe_intermediate_size=1536),
+    "qwen3-30b-a3b": _llama_like(
+        QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768
+    ),
+    "qwen3-235b-a22b": _llama_like(
+        QWEN3_MOE, 4096, 12288, 94, 64, 4, 151936, moe_intermediate_size=1536
+    ),
     "gemma-2b": _llama_like(GEMMA, 2048, 16384, 18, 8, 1, 256000),
     "gemma-7b": _llama_like(GEMMA, 3072, 24576, 28, 16, 16, 256000),
     "gemma-2-2b": _llama_like(GEMMA_2, 2304, 9216, 26, 8, 4, 256000),
     "gemma-2-9b": _llama_like(GEMMA_2, 3584, 14336, 42, 16, 8, 256000),
-    "gemma-2-27b": _llama_like(GEMMA_2, 4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144),
+    "gemma-2-27b": _llama_like(
+        GEMMA_2, 4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144
+    ),
     "gemma-3-270m": _llama_like(GEMMA_3, 640, 2048, 18, 4, 1, 262144),
     "gemma-3-1b": _llama_like(GEMMA_3, 1152, 6912, 26, 4, 1, 262144),
     "phi-3-mini": _llama_like(PHI_3, 3072, 8192, 32, 32, 32, 32064),
@@ -273,7 +314,10 @@ def published_config(
 
 
 def override_config(
-    config: HFConfig, dtype: str | None = None, layers: int | None = None, changes: HFConfig | None = None
+    config: HFConfig,
+    dtype: str | None = None,
+    layers: int | None = None,
+    changes: HFConfig | None = None,
 ) -> dict[str, Any]:
     """Return a config with another number of layers, dtype or fields."""
     config = {**config, **(changes or {})}

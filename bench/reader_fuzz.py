@@ -37,8 +37,8 @@ import zstandard
 from prepcli.console.ui import format_table
 from prepcli.errors import PrepError
 from prepcli.remote.hub_datasets import read_metadata, select_files
-from trainer.data.dataset_folder import dataset_files
 from trainer.data.files import hash_file
+from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
 from trainer.recipe.text_fields import FileType
@@ -49,7 +49,19 @@ HANG_S = 600.0
 MAX_DOCUMENT_NBYTES = 16 * MIB
 ERROR, EQUAL, OTHER, BUG, SIGNAL, HANG = "errors", "equal", "other data", "bugs", "signals", "hangs"
 OUTCOMES = (ERROR, EQUAL, OTHER, BUG, SIGNAL, HANG)
-INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, ord('"'), ord("["), ord("{"), ord("\n"), ord("\\"), ord("\r"))
+INTERESTING = (
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    ord('"'),
+    ord("["),
+    ord("{"),
+    ord("\n"),
+    ord("\\"),
+    ord("\r"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,9 @@ def make_parquet(compression: str) -> bytes:
     from pyarrow import parquet
 
     buffer = io.BytesIO()
-    parquet.write_table(pa.Table.from_pylist(make_rows()), buffer, row_group_size=15, compression=compression)
+    parquet.write_table(
+        pa.Table.from_pylist(make_rows()), buffer, row_group_size=15, compression=compression
+    )
     return buffer.getvalue()
 
 
@@ -138,7 +152,9 @@ def make_zstd(data: bytes) -> bytes:
 def make_state() -> bytes:
     """Return the list of files of a saved dataset."""
     names = [f"data-{number:05d}-of-00020.arrow" for number in range(20)]
-    return json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}).encode()
+    return json.dumps(
+        {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    ).encode()
 
 
 def make_readme() -> bytes:
@@ -183,7 +199,9 @@ def read_dataset_list(path: Path) -> str:
 def read_readme(path: Path) -> str:
     """Return the files of a configuration of a dataset on the hub."""
     names = [f"c{number}/{part}.jsonl" for number in range(9) for part in range(3)]
-    files = select_files("o/n", names, read_metadata(path), config="c3", split="train", accepts=lambda name: True)
+    files = select_files(
+        "o/n", names, read_metadata(path), config="c3", split="train", accepts=lambda name: True
+    )
     return str(files)
 
 
@@ -200,7 +218,9 @@ FORMATS: Mapping[str, Format] = {
     "parquet-snappy": Format("a.parquet", lambda: make_parquet("snappy"), records_of("parquet")),
     "parquet-zstd": Format("a.parquet", lambda: make_parquet("zstd"), records_of("parquet")),
     "jsonl": Format("a.jsonl", make_json, records_of("json")),
-    "jsonl.gz": Format("a.jsonl.gz", lambda: gzip.compress(make_json(), mtime=0), records_of("json")),
+    "jsonl.gz": Format(
+        "a.jsonl.gz", lambda: gzip.compress(make_json(), mtime=0), records_of("json")
+    ),
     "jsonl.zst": Format("a.jsonl.zst", lambda: make_zstd(make_json()), records_of("json")),
     "csv": Format("a.csv", lambda: make_csv(","), records_of("csv")),
     "tsv": Format("a.tsv", lambda: make_csv("\t"), records_of("csv")),
@@ -235,7 +255,9 @@ def _replace(data: bytearray, start: int, rng: random.Random) -> None:
 def _write_number(data: bytearray, start: int, rng: random.Random) -> None:
     width = rng.choice((2, 4, 8))
     largest = (1 << 8 * width) - 1
-    number = rng.choice((0, 1, rng.randint(0, largest), largest, largest >> 1, largest >> 2, len(data) & largest))
+    number = rng.choice(
+        (0, 1, rng.randint(0, largest), largest, largest >> 1, largest >> 2, len(data) & largest)
+    )
     data[start : start + width] = number.to_bytes(width, rng.choice(("little", "big")))
 
 
@@ -244,7 +266,9 @@ def _delete(data: bytearray, start: int, rng: random.Random) -> None:
 
 
 def _insert(data: bytearray, start: int, rng: random.Random) -> None:
-    data[start:start] = rng.choice((rng.randbytes(4), bytes([rng.choice(INTERESTING)]) * rng.choice((1, 64, 5000))))
+    data[start:start] = rng.choice(
+        (rng.randbytes(4), bytes([rng.choice(INTERESTING)]) * rng.choice((1, 64, 5000)))
+    )
 
 
 def _copy(data: bytearray, start: int, rng: random.Random) -> None:
@@ -279,7 +303,10 @@ def run_child(name: str, folder: Path, first: int, end: int) -> None:
     from trainer.tables import process
 
     process.stop_workers()
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak = max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     print(f"peak {peak * 1024}", flush=True)
 
 
@@ -343,10 +370,14 @@ def collect(child: subprocess.Popen[bytes], result: Result, name: str, first: in
     if peaks:
         return len(outcomes)
     if not os.WIFSIGNALED(status):
-        raise SystemExit(f"the process that reads {name} ended with exit code {os.waitstatus_to_exitcode(status)}")
+        raise SystemExit(
+            f"the process that reads {name} ended with exit code {os.waitstatus_to_exitcode(status)}"
+        )
     fault = HANG if is_hanging else SIGNAL
     result.counts[fault] += 1
-    result.faults.append(f"{name} {first + len(outcomes)}: {fault} {signal.Signals(os.WTERMSIG(status)).name}")
+    result.faults.append(
+        f"{name} {first + len(outcomes)}: {fault} {signal.Signals(os.WTERMSIG(status)).name}"
+    )
     return len(outcomes) + 1
 
 
@@ -358,11 +389,15 @@ def table_row(name: str, mutations: int, result: Result) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mutations", type=int, default=1000)
     parser.add_argument("--format", choices=[*FORMATS], action="append")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", nargs=4, metavar=("NAME", "FOLDER", "FIRST", "END"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--child", nargs=4, metavar=("NAME", "FOLDER", "FIRST", "END"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.child:
         name, folder, first, end = options.child

@@ -74,7 +74,9 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
             time.monotonic(),
             time.process_time(),
         )
-        state = jax.block_until_ready(read_state(reader, setup) if start else load_float32_params(reader, setup))
+        state = jax.block_until_ready(
+            read_state(reader, setup) if start else load_float32_params(reader, setup)
+        )
         duration_s, cpu_s, read_nbytes = (
             time.monotonic() - start_s,
             time.process_time() - cpu_s,
@@ -83,7 +85,9 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     leaves = jax.tree.leaves(state)
     on_devices = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     # VmHWM includes file pages: the anonymous peak is at most VmHWM minus the current file pages
-    extra_peak_nbytes = read_process_counter("VmHWM") - read_process_counter("RssFile") - start_nbytes - on_devices
+    extra_peak_nbytes = (
+        read_process_counter("VmHWM") - read_process_counter("RssFile") - start_nbytes - on_devices
+    )
     leaf_nbytes = sum(leaf.nbytes for leaf in leaves)
     return RestoreCost(
         seconds=duration_s,
@@ -108,7 +112,9 @@ def make_setup(reader: Any, mesh: str) -> Any:
 
     sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.manifest))
     return StepSetup(
-        model_from_manifest(reader.manifest), ForwardConfig(sharding=sharding), build_optimizer(AdamWTable(lr=1e-3), 10)
+        model_from_manifest(reader.manifest),
+        ForwardConfig(sharding=sharding),
+        build_optimizer(AdamWTable(lr=1e-3), 10),
     )
 
 
@@ -121,7 +127,10 @@ def read_state(reader: Any, setup: Any) -> Any:
 
 def cost_text(cost: RestoreCost, verify: bool) -> str:
     """Return one line with the time, throughput, bytes read and peak memory of a restore."""
-    read_ratio, kernel_ratio = cost.reader_nbytes / cost.leaf_nbytes, cost.kernel_nbytes / cost.leaf_nbytes
+    read_ratio, kernel_ratio = (
+        cost.reader_nbytes / cost.leaf_nbytes,
+        cost.kernel_nbytes / cost.leaf_nbytes,
+    )
     rate = f"{cost.seconds:6.2f} s ({cost.cpu_seconds:.2f} s of CPU), {cost.leaf_nbytes / cost.seconds / 1e9:.2f} GB/s"
     memory = f"at most {cost.extra_peak_nbytes / 2**20:,.0f} MiB beyond the arrays"
     ratios = f"{read_ratio:.4f} x read (kernel: {kernel_ratio:.4f} x)"
@@ -132,21 +141,29 @@ def summary_text(pairs: Sequence[tuple[RestoreCost, RestoreCost]]) -> str:
     """Return the fastest restores of both kinds and their ratio; the first of each pair is the checked one."""
     checked, unchecked = (min(cost.seconds for cost in costs) for costs in zip(*pairs))
     cpu = [sum(cost.cpu_seconds for cost in costs) / len(pairs) for costs in zip(*pairs)]
-    wall = f"fastest {checked:.2f} s checked, {unchecked:.2f} s unchecked: {checked / unchecked:.3f} x"
+    wall = (
+        f"fastest {checked:.2f} s checked, {unchecked:.2f} s unchecked: {checked / unchecked:.3f} x"
+    )
     return f"{wall}; CPU {cpu[0]:.2f} s and {cpu[1]:.2f} s on average"
 
 
 def main() -> None:
     """Restore in pairs and print the costs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, help="folder of an init or a run")
     parser.add_argument("--mesh", default="1,2,4")
     parser.add_argument("--pairs", type=int, default=3, help="number of restores of each kind")
-    parser.add_argument("--start", action="store_true", help="restore the whole initial state of training")
+    parser.add_argument(
+        "--start", action="store_true", help="restore the whole initial state of training"
+    )
     options = parser.parse_args()
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     pairs: list[tuple[RestoreCost, RestoreCost]] = []
-    restore(options.checkpoint, options.mesh, verify=False, start=options.start)  # warm-up, not counted: JAX compiles
+    restore(
+        options.checkpoint, options.mesh, verify=False, start=options.start
+    )  # warm-up, not counted: JAX compiles
     for number in range(options.pairs):
         costs: dict[bool, RestoreCost] = {}
         for verify in (False, True) if number % 2 else (True, False):
@@ -154,7 +171,9 @@ def main() -> None:
             print(cost_text(costs[verify], verify), flush=True)
         pairs.append((costs[True], costs[False]))
     nbytes = pairs[0][0].leaf_nbytes
-    print(f"{options.checkpoint.name} on {options.mesh}: {nbytes / 1e9:.2f} GB of leaves on {DEVICES} devices")
+    print(
+        f"{options.checkpoint.name} on {options.mesh}: {nbytes / 1e9:.2f} GB of leaves on {DEVICES} devices"
+    )
     print(summary_text(pairs))
 
 

@@ -35,7 +35,10 @@ def main() -> None:
     for num_lines in args.lines:
         run = args.work / f"run-{num_lines}"
         nbytes = write_run(run, num_lines)
-        print(json.dumps({"lines": num_lines, "metrics_bytes": nbytes, **measure_report(run)}), flush=True)
+        print(
+            json.dumps({"lines": num_lines, "metrics_bytes": nbytes, **measure_report(run)}),
+            flush=True,
+        )
         shutil.rmtree(run)
 
 
@@ -54,7 +57,12 @@ def write_run(folder: Path, num_lines: int) -> int:
 
 def _line(step: int, noise: float) -> dict[str, float | None]:
     if step % EVAL_EVERY == 0:
-        return {"step": step, "eval_loss": 3 + noise, "eval_perplexity": 20 + noise, "eval_tokens": 65536}
+        return {
+            "step": step,
+            "eval_loss": 3 + noise,
+            "eval_perplexity": 20 + noise,
+            "eval_tokens": 65536,
+        }
     return {
         "step": step,
         "loss": 3 + noise,

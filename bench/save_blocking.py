@@ -66,10 +66,12 @@ def start_systems(out: Path, init: Path, group: Any) -> dict[str, SaveStart]:
     """Return a function per system that starts a save, and returns a function that waits for it."""
     import orbax.checkpoint as ocp
 
-    from prepcli.execution.run_folder import RunFolder
+    from prepcli.execution.checkpoint_manager import CheckpointManager
     from trainer.training.checkpoint import host_leaves
 
-    folder = RunFolder(out / "prep", init, name="bench", keep=1, mesh=MESH, group=group)
+    folder = CheckpointManager(
+        out / "prep", init, name="bench", keep=1, manifest_changes={"mesh": MESH}, group=group
+    )
     checkpointers = {
         ORBAX: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
         ORBAX_FOREGROUND: ocp.Checkpointer(ocp.StandardCheckpointHandler()),
@@ -110,17 +112,22 @@ def make_state(init: Path) -> tuple[Any, Callable[[Any], Any]]:
         state = read_state(reader, make_setup(reader, MESH))
     params = jax.tree.leaves(state["params"])
     fill = jax.jit(
-        lambda state: jax.tree.map(lambda leaf: leaf + leaf.size % 7 if leaf.ndim else leaf, state), donate_argnums=0
+        lambda state: jax.tree.map(lambda leaf: leaf + leaf.size % 7 if leaf.ndim else leaf, state),
+        donate_argnums=0,
     )
     step = jax.jit(
-        lambda state: jax.tree.map(lambda x: jnp.sin(x) if jnp.issubdtype(x.dtype, jnp.floating) else x + 1, state),
+        lambda state: jax.tree.map(
+            lambda x: jnp.sin(x) if jnp.issubdtype(x.dtype, jnp.floating) else x + 1, state
+        ),
         donate_argnums=0,
     )
     log(f"{sum(leaf.nbytes for leaf in params) * 3 / MIB:,.0f} MiB of state")
     return jax.block_until_ready(fill(state)), step
 
 
-def measure_save(start: SaveStart, number: int, state: Any, step: Callable[[Any], Any]) -> tuple[SaveCost, Any]:
+def measure_save(
+    start: SaveStart, number: int, state: Any, step: Callable[[Any], Any]
+) -> tuple[SaveCost, Any]:
     """Save once while steps go on, and return the cost and the state."""
     import jax
 
@@ -171,14 +178,26 @@ def run_worker(work: Path, rounds: int, systems: Sequence[str]) -> None:
     print(json.dumps(costs), flush=True)
 
 
-def start_workers(work: Path, count: int, rounds: int, systems: Sequence[str]) -> list[subprocess.Popen[str]]:
+def start_workers(
+    work: Path, count: int, rounds: int, systems: Sequence[str]
+) -> list[subprocess.Popen[str]]:
     """Start the processes of a job."""
     port = free_port()
-    words = ["--work", str(work), "--rounds", str(rounds), "--worker", "--systems", ";".join(systems)]
+    words = [
+        "--work",
+        str(work),
+        "--rounds",
+        str(rounds),
+        "--worker",
+        "--systems",
+        ";".join(systems),
+    ]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "bench.save_blocking", *words],
-            env=process_environment(os.environ, index=index, count=count, port=port, devices=DEVICES // count)
+            env=process_environment(
+                os.environ, index=index, count=count, port=port, devices=DEVICES // count
+            )
             | {"TF_CPP_MIN_LOG_LEVEL": "3"},
             stdout=subprocess.PIPE,
             text=True,
@@ -195,7 +214,9 @@ def measure_job(work: Path, count: int, rounds: int) -> list[list[str]]:
     return [_row(count, name, [costs[name] for costs in costs_by_process]) for name in SYSTEMS]
 
 
-def _row(count: int, name: str, costs_by_process: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
+def _row(
+    count: int, name: str, costs_by_process: Iterable[Sequence[Mapping[str, Any]]]
+) -> list[str]:
     """Return the row of a system: per figure the median of the rounds, each of the worst process."""
     rounds = list(zip(*costs_by_process))
     worst = {
@@ -228,9 +249,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.save_blocking", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="saves of each system (default: 5)")
-    parser.add_argument("--processes", default="1,2", metavar="N,…", help="numbers of processes (default: 1,2)")
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="saves of each system (default: 5)"
+    )
+    parser.add_argument(
+        "--processes", default="1,2", metavar="N,…", help="numbers of processes (default: 1,2)"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--systems", default=";".join(SYSTEMS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -242,7 +269,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (work / "init").exists():
         write_model(work / "model", CONFIG)
         run_checked(
-            [sys.executable, "-m", "prepcli", "save-init", work / "model", "--mesh", MESH, "--out", work / "init", "-q"]
+            [
+                sys.executable,
+                "-m",
+                "prepcli",
+                "save-init",
+                work / "model",
+                "--mesh",
+                MESH,
+                "--out",
+                work / "init",
+                "-q",
+            ]
         )
     header = ["processes", "system", "blocked s", "durable s", "steps", "extra MiB"]
     for count in options.processes.split(","):

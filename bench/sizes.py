@@ -40,7 +40,9 @@ class SizeRow:
 def largest_aliases() -> list[str]:
     """Return the alias with the most parameters of each family."""
     by_size = sorted(ALIASES, key=lambda alias: alias.parameters)
-    return sorted({alias.family: alias.name for alias in by_size}.values(), key=list(PUBLISHED).index)
+    return sorted(
+        {alias.family: alias.name for alias in by_size}.values(), key=list(PUBLISHED).index
+    )
 
 
 def plan_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
@@ -86,7 +88,17 @@ def _save_init(name: str, model: Path, out: Path, options: Sequence[str]) -> Siz
 
 def sizes_text(rows: Sequence[SizeRow]) -> str:
     """Return a table with one line per model."""
-    header = "model", "family", "parameters", "GB", "tensors", "leaves", "chunks", "seconds", "peak MiB"
+    header = (
+        "model",
+        "family",
+        "parameters",
+        "GB",
+        "tensors",
+        "leaves",
+        "chunks",
+        "seconds",
+        "peak MiB",
+    )
     lines = [
         (
             row.name,
@@ -106,9 +118,15 @@ def sizes_text(rows: Sequence[SizeRow]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plan or convert the requested models and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sizes", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="aliases; default: the largest of each family")
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sizes", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="aliases; default: the largest of each family"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure"
+    )
     parser.add_argument("--all", action="store_true", help="measure all aliases")
     parser.add_argument("--run", action="store_true", help="convert and verify models with values")
     parser.add_argument("--memory", default="512MiB", metavar="SIZE", help="default: 512MiB")
@@ -125,7 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     try:
         for name in list(PUBLISHED) if options.all else options.names or largest_aliases():
-            rows.append((convert_model if options.run else plan_model)(options.work, name, prep_options))
+            rows.append(
+                (convert_model if options.run else plan_model)(options.work, name, prep_options)
+            )
             log(f"{name}: {rows[-1].nbytes / GB:.1f} GB in {rows[-1].seconds:.1f} s")
     finally:  # print the completed measurements if one fails
         print(sizes_text(rows))

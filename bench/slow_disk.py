@@ -59,7 +59,16 @@ def slow_disk(work: Path, mb_s: int, nbytes: int) -> Iterator[Path]:
             file.truncate(nbytes)
         device = _run("losetup", "--find", "--show", "--direct-io=on", image)
         undo.callback(_run, "losetup", "--detach", device)
-        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", device)
+        _run(
+            "mkfs.ext4",
+            "-q",
+            "-F",
+            "-m",
+            "0",
+            "-E",
+            "lazy_itable_init=0,lazy_journal_init=0",
+            device,
+        )
         folder.mkdir(exist_ok=True)
         undo.callback(folder.rmdir)
         _run("mount", device, folder)
@@ -101,14 +110,20 @@ def _check_requirements(work: Path, nbytes: int) -> None:
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         raise SystemExit(f"--slow-disk needs {', '.join(missing)}")
     if not all(os.access(CONTROLLER / limit, os.W_OK) for limit in LIMITS):
-        raise SystemExit(f"--slow-disk needs root and the blkio controller of cgroup v1 at {CONTROLLER}")
+        raise SystemExit(
+            f"--slow-disk needs root and the blkio controller of cgroup v1 at {CONTROLLER}"
+        )
     if (free := shutil.disk_usage(work).free) < nbytes:
-        raise SystemExit(f"{work} has {format_bytes(free)} free, the slow disk takes {format_bytes(nbytes)}")
+        raise SystemExit(
+            f"{work} has {format_bytes(free)} free, the slow disk takes {format_bytes(nbytes)}"
+        )
 
 
 def _throttle(number: str, nbytes_s: int) -> None:
     """Limit a device to `nbytes_s` bytes/s (0: no limit), in the root group and the group of this process."""
-    own_group = next((line.split(":", 2)[2] for line in _cgroup_lines() if line.split(":", 2)[1] == "blkio"), "/")
+    own_group = next(
+        (line.split(":", 2)[2] for line in _cgroup_lines() if line.split(":", 2)[1] == "blkio"), "/"
+    )
     for group in {CONTROLLER, CONTROLLER / own_group.lstrip("/")}:
         for limit in LIMITS:
             (group / limit).write_text(f"{number} {nbytes_s}")
@@ -121,5 +136,7 @@ def _cgroup_lines() -> list[str]:
 def _run(*words: str | Path) -> str:
     process = subprocess.run(words, capture_output=True, text=True)
     if process.returncode:
-        raise SystemExit(f"{shlex.join(map(str, words))} ended with {process.returncode}\n{process.stderr}")
+        raise SystemExit(
+            f"{shlex.join(map(str, words))} ended with {process.returncode}\n{process.stderr}"
+        )
     return process.stdout.strip()

@@ -52,7 +52,9 @@ def write_corpus(folder: Path) -> list[str]:
     """Write the pages of the documentation as text files; return their texts."""
     folder.mkdir(parents=True)
     root = Path(__file__).parents[1]
-    texts = [path.read_text() for path in sorted([*root.glob("*.md"), *(root / "docs").glob("**/*.md")])]
+    texts = [
+        path.read_text() for path in sorted([*root.glob("*.md"), *(root / "docs").glob("**/*.md")])
+    ]
     for number, text in enumerate(texts):
         (folder / f"{number:03}.txt").write_text(text)
     return texts
@@ -67,8 +69,12 @@ def write_random_model(folder: Path, texts: list[str]) -> int:
     model = T5ForConditionalGeneration(T5Config(**CONFIG))
     model.save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, VOCAB - N_SENTINELS, special_tokens=["<pad>", "</s>"], show_progress=False)
-    tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))])  # the first has the last id
+    tokenizer.train_from_iterator(
+        texts, VOCAB - N_SENTINELS, special_tokens=["<pad>", "</s>"], show_progress=False
+    )
+    tokenizer.add_special_tokens(
+        [f"<extra_id_{i}>" for i in reversed(range(N_SENTINELS))]
+    )  # the first has the last id
     tokenizer.save(str(folder / "tokenizer.json"))
     return model.num_parameters()
 
@@ -78,7 +84,9 @@ def frequency_loss(store: Path) -> float:
     (meta,) = store.glob("*/meta.json")
     ids = np.fromfile(meta.parent / "tokens.bin", np.dtype(json.loads(meta.read_bytes())["dtype"]))
     sizes = span_sizes(SOURCE_LENGTH, noise_density=0.15, mean_span_length=3.0)
-    counts = np.concatenate([np.bincount(ids) / len(ids) * sizes.n_noise, np.ones(sizes.n_spans + 1)])
+    counts = np.concatenate(
+        [np.bincount(ids) / len(ids) * sizes.n_noise, np.ones(sizes.n_spans + 1)]
+    )
     frequencies = counts[counts > 0] / sizes.target_length
     return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -91,13 +99,19 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work
     texts = write_corpus(work / "corpus")
-    print(f"{sum(map(len, texts)):,} characters, {write_random_model(work / 'model', texts):,} parameters")
-    recipe = RECIPE.format(steps=options.steps, every=max(options.steps // 10, 1), source_length=SOURCE_LENGTH)
+    print(
+        f"{sum(map(len, texts)):,} characters, {write_random_model(work / 'model', texts):,} parameters"
+    )
+    recipe = RECIPE.format(
+        steps=options.steps, every=max(options.steps // 10, 1), source_length=SOURCE_LENGTH
+    )
     (work / "recipe.toml").write_text(recipe)
     run_prep(work, "train", "recipe.toml", "--out", "run")
     print(f"loss by frequency alone: {frequency_loss(work / 'run' / 'data'):.3f}")
     for line in map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines()):
-        print({key: line[key] for key in ("step", "loss", "eval_loss", "tokens_per_s") if key in line})
+        print(
+            {key: line[key] for key in ("step", "loss", "eval_loss", "tokens_per_s") if key in line}
+        )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def write_corpus(folder: Path, nbytes: int) -> None:
 def make_sentences(rng: random.Random) -> list[str]:
     """Return sentences of random words with the frequencies of a natural language."""
     syllables = [first + vowel for first in "bcdfghjklmnprstvw" for vowel in "aeiou"]
-    words = ["".join(rng.choices(syllables, k=rng.choice((1, 1, 2, 2, 3, 4)))) for _ in range(WORDS)]
+    words = [
+        "".join(rng.choices(syllables, k=rng.choice((1, 1, 2, 2, 3, 4)))) for _ in range(WORDS)
+    ]
     weights = list(itertools.accumulate(1 / (rank + 2.7) for rank in range(WORDS)))
     return [
         " ".join(rng.choices(words, cum_weights=weights, k=rng.randint(4, 25))).capitalize() + "."
@@ -94,7 +96,9 @@ def prepare_datasets(folder: Path) -> Callable[[], None]:
     from datasets import load_dataset
 
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    rows = load_dataset("json", data_files=str(folder / CORPUS), split="train", cache_dir=str(folder / DATASETS))
+    rows = load_dataset(
+        "json", data_files=str(folder / CORPUS), split="train", cache_dir=str(folder / DATASETS)
+    )
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         encodings = tokenizer.encode_batch(batch["text"], add_special_tokens=False)
@@ -133,7 +137,12 @@ def run_system(name: str, folder: Path) -> None:
     work = SYSTEMS[name](folder)
     start_s, start_cpu_s = time.perf_counter(), cpu_seconds()
     work()
-    print(json.dumps({"seconds": time.perf_counter() - start_s, "cpu_s": cpu_seconds() - start_cpu_s}), flush=True)
+    print(
+        json.dumps(
+            {"seconds": time.perf_counter() - start_s, "cpu_s": cpu_seconds() - start_cpu_s}
+        ),
+        flush=True,
+    )
 
 
 def cpu_seconds() -> float:
@@ -154,10 +163,17 @@ def compare(folder: Path, systems: Sequence[str], rounds: int) -> str:
             if run.exit_code:
                 raise SystemExit(run.stderr)
             cost = json.loads(run.stdout.strip().splitlines()[-1])
-            costs[name].append((megabytes / cost["seconds"], megabytes / cost["cpu_s"], run.peak_nbytes / 2**20))
+            costs[name].append(
+                (megabytes / cost["seconds"], megabytes / cost["cpu_s"], run.peak_nbytes / 2**20)
+            )
             print(name, costs[name][-1], file=sys.stderr, flush=True)
-    rows = [(name, *(f"{statistics.median(column):.2f}" for column in zip(*costs[name]))) for name in systems]
-    return format_table(rows, ("system", "MB/s", "MB per CPU second", "peak MiB"), right_aligned=("MB/s",))
+    rows = [
+        (name, *(f"{statistics.median(column):.2f}" for column in zip(*costs[name])))
+        for name in systems
+    ]
+    return format_table(
+        rows, ("system", "MB/s", "MB per CPU second", "peak MiB"), right_aligned=("MB/s",)
+    )
 
 
 def child_command(*arguments: str, folder: Path) -> list[str]:
@@ -210,7 +226,9 @@ def read_store(folder: Path) -> dict[str, bytes]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)

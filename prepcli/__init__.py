@@ -17,21 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prepcli.api.checks import inspect, verify
     from prepcli.api.compute import generate, load_params, train
-    from prepcli.api.conversions import (
-        export,
-        merge,
-        pad_vocab,
-        plan_export,
-        plan_pad_vocab,
-        plan_reshard,
-        plan_save_init,
-        reshard,
-        save_init,
-    )
     from prepcli.api.evaluation import evaluate
     from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.harness import harness_model
-    from prepcli.api.options import (
+    from prepcli.api.reporting import report
+    from prepcli.api.saving import save_params
+    from prepcli.console.observer import Observer
+    from prepcli.console.progress import Progress
+    from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.export import export
+    from prepcli.operations.merge import merge
+    from prepcli.operations.options import (
         ConversionOptions,
         DropOptions,
         ExportOptions,
@@ -44,8 +40,8 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
-    from prepcli.api.reporting import report
-    from prepcli.api.results import (
+    from prepcli.operations.pad_vocab import pad_vocab
+    from prepcli.operations.results import (
         Conversion,
         Evaluation,
         EvaluationScores,
@@ -57,9 +53,7 @@ if TYPE_CHECKING:
         TrainingRun,
         Verification,
     )
-    from prepcli.api.saving import save_params
-    from prepcli.console.progress import Progress
-    from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.save_init import reshard, save_init
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -79,6 +73,7 @@ __all__ = [
     "ModuleOptions",
     "NewRowOptions",
     "NewTokens",
+    "Observer",
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
@@ -104,10 +99,6 @@ __all__ = [
     "merge",
     "nnx_model",
     "pad_vocab",
-    "plan_export",
-    "plan_pad_vocab",
-    "plan_reshard",
-    "plan_save_init",
     "report",
     "reshard",
     "save_init",
@@ -123,14 +114,27 @@ _MODULES = {
     "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.harness": ("harness_model",),
-    "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
+    "prepcli.operations.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.reporting": ("report",),
-    "prepcli.api.results": (
-        *("Conversion", "Evaluation", "EvaluationScores", "Generation", "Inspection", "NewTokens", "RunsReport"),
+    "prepcli.operations.results": (
+        *(
+            "Conversion",
+            "Evaluation",
+            "EvaluationScores",
+            "Generation",
+            "Inspection",
+            "NewTokens",
+            "RunsReport",
+        ),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.api.saving": ("save_params",),
+    "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
+    "prepcli.operations.export": ("export",),
+    "prepcli.operations.merge": ("merge",),
+    "prepcli.operations.pad_vocab": ("pad_vocab",),
+    "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }
@@ -147,7 +151,7 @@ def __getattr__(name: str) -> object:
         return version("prepcli")
     from importlib import import_module
 
-    value = getattr(import_module(_MODULE_OF.get(name, "prepcli.api.conversions")), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -29,12 +29,21 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 user_flags = os.environ.get(FLAGS, "").split()
 compile_flags = FAST_COMPILE_FLAGS.get(".".join(version("jaxlib").split(".")[:2]), ())
-flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flags]  # the last one wins
+flags = [
+    *(flag for flag in compile_flags if flag not in user_flags),
+    *user_flags,
+]  # the last one wins
 os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
-    cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")  # deleted when this process exits
+    cache_folder = tempfile.TemporaryDirectory(
+        prefix="prep-tests-"
+    )  # deleted when this process exits
     os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     # of an entry that another process is still writing, which is compiled again; commands must not print it
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # background job of a shell: commands would inherit it
+    os.environ.setdefault(
+        "PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning"
+    )
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # background job of a shell: commands would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

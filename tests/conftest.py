@@ -7,7 +7,9 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("prep", deadline=None)  # the time of an example depends on the load of the machine
+settings.register_profile(
+    "prep", deadline=None
+)  # the time of an example depends on the load of the machine
 settings.load_profile("prep")
 
 COLLECT_EVERY = 20_000  # allocations; at the default of 700, garbage collection takes 5 % of the time of traces by JAX

@@ -46,7 +46,9 @@ def apply_diff(text: str, diff: str) -> str:
     """Apply the hunks of a diff to a text; each hunk must match exactly one place."""
     for hunk in diff.split("@@\n"):
         lines = [(line[0], line[1:]) for line in hunk.splitlines()]
-        before, after = ("".join(f"{line}\n" for sign, line in lines if sign in signs) for signs in (" -", " +"))
+        before, after = (
+            "".join(f"{line}\n" for sign, line in lines if sign in signs) for signs in (" -", " +")
+        )
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     return text
@@ -57,7 +59,9 @@ def run_command(command: str, folder: Path) -> str:
     program, *arguments = shlex.split(command)
     interpreter = {"python": [sys.executable], "prep": [sys.executable, "-m", "prepcli"]}[program]
     environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run([*interpreter, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [*interpreter, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert process.returncode == 0, f"{command}\n{process.stdout}{process.stderr}"
     return process.stdout
 
@@ -90,15 +94,20 @@ def test_guide_steps_work(tmp_path: Path, check: str):
             path.write_text(block.text)
         for command, output in block.commands() if block.language == "sh" else ():
             is_one_check = check and command.startswith("prep check-family")
-            printed = run_command(f"{command} --check {check}" if is_one_check else command, tmp_path)
+            printed = run_command(
+                f"{command} --check {check}" if is_one_check else command, tmp_path
+            )
             if is_one_check:
                 printed, output = (select_check(text, check) for text in (printed, output))
-            assert not output or mask_rounding_errors(printed) == mask_rounding_errors(output), printed
+            assert not output or mask_rounding_errors(printed) == mask_rounding_errors(output), (
+                printed
+            )
             n_commands += 1
     assert n_commands == 5
 
 
 def test_guide_family_file_is_short():
     (text,) = (block.text for block in code_blocks() if block.language == "python" and block.file)
-    assert len(text.splitlines()) <= 60
+    # Code is formatted at 100 columns: the names of one import stand on lines of their own.
+    assert len(text.splitlines()) <= 70
     assert max(map(len, text.splitlines())) <= 120

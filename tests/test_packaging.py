@@ -28,7 +28,9 @@ def checkout_files() -> list[str]:
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     return [name for name in names if name and (ROOT / name).is_file()]
 
 
@@ -81,7 +83,9 @@ def test_wheel_has_the_packages_recipes_and_docs(wheel: Path):
     assert {"prepcli/testing/kit.py", "prepcli/py.typed", "trainer/py.typed"} <= modules
     assert recipes
     assert "prepcli/_docs/how-to/add-a-family.md" in docs
-    assert {name for name in names_in(wheel) if not name.startswith(DIST_INFO)} == modules | recipes | docs
+    assert {
+        name for name in names_in(wheel) if not name.startswith(DIST_INFO)
+    } == modules | recipes | docs
 
 
 def test_wheel_has_no_file_for_development(wheel: Path):
@@ -90,7 +94,10 @@ def test_wheel_has_no_file_for_development(wheel: Path):
 
 def test_wheel_has_its_metadata(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
-        texts = {name: archive.read(f"{DIST_INFO}/{name}").decode() for name in ("METADATA", "entry_points.txt")}
+        texts = {
+            name: archive.read(f"{DIST_INFO}/{name}").decode()
+            for name in ("METADATA", "entry_points.txt")
+        }
     assert f"\nVersion: {VERSION}\n" in texts["METADATA"]
     assert "\nLicense-Expression: Apache-2.0\n" in texts["METADATA"]
     assert "prep = prepcli.cli.main:main" in texts["entry_points.txt"]
@@ -126,6 +133,8 @@ def test_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path):
 
 
 def test_changelog_has_the_version():
-    titles = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    titles = [
+        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
+    ]
     assert titles[0] == "## [Unreleased]"
     assert titles[1].startswith(f"## [{VERSION}] - ")

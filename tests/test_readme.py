@@ -26,8 +26,15 @@ from tests.helpers.training_folder import WORDS, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"  # changes the checkout; tested by test_add_a_family
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+OWN_TEST = (
+    ROOT / "docs" / "how-to" / "add-a-family.md"
+)  # changes the checkout; tested by test_add_a_family
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with tiny models under the names that pages use. A folder takes precedence over an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tensors = make_checkpoint(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+    tensors = make_checkpoint(
+        tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8
+    )
     of_torch = tmp_path / "gpt-neo-1.3B-bin"
     of_torch.mkdir()
     (of_torch / "config.json").write_bytes((tmp_path / "gpt-neo-1.3B/config.json").read_bytes())
@@ -79,12 +88,16 @@ def has_console(page: Path) -> bool:
     return any(block.language == "console" for block in blocks(page))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if has_console(p) and p != OWN_TEST], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if has_console(p) and p != OWN_TEST], ids=lambda page: page.name
+)
 def test_commands_shown_work_and_print_the_output_shown(
     page: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_recipes(page, models)
-    commands = [shown for block in blocks(page) if block.language == "console" for shown in block.commands()]
+    commands = [
+        shown for block in blocks(page) if block.language == "console" for shown in block.commands()
+    ]
     for command, output in commands:
         program, *args = shlex.split(command)
         assert program == "prep"
@@ -96,13 +109,18 @@ def test_commands_shown_work_and_print_the_output_shown(
 def test_how_to_guides_show_commands():
     """Guides without a console block: object stores need a bucket, and test_add_a_family runs the other."""
     guides = sorted((ROOT / "docs" / "how-to").glob("*.md"))
-    assert [page.name for page in guides if not has_console(page)] == ["add-a-family.md", "buckets.md"]
+    assert [page.name for page in guides if not has_console(page)] == [
+        "add-a-family.md",
+        "buckets.md",
+    ]
 
 
 def test_python_of_the_readme_works(models: Path) -> None:
     (script,) = [block.text for block in blocks(README) if block.language == "python"]
     environ = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
-    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     result, shape = done.stdout.splitlines()
     assert result.startswith("init ")
@@ -112,16 +130,22 @@ def test_python_of_the_readme_works(models: Path) -> None:
 @pytest.mark.parametrize("number", slow_except((0, 1), (0,)))
 def test_python_of_the_flax_guide_fine_tunes_and_exports(models: Path, number: int) -> None:
     pytest.importorskip("flax")
-    scripts = [block.text for block in blocks(ROOT / "docs/how-to/flax.md") if block.language == "python"]
+    scripts = [
+        block.text for block in blocks(ROOT / "docs/how-to/flax.md") if block.language == "python"
+    ]
     assert len(scripts) == 2
     environ = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
-    done = subprocess.run([sys.executable, "-c", scripts[number]], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", scripts[number]], env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^loss (.*)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
     before, tuned = read_checkpoint(models / "gpt-neo-1.3B"), read_checkpoint(models / "tuned")
-    assert {name: tensor.shape for name, tensor in tuned.items()} == {n: t.shape for n, t in before.items()}
+    assert {name: tensor.shape for name, tensor in tuned.items()} == {
+        n: t.shape for n, t in before.items()
+    }
     assert not np.array_equal(tuned["transformer.wte.weight"], before["transformer.wte.weight"])
 
 
@@ -182,7 +206,16 @@ def test_links_and_files_in_the_text_exist(page: Path) -> None:
 def test_site_builds_without_a_message(tmp_path: Path) -> None:
     """The site has no broken link. Needs the `docs` extra."""
     pytest.importorskip("material")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -11,7 +11,7 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.api import options, results
+from prepcli.operations import options, results
 
 HEAD = """# Python API
 
@@ -22,7 +22,10 @@ options of the commands with the same names, print no text, and raise `PrepError
 `python -m tools.api_page > docs/reference/api.md`.
 """
 FUNCTION_SECTIONS = {
-    "prepcli.api.conversions": "Convert",
+    "prepcli.operations.pad_vocab": "Convert",
+    "prepcli.operations.save_init": "",
+    "prepcli.operations.export": "",
+    "prepcli.operations.merge": "",
     "prepcli.api.checks": "Check",
     "prepcli.api.compute": "Compute",
     "prepcli.api.evaluation": "Evaluate",
@@ -43,9 +46,17 @@ def api_page() -> str:
     for module, title in FUNCTION_SECTIONS.items():
         functions = [value for value in public if value.__module__ == module]
         functions.sort(key=lambda function: function.__code__.co_firstlineno)
-        parts += [f"## {title}\n", *map(_function, functions)]
-    parts += ["## Options\n", "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n"]
-    parts += [_options_class(value) for value in vars(options).values() if is_typeddict(value)]
+        # A module without a title continues the section above it.
+        parts += [f"## {title}\n"] if title else []
+        parts += map(_function, functions)
+    parts += [
+        "## Options\n",
+        "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n",
+    ]
+    public_options = [
+        value for value in vars(options).values() if is_typeddict(value) and value in public
+    ]
+    parts += map(_options_class, public_options)
     parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
@@ -55,19 +66,29 @@ def api_page() -> str:
         "## Check a model family\n",
         "From `prepcli.testing`; [add a model family](../how-to/add-a-family.md) shows its use.\n",
     ]
-    parts += [_function(testing.check_family), _function(testing.scale_down), _result_class(testing.CheckResult)]
+    parts += [
+        _function(testing.check_family),
+        _function(testing.scale_down),
+        _result_class(testing.CheckResult),
+    ]
     return "\n".join(parts)
 
 
 def _is_other_type(value: type) -> bool:
     """Return whether a public type is neither a group of options, a result nor an error."""
-    return value.__module__ not in (options.__name__, results.__name__) and not issubclass(value, Exception)
+    return value.__module__ not in (options.__name__, results.__name__) and not issubclass(
+        value, Exception
+    )
 
 
 def _classes_of(module: Any) -> Iterator[type]:
     """Yield the public classes of a module, in its order."""
     for name, value in vars(module).items():
-        if isinstance(value, type) and value.__module__ == module.__name__ and not name.startswith("_"):
+        if (
+            isinstance(value, type)
+            and value.__module__ == module.__name__
+            and not name.startswith("_")
+        ):
             yield value
 
 
@@ -95,12 +116,26 @@ def _signature(function: Callable[..., Any]) -> str:
 
 def _options_class(cls: Any) -> str:
     """Return the section of a group of options: its own keys, and the groups that it includes."""
-    (definition,) = [node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)]
-    keys = [f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}"
-            for node in definition.body if isinstance(node, ast.AnnAssign)]  # fmt: skip
+    (definition,) = [
+        node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)
+    ]
+    fields = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+    keys = [f"{ast.unparse(node.target)}: {_type_text(node.annotation)}" for node in fields]
     included = [ast.unparse(base) for base in definition.bases if ast.unparse(base) != "TypedDict"]
     more = f"\nIncludes {', '.join(f'`{name}`' for name in included)}.\n" if included else ""
-    return f"### `{cls.__name__}`\n\n{_docstring(cls)}\n{_fields_block(keys)}\n{more}"
+    names = {ast.unparse(node.target) for node in fields}
+    specs = options.option_specs(cls).items()
+    docs = "".join(f"- `{name}`: {spec.doc}\n" for name, spec in specs if name in names)
+    described = f"\n**Attributes:**\n\n{docs}" if docs else ""
+    return f"### `{cls.__name__}`\n\n{_docstring(cls)}{described}\n{_fields_block(keys)}\n{more}"
+
+
+def _type_text(annotation: ast.expr) -> str:
+    """Return an annotation without the specification of the option, e.g. `Annotated[int, X]` -> `int`."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        return ast.unparse(annotation.slice.elts[0])
+    return ast.unparse(annotation)
 
 
 def _result_class(cls: Any) -> str:

@@ -27,7 +27,10 @@ def imported_names(text: str) -> Iterator[str]:
 def module_paths() -> dict[str, Path]:
     """Return the file of each module of the project."""
     paths = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
 
 
 @cache
@@ -36,7 +39,10 @@ def read_graph() -> Mapping[str, set[str]]:
     modules, graph = module_paths(), dict[str, set[str]]()
     for module, path in modules.items():
         names = set(imported_names(path.read_text()))
-        third_party = {name.partition(".")[0] for name in names} - {*ROOTS, *sys.stdlib_module_names}
+        third_party = {name.partition(".")[0] for name in names} - {
+            *ROOTS,
+            *sys.stdlib_module_names,
+        }
         graph[module] = {name for name in names if name in modules} - {*ROOTS, module} | third_party
     return graph
 
@@ -55,5 +61,7 @@ def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {package: set() for package in sorted(packages)}
     for module, names in graph.items():
         if package_of(module) in packages:
-            imports[package_of(module)] |= {package_of(name) for name in names} & packages - {package_of(module)}
+            imports[package_of(module)] |= {package_of(name) for name in names} & packages - {
+                package_of(module)
+            }
     return imports

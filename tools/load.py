@@ -109,9 +109,16 @@ def _exit_by_signal(number: int, _: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of the arguments beside the load; return 0 if all runs passed."""
-    parser = argparse.ArgumentParser(prog="python -m tools.load", description="Run a command on a busy machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.load", description="Run a command on a busy machine."
+    )
     parser.add_argument("--loops", type=int, default=8, help="Number of busy loops.")
-    parser.add_argument("--writers", type=int, default=6, help="Number of processes that write and synchronize files.")
+    parser.add_argument(
+        "--writers",
+        type=int,
+        default=6,
+        help="Number of processes that write and synchronize files.",
+    )
     parser.add_argument("--folder", type=Path, default=Path(), help="Folder on the disk to load.")
     parser.add_argument("--runs", type=int, default=1, help="Number of runs of the command.")
     parser.add_argument("command", nargs="+", help="The command, after `--`.")
@@ -119,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in SIGNALS:
         signal.signal(number, _exit_by_signal)
     with busy_machine(options.loops, options.writers, options.folder):
-        num_passed = run_times(options.command, options.runs, lambda line: print(line, file=sys.stderr, flush=True))
+        num_passed = run_times(
+            options.command, options.runs, lambda line: print(line, file=sys.stderr, flush=True)
+        )
     return 0 if num_passed == options.runs else 1
 
 

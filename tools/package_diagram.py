@@ -56,7 +56,8 @@ def reachable(imports: Imports, package: str) -> set[str]:
 def transitive_reduction(imports: Imports) -> dict[str, set[str]]:
     """Return the transitive reduction of the imports."""
     implied = {
-        package: {name for other in names for name in reachable(imports, other)} for package, names in imports.items()
+        package: {name for other in names for name in reachable(imports, other)}
+        for package, names in imports.items()
     }
     return {package: names - implied[package] for package, names in imports.items()}
 
@@ -90,7 +91,9 @@ def lay_out(imports: Imports) -> list[list[Node]]:
     return layers
 
 
-def _connect(layers: Sequence[list[Node]], number: int, upper: Node, lower: Node, last_number: int) -> None:
+def _connect(
+    layers: Sequence[list[Node]], number: int, upper: Node, lower: Node, last_number: int
+) -> None:
     """Connect two nodes, with a dummy node in every layer between them."""
     for layer in layers[number + 1 : last_number]:
         dummy = Node()
@@ -148,7 +151,9 @@ def _arrows(node: Node, top: int, middle: float) -> Iterator[str]:
 
 def _box(node: Node, top: int, middle: float) -> str:
     x, color = node.x + middle, COLORS[node.name.partition(".")[0]]
-    corner = f'x="{x - BOX_WIDTH / 2:.0f}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4"'
+    corner = (
+        f'x="{x - BOX_WIDTH / 2:.0f}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4"'
+    )
     return f'<rect {corner} fill="{color}"/><text x="{x:.0f}" y="{top + 19}">{node.name}</text>'
 
 

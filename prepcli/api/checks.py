@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, common_options
-from prepcli.api.public import public
-from prepcli.api.results import Inspection, TensorSummary, Verification
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import verify as verify_command
 from prepcli.commands.inspect import InspectRequest, read_checkpoint
 from prepcli.console.progress import Progress
 from prepcli.inspection.contents import count_parameters
+from prepcli.operations.conversion import common_options
+from prepcli.operations.operation import public
+from prepcli.operations.options import PathLike, SourceOptions
+from prepcli.operations.results import Inspection, TensorSummary, Verification
 
 
 @public
@@ -31,7 +32,8 @@ def verify(
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         against: A second checkpoint; default: the digests in the manifest.
         quick: Compare names, shapes and dtypes only. No value is read.
-        accept: Settings or tokenizer files of the checkpoint that you changed: their new digests are recorded first.
+        accept: Settings or tokenizer files of the checkpoint that you changed. Their new digests are recorded if
+            nothing else differs.
         progress: Receives the bytes read; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -67,7 +69,11 @@ def verify(
 
 @public
 def inspect(
-    checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False
+    checkpoint: PathLike,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    stream: bool = False,
 ) -> Inspection:
     """List the tensors of a checkpoint. Reads headers and indices only.
 
@@ -87,5 +93,10 @@ def inspect(
     """
     request = InspectRequest(str(checkpoint), revision=revision, offline=offline, stream=stream)
     _, contents = read_checkpoint(request, request.checkpoint, revision, silent_ui("inspect"))
-    tensors = (TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes) for entry in contents.entries)
-    return Inspection(contents.display_name, contents.kind, tuple(tensors), count_parameters(contents))
+    tensors = (
+        TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes)
+        for entry in contents.entries
+    )
+    return Inspection(
+        contents.display_name, contents.kind, tuple(tensors), count_parameters(contents)
+    )

@@ -6,15 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from prepcli.api.arguments import NonNegativeInt, PositiveInt
-from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
 from prepcli.api.parameters import open_parameters
-from prepcli.api.public import public
-from prepcli.api.results import Generation, NewTokens, TrainingRun
 from prepcli.api.session import run_silently
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
 from prepcli.console.progress import Progress
+from prepcli.operations.conversion import common_options
+from prepcli.operations.operation import public
+from prepcli.operations.options import (
+    NonNegativeInt,
+    PathLike,
+    PositiveInt,
+    SourceOptions,
+    as_tuple,
+)
+from prepcli.operations.results import Generation, NewTokens, TrainingRun
+from prepcli.training_runs.run import TrainRequest
 from trainer.models.param_tree import Tree
 from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
 
@@ -57,7 +64,9 @@ def load_params(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
-    with open_parameters(checkpoint, mesh, {**options, "ema": ema}, verify=verify, progress=progress) as opened:
+    with open_parameters(
+        checkpoint, mesh, {**options, "ema": ema}, verify=verify, progress=progress
+    ) as opened:
         if dtype == "keep":
             return opened.load(opened.stored_dtype)
         return opened.load(lambda path: dtype)
@@ -124,7 +133,8 @@ def generate(
         dtype=dtype,
         batch_size=batch_size,
         verify=verify,
-        on_tokens=on_tokens and (lambda prompt, ids, text: on_tokens(NewTokens(prompt, tuple(ids), text))),
+        on_tokens=on_tokens
+        and (lambda prompt, ids, text: on_tokens(NewTokens(prompt, tuple(ids), text))),
     )
     outcome = run_silently("generate", lambda ui: generate_command.generate(request, ui), progress)
     fields: Any = outcome.report.fields
@@ -187,7 +197,7 @@ def train(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: Training failed.
     """
-    request = train_command.TrainRequest(
+    request = TrainRequest(
         Path(recipe),
         as_tuple(overrides),
         Path(out) if out is not None else None,

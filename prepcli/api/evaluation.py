@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from prepcli.api.arguments import NonNegativeInt, PositiveInt
-from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
-from prepcli.api.public import public
-from prepcli.api.results import Evaluation, EvaluationScores
 from prepcli.api.session import run_silently
 from prepcli.commands.evaluate import evaluate as run_evaluate
 from prepcli.commands.evaluate_run import EvaluateRequest
 from prepcli.commands.evaluation_recipe import EvalData
 from prepcli.console.progress import Progress
+from prepcli.operations.conversion import common_options
+from prepcli.operations.operation import public
+from prepcli.operations.options import (
+    NonNegativeInt,
+    PathLike,
+    PositiveInt,
+    SourceOptions,
+    as_tuple,
+)
+from prepcli.operations.results import Evaluation, EvaluationScores
 
 METRIC_VALUES = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "exact_match")
 
@@ -99,7 +105,10 @@ def evaluate(
     report_fields: Any = outcome.report.fields
     return Evaluation(
         **_scores(report_fields),
-        sources={name: EvaluationScores(**_scores(source)) for name, source in report_fields["sources"].items()},
+        sources={
+            name: EvaluationScores(**_scores(source))
+            for name, source in report_fields["sources"].items()
+        },
         seconds=outcome.seconds,
     )
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from prepcli.api.options import ModuleOptions, PathLike, SourceOptions, common_options
 from prepcli.api.parameters import open_parameters
-from prepcli.api.public import public
 from prepcli.api.session import silent_ui
-from prepcli.commands.conversion import open_checkpoint
 from prepcli.console.progress import Progress
 from prepcli.errors import PrepError, usage_error
+from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.operation import public
+from prepcli.operations.options import ModuleOptions, PathLike, SourceOptions
 from prepcli.restore.random_params import init_random_params, model_of_config
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family
@@ -156,12 +156,16 @@ def _needs_flax() -> Iterator[None]:
         if error.name != "flax":
             raise
         raise PrepError(
-            "Flax modules are not available", "flax is not installed", "`pip install 'prepcli[flax]'`"
+            "Flax modules are not available",
+            "flax is not installed",
+            "`pip install 'prepcli[flax]'`",
         ) from error
 
 
-def _read_config(model: PathLike | Mapping[str, Any], options: Any) -> tuple[Family, Mapping[str, Any]]:
-    """Return the family and the config of a model; of a checkpoint, only headers are read."""
+def _read_config(
+    model: PathLike | Mapping[str, Any], options: Any
+) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family and the config of a model. Only headers of a checkpoint are read."""
     if isinstance(model, Mapping):
         return family_of(model), model
     _, source = open_checkpoint(common_options(model, None, options), silent_ui("inspect"))
@@ -178,17 +182,26 @@ def _build(
     if isinstance(model, Mapping):
         spec, sharding = model_of_config(model, mesh)
         computation = Computation(spec, _forward_config(spec, sharding, options))
-        return init_random_params(spec, sharding, seed=options.get("seed", 0), dtype=param_dtype), computation
+        return init_random_params(
+            spec, sharding, seed=options.get("seed", 0), dtype=param_dtype
+        ), computation
     if "seed" in options:
-        raise usage_error(f"`seed={options['seed']}` has no effect", "the parameters are those of the checkpoint")
+        raise usage_error(
+            f"`seed={options['seed']}` has no effect", "the parameters are those of the checkpoint"
+        )
     verify = options.get("verify", True)
     with open_parameters(model, mesh, options, verify=verify, progress=progress) as opened:
-        computation = Computation(opened.model, _forward_config(opened.model, opened.sharding, options))
+        computation = Computation(
+            opened.model, _forward_config(opened.model, opened.sharding, options)
+        )
         return opened.load(lambda path: param_dtype), computation
 
 
 def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -> ForwardConfig:
-    """Return the execution options of a module; raise UsageError if the kernel cannot compute the model's attention."""
+    """Return the execution options of a module.
+
+    Raise UsageError if the kernel cannot compute the model's attention.
+    """
     from trainer.distributed.device_kind import device_kind
     from trainer.models.attention_kernels import KERNEL_SPECS, missing
     from trainer.models.attention_needs import AttentionNeeds, model_features
@@ -196,7 +209,8 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig
 
-    kernel, dtype = options.get("attention_kernel", "blockwise"), options.get("dtype", "float32")
+    kernel = options.get("attention_kernel", "blockwise")
+    dtype = options.get("dtype", "float32")
     features = model_features(model.arch_config, model.leaves)
     needs = AttentionNeeds(features, dtype, dim_extent(model.leaves, "head_dim"))
     if reasons := list(missing(KERNEL_SPECS[kernel], needs, device_kind(sharding))):

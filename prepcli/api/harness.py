@@ -16,15 +16,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
-from prepcli.api.arguments import PositiveInt
-from prepcli.api.options import PathLike, SourceOptions, common_options
-from prepcli.api.public import public
 from prepcli.api.session import silent_ui
-from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.model_files import eos_token_ids, tokenizer_path
 from prepcli.commands.open_params import open_params
-from prepcli.commands.train import silence_jax
+from prepcli.console.jax_logs import silence_jax
 from prepcli.errors import PrepError, usage_error
+from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.operation import public
+from prepcli.operations.options import PathLike, PositiveInt, SourceOptions
 from prepcli.restore.params import OpenedModel
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class HarnessMethods:
         forward_config: Execution options.
         eval_step: Computes the loss of each row.
         tokenizer: The model's tokenizer.
-        eos_ids: Tokens that end a text; the first one also precedes a text without context.
+        eos_ids: Tokens that end a text. The first one also precedes a text without context.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
         generators: Generators that were compiled, by their options.
@@ -85,7 +84,7 @@ class HarnessMethods:
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log likelihood of each text, whose tokens are each predicted once.
+        """Return the log likelihood of each text. Each token is predicted once.
 
         Args:
             requests: Their argument is a text.
@@ -112,21 +111,32 @@ class HarnessMethods:
             numbers = [number for number, other in enumerate(configs) if other == config]
             for start in range(0, len(numbers), self.batch_size):
                 batch = numbers[start : start + self.batch_size]
-                outputs = self._generate([requests[number] for number in batch], config, first_row=start)
+                outputs = self._generate(
+                    [requests[number] for number in batch], config, first_row=start
+                )
                 texts |= dict(zip(batch, outputs, strict=True))
         return [texts[number] for number in range(len(requests))]
 
     def _continuation_request(self, context: str, continuation: str) -> ScoreRequest:
-        """Return the request of a continuation; spaces at the end of the context belong to the continuation."""
+        """Return the request of a continuation.
+
+        Spaces at the end of the context belong to the continuation.
+        """
         from trainer.training.scoring import ScoreRequest
 
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
         prefix = self._encode(context) if context else [self.eos_ids[0]]
-        whole = self._encode(context + continuation) if context else prefix + self._encode(continuation)
+        whole = (
+            self._encode(context + continuation) if context else prefix + self._encode(continuation)
+        )
         num_scored = min(len(whole) - len(prefix), self.max_length)
         if num_scored < 1:
-            raise usage_error("a continuation has no tokens", f"it is {continuation!r:.60}", "a text that is not empty")
+            raise usage_error(
+                "a continuation has no tokens",
+                f"it is {continuation!r:.60}",
+                "a text that is not empty",
+            )
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
     def _encode(self, text: str) -> list[int]:
@@ -148,26 +158,39 @@ class HarnessMethods:
         from trainer.generation.decode import GenerationConfig
         from trainer.generation.sampling import Sampling
 
-        max_new_tokens = min(int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
+        max_new_tokens = min(
+            int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1
+        )
         return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling(options)))
 
-    def _generate(self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int) -> list[str]:
+    def _generate(
+        self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int
+    ) -> list[str]:
         """Return the texts generated for a batch of contexts, each cut at its first stop text.
 
         Args:
             requests: The requests of the batch.
             config: Options of all of them.
-            first_row: Position of the first one among all requests with these options; seeds its samples.
+            first_row: Position of the first one among all requests with these options. Seeds its
+                samples.
         """
         from trainer.generation.generator import Generator
 
         if config not in self.generators:
             self.generators[config] = Generator(
-                self.params, self.opened.model, forward_config=self.forward_config, generation_config=config
+                self.params,
+                self.opened.model,
+                forward_config=self.forward_config,
+                generation_config=config,
             )
         max_context = self.max_length - config.max_new_tokens
-        prompts = [(self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:] for request in requests]
-        outputs = self.generators[config].generate(prompts, first_row=first_row, min_rows=self.batch_size)
+        prompts = [
+            (self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:]
+            for request in requests
+        ]
+        outputs = self.generators[config].generate(
+            prompts, first_row=first_row, min_rows=self.batch_size
+        )
         return [
             _cut_at(self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ())
             for ids, prompt, request in zip(outputs, prompts, requests, strict=True)
@@ -181,7 +204,7 @@ def _cut_at(text: str, until: str | Sequence[str]) -> str:
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
-    """Return temperature, top-k and top-p; greedy unless the options ask for samples."""
+    """Return temperature, top-k and top-p. The default is greedy decoding."""
     temperature = float(options.get("temperature") or 0.0)
     if not options.get("do_sample", temperature > 0) or temperature == 0:
         return 0.0, 0, 1.0
@@ -237,7 +260,9 @@ def harness_model(
         start_exact_backend()
     located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
-        path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
+        path = tokenizer_path(
+            source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts"
+        )
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)
         methods = _load(
@@ -253,11 +278,12 @@ def harness_model(
 
 
 def _harness_base() -> type[Any]:
-    """Return the harness's class of models; raise PrepError if it is not installed."""
+    """Return the harness's class of models. Raise PrepError if it is not installed."""
     try:
         return import_module("lm_eval.api.model").LM
     except ImportError as error:
-        why, hint = "it is not installed", "`pip install 'prepcli[lm-eval]'`"
+        why = "it is not installed"
+        hint = "`pip install 'prepcli[lm-eval]'`"
         raise PrepError("the LM Evaluation Harness needs lm-eval", why, hint) from error
 
 
@@ -275,11 +301,15 @@ def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
     name = opened.model.family.name
     if opened.model.arch_config.encoder is not None:
         raise usage_error(
-            f"{name} has an encoder", "the harness is supported for decoder-only models", "`prep.evaluate`"
+            f"{name} has an encoder",
+            "the harness is supported for decoder-only models",
+            "`prep.evaluate`",
         )
     if not eos_ids:
         raise usage_error(
-            f"config.json of {name} has no eos_token_id", "a text without context starts with it", "add it"
+            f"config.json of {name} has no eos_token_id",
+            "a text without context starts with it",
+            "add it",
         )
 
 
@@ -298,9 +328,12 @@ def _load(
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import jit_fast_row_eval_step, jit_row_eval_step
 
-    model, sharding = opened.model, opened.sharding
+    model = opened.model
+    sharding = opened.sharding
     compute_dtype = dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
-    forward_config = ForwardConfig(compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
+    forward_config = ForwardConfig(
+        compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding
+    )
     jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
     num_replicas = sharding.data_parallel_size
     return HarnessMethods(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prepcli.api.options import PathLike
-from prepcli.api.public import public
-from prepcli.api.results import RunsReport
 from prepcli.api.session import silent_ui
 from prepcli.commands import report as report_command
+from prepcli.operations.operation import public
+from prepcli.operations.options import PathLike
+from prepcli.operations.results import RunsReport
 
 
 @public
@@ -35,5 +35,7 @@ def report(runs: PathLike | Sequence[PathLike], out: PathLike | None = None) -> 
     )
     fields: Any = report_command.report(request, silent_ui("report")).fields
     return RunsReport(
-        path=Path(fields["output"]), runs=tuple(fields["runs"]), changed_keys=tuple(fields["changed_keys"])
+        path=Path(fields["output"]),
+        runs=tuple(fields["runs"]),
+        changed_keys=tuple(fields["changed_keys"]),
     )

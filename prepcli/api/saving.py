@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, common_options
-from prepcli.api.public import public
 from prepcli.api.session import silent_ui
 from prepcli.commands import save_params as save_params_command
 from prepcli.errors import usage_error
+from prepcli.operations.conversion import common_options
+from prepcli.operations.operation import public
+from prepcli.operations.options import PathLike, SourceOptions
 
 
 @public
-def save_params(params: Mapping[str, Any], out: PathLike, *, like: PathLike, **options: Unpack[SourceOptions]) -> Path:
+def save_params(
+    params: Mapping[str, Any], out: PathLike, *, like: PathLike, **options: Unpack[SourceOptions]
+) -> Path:
     """Write parameters as an Orbax checkpoint, which `export`, `train` and all other functions read.
 
     The values are written as they are. One process must hold the arrays.
@@ -40,6 +43,10 @@ def save_params(params: Mapping[str, Any], out: PathLike, *, like: PathLike, **o
 
     arrays = jax.tree.map(jnp.asarray, {**params})
     if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(arrays)):
-        raise usage_error("parameters cannot be saved", "an array is on devices of several processes")
-    request = save_params_command.SaveParamsRequest(common_options(like, out, options), host_leaves({"params": arrays}))
+        raise usage_error(
+            "parameters cannot be saved", "an array is on devices of several processes"
+        )
+    request = save_params_command.SaveParamsRequest(
+        common_options(like, out, options), host_leaves({"params": arrays})
+    )
     return save_params_command.save_params(request, silent_ui("save-params"))

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from prepcli.console.observer import QUIET
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.console.ui import QUIET, Report, Ui
+from prepcli.console.ui import Report, Ui
 
 
 @dataclass(frozen=True, slots=True)
 class SilentUi(Ui):
-    """A `Ui` that prints nothing and reports progress to a given object."""
+    """A silent `Ui` that reports progress to a given object."""
 
     reporter: Progress = field(default_factory=NullProgress)
 
@@ -32,8 +33,14 @@ class Outcome:
 
 
 def silent_ui(command: str, progress: Progress | None = None) -> SilentUi:
-    """Return the `Ui` of a command that prints nothing; `progress` receives its progress."""
-    return SilentUi(command, level=QUIET, out=io.StringIO(), err=io.StringIO(), reporter=progress or NullProgress())
+    """Return the silent `Ui` of a command. `progress` receives its progress."""
+    return SilentUi(
+        command,
+        level=QUIET,
+        out=io.StringIO(),
+        err=io.StringIO(),
+        reporter=progress or NullProgress(),
+    )
 
 
 def run_silently(command: str, call: Callable[[Ui], Report], progress: Progress | None) -> Outcome:

@@ -21,7 +21,9 @@ def docs(
             show_default=False,
         ),
     ] = None,
-    path: Annotated[bool, typer.Option("--path", help="Print the path of the page instead of its text.")] = False,
+    path: Annotated[
+        bool, typer.Option("--path", help="Print the path of the page instead of its text.")
+    ] = False,
     *,
     output_options: OutputOptions,
 ) -> int:

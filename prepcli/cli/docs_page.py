@@ -19,7 +19,9 @@ def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
     names = [command_name(command) for command in COMMANDS]
     names += [f"launch {command.__name__}" for command in LAUNCH_COMMANDS]
-    return "\n".join([HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)])
+    return "\n".join(
+        [HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)]
+    )
 
 
 def _help_text(command: str) -> str:

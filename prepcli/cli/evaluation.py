@@ -20,8 +20,8 @@ from prepcli.cli.options import (
     StepOption,
 )
 from prepcli.commands.evaluation_keys import KEYS_TEXT
+from prepcli.console.observer import SLABS
 from prepcli.console.stdio import library_output_hidden
-from prepcli.console.ui import SLABS
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class DataOptions:
     fields: Annotated[
         str | None,
         typer.Option(
-            "--fields", metavar="FIELDS", help="Read these columns, as `data.fields` of a recipe.", show_default=False
+            "--fields",
+            metavar="FIELDS",
+            help="Read these columns, as `data.fields` of a recipe.",
+            show_default=False,
         ),
     ] = None
     seq_length: Annotated[
@@ -63,12 +66,18 @@ class DataOptions:
         ),
     ] = None
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=0, help="Evaluate on N sequences of each source; 0: all.")
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=0, help="Evaluate on N sequences of each source; 0: all."
+        ),
     ] = 0
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help=f"Set a recipe key; repeatable. {KEYS_TEXT}.", show_default=False
+            "--set",
+            metavar="KEY=VALUE",
+            help=f"Set a recipe key; repeatable. {KEYS_TEXT}.",
+            show_default=False,
         ),
     ] = None
     tokenizer: Annotated[
@@ -82,7 +91,12 @@ class DataOptions:
     ] = None
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", metavar="FOLDER", help="Keep the tokens in FOLDER for later runs.", show_default=False),
+        typer.Option(
+            "--cache",
+            metavar="FOLDER",
+            help="Keep the tokens in FOLDER for later runs.",
+            show_default=False,
+        ),
     ] = None
 
 
@@ -96,16 +110,26 @@ class ComputeOptions:
     mesh: Annotated[
         str | None,
         typer.Option(
-            "--mesh", metavar="DP,FSDP,MP", help="Use this device mesh; default: one device.", show_default=False
+            "--mesh",
+            metavar="DP,FSDP,MP",
+            help="Use this device mesh; default: one device.",
+            show_default=False,
         ),
     ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option("--dtype", metavar="NAME", help="Compute in this dtype; default: as stored.", show_default=False),
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="Compute in this dtype; default: as stored.",
+            show_default=False,
+        ),
     ] = None
     reduction: Annotated[
         Literal["fast", "exact"],
-        typer.Option("--reduction", metavar="KIND", help="Compute fast, or exact: the same bits on any mesh."),
+        typer.Option(
+            "--reduction", metavar="KIND", help="Compute fast, or exact: the same bits on any mesh."
+        ),
     ] = "fast"
     metric: Annotated[
         list[str] | None,
@@ -140,10 +164,10 @@ def evaluate(
       prep eval runs/llama-13b --step 2000 --data wiki=wiki.txt --data books/
       prep eval llama-13b-init --mesh 1,1,8 --data test.jsonl --json
     """
-    from prepcli.commands.conversion import CommonOptions
     from prepcli.commands.evaluate import evaluate as run
     from prepcli.commands.evaluate_run import EvaluateRequest
     from prepcli.commands.evaluation_recipe import EvalData
+    from prepcli.operations.conversion import CommonOptions
 
     ui = output_options.open_console("eval", progress)
     common = CommonOptions(

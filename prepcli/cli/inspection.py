@@ -23,10 +23,13 @@ from prepcli.cli.options import (
 def verify(
     checkpoint: OptionalCheckpointArgument = None,
     against: Annotated[
-        str | None, typer.Argument(metavar="AGAINST", help="Compare with this checkpoint.", show_default=False)
+        str | None,
+        typer.Argument(metavar="AGAINST", help="Compare with this checkpoint.", show_default=False),
     ] = None,
     config: ConfigOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")
+    ] = False,
     accept: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,10 +52,10 @@ def verify(
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
-    from prepcli.commands.conversion import CommonOptions
     from prepcli.commands.verify import VerifyRequest
     from prepcli.commands.verify import verify as run
     from prepcli.engine.budget import parse_memory
+    from prepcli.operations.conversion import CommonOptions
 
     ui = output_options.open_console("verify", progress)
     common = CommonOptions(
@@ -73,27 +76,45 @@ def inspect(
     checkpoint: CheckpointArgument,
     pattern: Annotated[
         str | None,
-        typer.Argument(metavar="PATTERN", help="Select tensors by name, for example `*.q.*`.", show_default=False),
+        typer.Argument(
+            metavar="PATTERN",
+            help="Select tensors by name, for example `*.q.*`.",
+            show_default=False,
+        ),
     ] = None,
     sort: Annotated[
         Literal["name", "size", "file"],
         typer.Option("--sort", metavar="BY", help="Sort by name, size or file (stored order)."),
     ] = "file",
-    tree: Annotated[bool, typer.Option("--tree", help="Print a tree with equal layers merged.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Read the data; print min, max, mean, NaN ….")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Print a tree with equal layers merged.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the data; print min, max, mean, NaN ….")
+    ] = False,
     shards: Annotated[
         str | None,
-        typer.Option("--shards", metavar="LEAF", help="Draw the shards of a leaf on each device.", show_default=False),
+        typer.Option(
+            "--shards",
+            metavar="LEAF",
+            help="Draw the shards of a leaf on each device.",
+            show_default=False,
+        ),
     ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
-            "--mesh", metavar="DP,FSDP,MP", help="Set the mesh of --shards; default: the source's.", show_default=False
+            "--mesh",
+            metavar="DP,FSDP,MP",
+            help="Set the mesh of --shards; default: the source's.",
+            show_default=False,
         ),
     ] = None,
     diff: Annotated[
         str | None,
-        typer.Option("--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False),
+        typer.Option(
+            "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
+        ),
     ] = None,
     config: ConfigOption = None,
     *,
@@ -132,11 +153,16 @@ def inspect(
 @expand_option_groups
 def check_family(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A config.json, or a folder with one.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="A config.json, or a folder with one.", show_default=False
+        ),
     ],
     check: Annotated[
         list[str] | None,
-        typer.Option("--check", metavar="NAME", help="Run only this check; repeatable.", show_default=False),
+        typer.Option(
+            "--check", metavar="NAME", help="Run only this check; repeatable.", show_default=False
+        ),
     ] = None,
     *,
     output_options: OutputOptions,
@@ -159,7 +185,9 @@ def check_family(
 
 @expand_option_groups
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Work in FOLDER.")] = Path("prep-demo"),
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Work in FOLDER.")] = Path(
+        "prep-demo"
+    ),
     *,
     output_options: OutputOptions,
 ) -> int:
@@ -194,7 +222,9 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
 
 @expand_option_groups
 def env(
-    devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Import jax and list its devices.")
+    ] = False,
     *,
     output_options: OutputOptions,
 ) -> int:

@@ -30,22 +30,41 @@ WordsArgument = Annotated[
 ]
 EnvOption = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="KEY=VALUE", help="Set an environment variable; repeatable.", show_default=False),
+    typer.Option(
+        "--env",
+        metavar="KEY=VALUE",
+        help="Set an environment variable; repeatable.",
+        show_default=False,
+    ),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Use N nodes, with a process each.")]
+NodesOption = Annotated[
+    int, typer.Option("--nodes", metavar="N", min=1, help="Use N nodes, with a process each.")
+]
 DevicesPerNodeOption = Annotated[
     int | None,
-    typer.Option("--devices-per-node", metavar="N", min=1, help="Use N devices of each node.", show_default=False),
+    typer.Option(
+        "--devices-per-node",
+        metavar="N",
+        min=1,
+        help="Use N devices of each node.",
+        show_default=False,
+    ),
 ]
 CpusOption = Annotated[
     int | None,
-    typer.Option("--cpus", metavar="N", min=1, help="Use N CPU cores of each node.", show_default=False),
+    typer.Option(
+        "--cpus", metavar="N", min=1, help="Use N CPU cores of each node.", show_default=False
+    ),
 ]
 MemOption = Annotated[
-    str | None, typer.Option("--mem", metavar="SIZE", help="Use SIZE memory of each node.", show_default=False)
+    str | None,
+    typer.Option("--mem", metavar="SIZE", help="Use SIZE memory of each node.", show_default=False),
 ]
 GraceOption = Annotated[
-    int, typer.Option("--grace", metavar="SECONDS", min=1, help="Stop and save SECONDS before the job is killed.")
+    int,
+    typer.Option(
+        "--grace", metavar="SECONDS", min=1, help="Stop and save SECONDS before the job is killed."
+    ),
 ]
 
 
@@ -56,20 +75,33 @@ class ScriptOptions:
     job_name: Annotated[
         str | None,
         typer.Option(
-            "--job-name", metavar="NAME", help="Name the job; default: the recipe's name.", show_default=False
+            "--job-name",
+            metavar="NAME",
+            help="Name the job; default: the recipe's name.",
+            show_default=False,
         ),
     ] = None
     env: EnvOption = None
     setup: Annotated[
         list[str] | None,
-        typer.Option("--setup", metavar="LINE", help="Run LINE before training; repeatable.", show_default=False),
+        typer.Option(
+            "--setup",
+            metavar="LINE",
+            help="Run LINE before training; repeatable.",
+            show_default=False,
+        ),
     ] = None
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart a stopped job at most N times.")
+        int,
+        typer.Option(
+            "--max-restarts", metavar="N", min=0, help="Restart a stopped job at most N times."
+        ),
     ] = MAX_RESTARTS
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write to FILE; default: stdout.", show_default=False),
+        typer.Option(
+            "--out", metavar="FILE", help="Write to FILE; default: stdout.", show_default=False
+        ),
     ] = None
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False
 
@@ -100,25 +132,41 @@ def slurm(
     mem: MemOption = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", metavar="LIMIT", help="Set the time limit, such as 24:00:00.", show_default=False),
+        typer.Option(
+            "--time",
+            metavar="LIMIT",
+            help="Set the time limit, such as 24:00:00.",
+            show_default=False,
+        ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Use this partition.", show_default=False)
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="Use this partition.", show_default=False),
     ] = None,
     account: Annotated[
-        str | None, typer.Option("--account", metavar="NAME", help="Charge this account.", show_default=False)
+        str | None,
+        typer.Option("--account", metavar="NAME", help="Charge this account.", show_default=False),
     ] = None,
     module: Annotated[
         list[str] | None,
-        typer.Option("--module", metavar="NAME", help="Load a module; repeatable.", show_default=False),
+        typer.Option(
+            "--module", metavar="NAME", help="Load a module; repeatable.", show_default=False
+        ),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Add an sbatch option; repeatable.", show_default=False),
+        typer.Option(
+            "--sbatch",
+            metavar="OPTION",
+            help="Add an sbatch option; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     log: Annotated[
         str | None,
-        typer.Option("--log", metavar="FILE", help="Log to FILE; default: NAME-%j.log.", show_default=False),
+        typer.Option(
+            "--log", metavar="FILE", help="Log to FILE; default: NAME-%j.log.", show_default=False
+        ),
     ] = None,
     grace: GraceOption = DEFAULT_GRACE_S,
     script_options: ScriptOptions,
@@ -159,16 +207,28 @@ def tpu(
     words: WordsArgument = None,
     *,
     accelerator: Annotated[
-        str, typer.Option("--accelerator", metavar="TYPE", help="Create a TPU, such as v5p-256.", show_default=False)
+        str,
+        typer.Option(
+            "--accelerator",
+            metavar="TYPE",
+            help="Create a TPU, such as v5p-256.",
+            show_default=False,
+        ),
     ],
-    zone: Annotated[str, typer.Option("--zone", metavar="ZONE", help="Create it in ZONE.", show_default=False)],
+    zone: Annotated[
+        str, typer.Option("--zone", metavar="ZONE", help="Create it in ZONE.", show_default=False)
+    ],
     project: Annotated[
-        str | None, typer.Option("--project", metavar="NAME", help="Use this project.", show_default=False)
+        str | None,
+        typer.Option("--project", metavar="NAME", help="Use this project.", show_default=False),
     ] = None,
     runtime_version: Annotated[
         str | None,
         typer.Option(
-            "--runtime-version", metavar="NAME", help="Use this TPU software; default: by TYPE.", show_default=False
+            "--runtime-version",
+            metavar="NAME",
+            help="Use this TPU software; default: by TYPE.",
+            show_default=False,
         ),
     ] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use a TPU that may be preempted.")] = False,
@@ -186,7 +246,11 @@ def tpu(
 
     ui = output_options.open_console("launch")
     options = TpuOptions(
-        accelerator=accelerator, zone=zone, project=project, runtime_version=runtime_version, spot=spot
+        accelerator=accelerator,
+        zone=zone,
+        project=project,
+        runtime_version=runtime_version,
+        spot=spot,
     )
     return ui.finish(launch_tpu(script_options.request(recipe, words), options))
 
@@ -197,24 +261,38 @@ def gke(
     words: WordsArgument = None,
     *,
     image: Annotated[
-        str, typer.Option("--image", metavar="IMAGE", help="Run this container with prep.", show_default=False)
+        str,
+        typer.Option(
+            "--image", metavar="IMAGE", help="Run this container with prep.", show_default=False
+        ),
     ],
     nodes: NodesOption = 1,
     devices_per_node: DevicesPerNodeOption = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
-            "--accelerator", metavar="LABEL", help="Use nodes with this GPU or TPU label.", show_default=False
+            "--accelerator",
+            metavar="LABEL",
+            help="Use nodes with this GPU or TPU label.",
+            show_default=False,
         ),
     ] = None,
     topology: Annotated[
-        str | None, typer.Option("--topology", metavar="4x4x8", help="Use this TPU topology.", show_default=False)
+        str | None,
+        typer.Option(
+            "--topology", metavar="4x4x8", help="Use this TPU topology.", show_default=False
+        ),
     ] = None,
     cpus: CpusOption = None,
     mem: MemOption = None,
     claim: Annotated[
         str | None,
-        typer.Option("--claim", metavar="NAME", help="Work in this persistent volume claim.", show_default=False),
+        typer.Option(
+            "--claim",
+            metavar="NAME",
+            help="Work in this persistent volume claim.",
+            show_default=False,
+        ),
     ] = None,
     grace: GraceOption = DEFAULT_GRACE_S,
     script_options: ScriptOptions,
@@ -249,8 +327,12 @@ def local(
     recipe: RecipeArgument,
     words: WordsArgument = None,
     *,
-    processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, max=64, help="Start N processes.")] = 2,
-    devices: Annotated[int, typer.Option("--devices", metavar="M", min=1, help="Use M CPU devices in each.")] = 1,
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", min=1, max=64, help="Start N processes.")
+    ] = 2,
+    devices: Annotated[
+        int, typer.Option("--devices", metavar="M", min=1, help="Use M CPU devices in each.")
+    ] = 1,
     env: EnvOption = None,
     output_options: OutputOptions,
 ) -> int:

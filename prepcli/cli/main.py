@@ -22,7 +22,13 @@ from prepcli.console.stdio import (
 )
 from prepcli.console.ui import Report, Ui, open_ui, stdout_error
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
-from prepcli.execution.signals import Interrupted, Stopped, die_with_parent, notes_of, raise_on_signal
+from prepcli.execution.signals import (
+    Interrupted,
+    Stopped,
+    die_with_parent,
+    notes_of,
+    raise_on_signal,
+)
 from trainer.models.suggest import suggest
 
 
@@ -53,13 +59,17 @@ def _run(args: Sequence[str], ui: Ui) -> int:
             die_with_parent()
             code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
-        error = _stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped))
+        error = _stopped_error(
+            f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)
+        )
         return ui.finish(Report(error=error, process=process_of(stopped)))
     except (KeyboardInterrupt, Interrupted) as error:
         stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
         return ui.finish(Report(error=stop_error, process=process_of(error)))
     except Exception as error:
-        if _flush_stdout(ui) != OK:  # the help text was not delivered, and this error is reported already
+        if (
+            _flush_stdout(ui) != OK
+        ):  # the help text was not delivered, and this error is reported already
             return FAILED
         return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
@@ -75,15 +85,23 @@ def _failure_ui(args: Sequence[str]) -> Ui:
 
 def _command_names() -> list[str]:
     named = [(command.name, command.callback) for command in app.registered_commands]
-    names = [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
+    names = [
+        name or callback.__name__.replace("_", "-")
+        for name, callback in named
+        if callback is not None
+    ]
     return [*names, *(group.name for group in app.registered_groups if group.name)]
 
 
-def _stopped_error(what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]) -> PrepError:
+def _stopped_error(
+    what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]
+) -> PrepError:
     """Return the error of a stopped command; `durable_notes` name the work that a second run resumes from."""
     if not durable_notes:
         return PrepError(what, code=code)
-    resume_command = shlex.join(["prep", *(word for word in args if word != "--restart")])  # --restart drops the work
+    resume_command = shlex.join(
+        ["prep", *(word for word in args if word != "--restart")]
+    )  # --restart drops the work
     return PrepError(what, "; ".join(durable_notes), f"to resume: `{resume_command}`", code)
 
 
@@ -134,7 +152,9 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
         if command == "train" and len(unknown := _unknown_options(context, args)) > 1:
             return _unknown_options_error(path, unknown, args)
         recipe_hint = _recipe_hint(option, args) if command == "train" else ""
-        hint = recipe_hint or (f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`")
+        hint = recipe_hint or (
+            f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"
+        )
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
@@ -142,7 +162,10 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     parameter = getattr(error, "param", None)
     if parameter is not None and context is not None and is_from_variable(parameter, context):
         value = shorten(os.environ.get(parameter.envvar, ""), SHORT_WORD_CHARS)
-        hint = _choice_hint(why) or f"`unset {parameter.envvar}`, or give it a value of `{option_name(parameter)}`"
+        hint = (
+            _choice_hint(why)
+            or f"`unset {parameter.envvar}`, or give it a value of `{option_name(parameter)}`"
+        )
         return usage_error(f"`{parameter.envvar}={value}` is invalid", why, hint)
     return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
 
@@ -151,18 +174,31 @@ def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:
     """Return the long options in `args` that the command of a Typer context does not have, in their order."""
     if context is None:
         return []
-    known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known = {
+        name
+        for parameter in context.command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     options = (word.partition("=")[0] for word in args if word.startswith("--"))
-    return [option for option in dict.fromkeys(options) if option not in {*known, *context.help_option_names, "--"}]
+    return [
+        option
+        for option in dict.fromkeys(options)
+        if option not in {*known, *context.help_option_names, "--"}
+    ]
 
 
 def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str]) -> PrepError:
     """Return an error with a line for each option: that of another trainer and the recipe key that replaces it."""
     hints = [_recipe_hint(option, args) for option in options]
-    lines = [f"`{option}` - {hint}" if hint else f"`{option}`" for option, hint in zip(options, hints, strict=True)]
+    lines = [
+        f"`{option}` - {hint}" if hint else f"`{option}`"
+        for option, hint in zip(options, hints, strict=True)
+    ]
     others = f"{len(options) - 1} other{'s' if options[2:] else ''}"
     hint = "`prep recipes` lists examples, and `--set KEY=VALUE` changes a key"
-    return usage_error(f"`{path}` has no option `{options[0]}` and {others}", "\n".join(lines), hint)
+    return usage_error(
+        f"`{path}` has no option `{options[0]}` and {others}", "\n".join(lines), hint
+    )
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:
@@ -180,9 +216,9 @@ def _choice_hint(why: str) -> str:
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""
-    from trainer.recipe.corrections import VALUE_BY_SYNONYM
+    from trainer.recipe.other_trainers import value_for_synonym
 
     choices = re.findall(r"'([^']*)'", match[2])
-    name = VALUE_BY_SYNONYM.get(match[1].lower(), match[1].lower())
+    name = value_for_synonym(match[1]) or match[1].lower()
     suggestion = name if name in choices else suggest(name, choices)
     return f"did you mean `{suggestion}`?" if suggestion else ""

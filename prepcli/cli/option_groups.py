@@ -1,7 +1,10 @@
 """Groups of options: a command declares a group as one parameter, and Typer sees each option of the group.
 
-@expand_option_groups
-def verify(checkpoint: OptionalCheckpointArgument = None, *, hub_options: HubOptions) -> int: …
+A group is a dataclass, or a TypedDict of `prepcli.operations.options`. In the help, the options of TypedDicts are in
+the order of their positions.
+
+    @expand_option_groups
+    def save_init(checkpoint: CheckpointArgument, *, options: SaveInitOptions, output_options: OutputOptions) -> int: …
 """
 
 from __future__ import annotations
@@ -9,57 +12,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints, is_typeddict
 
+from prepcli.cli.operation_parameters import Omit, from_command_line, typer_parameters
 from prepcli.cli.options import (
-    DEFAULT_MEMORY,
-    DropOption,
-    DryRunOption,
     JsonOption,
-    MemoryOption,
     OfflineOption,
-    OutOption,
-    OverwriteOption,
-    ProcessesOption,
     QuietOption,
-    RestartOption,
     RevisionOption,
     StreamOption,
-    UntieOption,
     VerboseOption,
-    WorkersOption,
 )
 from prepcli.console.progress import Mode
 from prepcli.console.ui import Ui, open_ui
-from prepcli.planning.accounting import MatchOptions
 
-
-@dataclass(frozen=True, slots=True)
-class TensorOptions:
-    """Options for source tensors without a counterpart in the output."""
-
-    drop: DropOption = None
-    untie: UntieOption = False
-
-    def match_options(self) -> MatchOptions:
-        """Return the options in the form that planning uses."""
-        return MatchOptions(tuple(self.drop or ()), self.untie)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """Options of commands that write a checkpoint: destination, memory, processes."""
-
-    out: OutOption = None
-    memory: MemoryOption = DEFAULT_MEMORY
-    dry_run: DryRunOption = False
-    overwrite: OverwriteOption = False
-    restart: RestartOption = False
-    processes: ProcessesOption = None
-    workers: WorkersOption = 1
+# Names of the options that all commands have, after their own.
+OUTPUT_OPTION_NAMES = ("json", "quiet", "verbose", "progress")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +59,66 @@ def expand_option_groups(command: Callable[..., int]) -> Callable[..., int]:
     """Return `command` with a signature for Typer, in which the options of each group replace the group.
 
     Args:
-        command: Function of a command. Parameters whose type is a dataclass are groups.
+        command: Function of a command. Parameters with a dataclass or a TypedDict as type are groups.
 
     Returns:
         Function with keyword parameters only. It builds the groups from its options and calls `command`.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    dataclass_groups: dict[str, Any] = {}
+    typed_dicts: dict[str, tuple[Any, Omit]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        options, omit = _typed_dict_of(hint)
+        if options is not None:
+            typed_dicts[name] = (options, omit)
+        elif dataclasses.is_dataclass(hint):
+            dataclass_groups[name] = hint
+            parameters += _dataclass_parameters(hint)
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+    # The options of an operation stand between the arguments and the options of all commands.
+    arguments: list[Parameter] = []
+    output_parameters: list[Parameter] = []
+    for parameter in parameters:
+        is_output = parameter.name in OUTPUT_OPTION_NAMES
+        (output_parameters if is_output else arguments).append(parameter)
+    options_of_operation = typer_parameters(list(typed_dicts.values()))
+    parameters = [*arguments, *options_of_operation, *output_parameters]
 
     @functools.wraps(command)
     def flat_command(**values: Any) -> int:
-        group_values = {
-            name: group(**{key: values.pop(key) for key in _group_options(group)}) for name, group in groups.items()
-        }
-        return command(**values, **group_values)
+        groups: dict[str, Any] = {}
+        for name, group in dataclass_groups.items():
+            fields = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            groups[name] = group(**fields)
+        for name, (options, omit) in typed_dicts.items():
+            groups[name] = from_command_line(options, omit, values)
+        return command(**values, **groups)
 
-    parameters = [
-        option for parameter in _resolved_parameters(command, hints) for option in _expand_parameter(parameter)
-    ]
-    vars(flat_command)["__signature__"] = inspect.Signature(parameters)  # read by `inspect.signature`
-    flat_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    # `inspect.signature` reads this attribute.
+    vars(flat_command)["__signature__"] = inspect.Signature(parameters)
+    flat_command.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in parameters
+    }
     return flat_command
 
 
-def _resolved_parameters(command: Callable[..., int], hints: dict[str, Any]) -> Iterator[Parameter]:
-    """Yield the parameters of `command` as keyword-only parameters with evaluated annotations."""
-    for name, parameter in inspect.signature(command).parameters.items():
-        yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+def _typed_dict_of(hint: Any) -> tuple[Any, Omit]:
+    """Return the TypedDict of a parameter and the options to omit, e.g. `Annotated[X, Omit("step")]`."""
+    for item in getattr(hint, "__metadata__", ()):
+        if isinstance(item, Omit):
+            return hint.__origin__, item
+    return (hint, Omit()) if is_typeddict(hint) else (None, Omit())
 
 
-def _expand_parameter(parameter: Parameter) -> Iterator[Parameter]:
-    """Yield the options of a group as parameters, or the parameter itself if it is not a group."""
-    if not dataclasses.is_dataclass(parameter.annotation):
-        yield parameter
-        return
-    for name, (hint, default) in _group_options(parameter.annotation).items():
-        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _group_options(group: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the name, type and default of each option of a group."""
+def _dataclass_parameters(group: Any) -> list[Parameter]:
+    """Return the options of a dataclass as parameters."""
     hints = get_type_hints(group, include_extras=True)
-    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(group)}
+    return [
+        Parameter(
+            field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]

@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.cli.options import ConfigOption, OfflineOption, complete_devices, complete_recipe_or_checkpoint
+from prepcli.cli.options import (
+    ConfigOption,
+    OfflineOption,
+    complete_devices,
+    complete_recipe_or_checkpoint,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,10 @@ class CompileOptions:
     """Options for the compilation of the step."""
 
     compile_step: Annotated[
-        bool, typer.Option("--compile", help="Compile the step for --devices; show XLA's memory and collectives.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile the step for --devices; show XLA's memory and collectives."
+        ),
     ] = False
     compile_timeout: Annotated[
         float | None,
@@ -45,13 +53,19 @@ def plan(
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a key, for example data.seq_length=8192.", show_default=False
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a key, for example data.seq_length=8192.",
+            show_default=False,
         ),
     ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
-            "--mesh", metavar="DP,FSDP,MP", help="Plan for this device mesh; default: the recipe's.", show_default=False
+            "--mesh",
+            metavar="DP,FSDP,MP",
+            help="Plan for this device mesh; default: the recipe's.",
+            show_default=False,
         ),
     ] = None,
     devices: Annotated[
@@ -64,9 +78,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="List the meshes on which the step fits.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="List the meshes on which the step fits.")
+    ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a page with charts.", show_default=False
+        ),
     ] = None,
     config: ConfigOption = None,
     offline: OfflineOption = False,

@@ -27,7 +27,9 @@ def recipes(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Copy to FILE; default: NAME.toml.", show_default=False),
+        typer.Option(
+            "--out", metavar="FILE", help="Copy to FILE; default: NAME.toml.", show_default=False
+        ),
     ] = None,
     *,
     output_options: OutputOptions,
@@ -46,9 +48,21 @@ def recipes(
     is_copy = words is not None and words[0] == COPY
     names = words[is_copy:] if words else []
     if names[1:]:
-        raise usage_error(f"unexpected word `{names[1]}`", "one recipe at a time", f"`prep recipes copy {names[1]}`")
+        raise usage_error(
+            f"unexpected word `{names[1]}`",
+            "one recipe at a time",
+            f"`prep recipes copy {names[1]}`",
+        )
     if is_copy and not names:
-        raise usage_error("no recipe was given", "`prep recipes` lists them", "`prep recipes copy NAME`")
+        raise usage_error(
+            "no recipe was given", "`prep recipes` lists them", "`prep recipes copy NAME`"
+        )
     if out is not None and not is_copy:
-        raise usage_error("`--out` copies no recipe", "only a copy is written", "`prep recipes copy NAME --out FILE`")
-    return ui.finish(copy_recipe(names[0], out) if is_copy else run(names[0] if names else None, ui.columns))
+        raise usage_error(
+            "`--out` copies no recipe",
+            "only a copy is written",
+            "`prep recipes copy NAME --out FILE`",
+        )
+    return ui.finish(
+        copy_recipe(names[0], out) if is_copy else run(names[0] if names else None, ui.columns)
+    )

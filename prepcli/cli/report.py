@@ -13,7 +13,10 @@ from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 @expand_option_groups
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders or URLs of training runs.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Folders or URLs of training runs.", show_default=False
+        ),
     ],
     out: Annotated[
         Path | None,

@@ -2,18 +2,21 @@
 
 To add a command:
 
-1. Write a function in `commands/NAME.py` that takes a request and returns a `Report`.
-2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py`
-   or `cli/evaluation.py`. Shared options are in `cli/options.py`. Its docstring is the help text and ends with a
-   section of examples. It imports the function of step 1 in its body and returns the exit code.
-3. Add it to `COMMANDS` below.
+1. Write the operation in `operations/NAME.py`: typed arguments in, a typed result out. Define its options in
+   `operations/options.py`.
+2. Write a function with the command's name in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py` or
+   `cli/evaluation.py`. Its docstring is the help text and ends with a section of examples. It imports the operation in
+   its body, and returns the exit code.
+3. Write the text and the JSON object of the result in `rendering/`.
+4. Add the function to `COMMANDS` below.
 
     @expand_option_groups                             # option_groups.py: a group of options is one parameter
-    def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, …, *, write_options: WriteOptions,
+    def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, *, options: PadVocabOptions,
                   output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
-        from prepcli.commands.pad_vocab import PadVocabRequest, pad_vocab
+        from prepcli.operations.pad_vocab import pad_vocab as run
+        from prepcli.rendering.conversions import conversion_report
         ui = output_options.open_console("pad-vocab", progress)
-        return ui.finish(pad_vocab(PadVocabRequest(_common_options(context, checkpoint, write_options), …), ui))
+        return ui.finish(conversion_report(run(checkpoint, progress=ui, **options), ui.level))
 
 These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
 imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
@@ -110,7 +113,10 @@ def _show_version(is_requested: bool) -> None:
 def prep(
     context: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Prepare language-model checkpoints for JAX, bit for bit and within a memory budget.
@@ -136,7 +142,9 @@ def _help_text(command: Callable[..., int]) -> str:
     return f"{text}\n\nGuide: prep docs {guide}" if guide else text
 
 
-launch_app = typer.Typer(help="Start prep train on several hosts or in several processes.", rich_markup_mode=None)
+launch_app = typer.Typer(
+    help="Start prep train on several hosts or in several processes.", rich_markup_mode=None
+)
 for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:

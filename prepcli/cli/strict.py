@@ -12,7 +12,9 @@ from prepcli.console.bounded_text import shorten
 from prepcli.errors import UsageError, usage_error
 from prepcli.planning.shares import launcher_share
 
-MAX_INTEGER = (1 << 63) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
+MAX_INTEGER = (
+    1 << 63
+) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
 MAX_SHOWN_DIGITS = 41
 FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is free text, which may be empty
 
@@ -25,7 +27,9 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; raise a UsageError that names the first empty value."""
-        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))  # unconverted, because Path("") is `.`
+        values, _, _ = self.make_parser(ctx).parse_args(
+            args=list(args)
+        )  # unconverted, because Path("") is `.`
         for parameter in self.params:
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
                 raise _empty_value_error(parameter)
@@ -39,8 +43,7 @@ class StrictCommand(TyperCommand):
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            name_variables(error, ctx)
-            raise
+            raise name_variables(error, ctx) from error.__cause__
 
 
 class OneProcessCommand(StrictCommand):
@@ -56,8 +59,8 @@ class OneProcessCommand(StrictCommand):
         return super().invoke(ctx)
 
 
-def name_variables(error: UsageError, ctx: Any) -> None:
-    """Replace the options of a message that environment variables set by the variables.
+def name_variables(error: UsageError, ctx: Any) -> UsageError:
+    """Return an error that names environment variables in place of the options that they set.
 
     Args:
         error: The error; `--memory abc` in it becomes `PREP_MEMORY=abc`.
@@ -65,8 +68,10 @@ def name_variables(error: UsageError, ctx: Any) -> None:
     """
     for parameter in ctx.command.params:
         if is_from_variable(parameter, ctx):
-            error.what = _with_variable(error.what, parameter)
-            error.hint = _with_variable(error.hint, parameter)
+            what = _with_variable(error.what, parameter)
+            hint = _with_variable(error.hint, parameter)
+            error = error.with_texts(what=what, hint=hint)
+    return error
 
 
 def is_from_variable(parameter: Any, ctx: Any) -> bool:
@@ -82,8 +87,8 @@ def option_name(parameter: Any) -> str:
 
 def _with_variable(text: str, parameter: Any) -> str:
     option = re.escape(option_name(parameter))
-    with_values = re.sub(rf"{option} (?=[^ `])", f"{parameter.envvar}=", text)
-    return re.sub(rf"{option}(?![\w-])", parameter.envvar, with_values)
+    with_overrides = re.sub(rf"{option} (?=[^ `])", f"{parameter.envvar}=", text)
+    return re.sub(rf"{option}(?![\w-])", parameter.envvar, with_overrides)
 
 
 def _check_integer(parameter: Any, value: object) -> None:

@@ -22,8 +22,8 @@ from prepcli.cli.options import (
     StreamOption,
     complete_recipe,
 )
+from prepcli.console.observer import SLABS
 from prepcli.console.stdio import library_output_hidden
-from prepcli.console.ui import SLABS
 from prepcli.errors import usage_error
 
 
@@ -33,7 +33,9 @@ class PromptOptions:
 
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="Add a prompt; repeatable.", show_default=False),
+        typer.Option(
+            "--prompt", metavar="TEXT", help="Add a prompt; repeatable.", show_default=False
+        ),
     ] = None
     prompts: Annotated[
         str | None,
@@ -46,7 +48,12 @@ class PromptOptions:
     ] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option("--tokens", metavar="1,2,3", help="Add a prompt as token ids; repeatable.", show_default=False),
+        typer.Option(
+            "--tokens",
+            metavar="1,2,3",
+            help="Add a prompt as token ids; repeatable.",
+            show_default=False,
+        ),
     ] = None
     tokenizer: Annotated[
         Path | None,
@@ -64,10 +71,17 @@ class SamplingOptions:
     """Options for sampling the next token."""
 
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="Scale randomness by T; 0: the most likely token.")
+        float,
+        typer.Option(
+            "--temperature", metavar="T", help="Scale randomness by T; 0: the most likely token."
+        ),
     ] = 0.0
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the top probability mass P.")] = 1.0
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely; 0: all.")
+    ] = 0
+    top_p: Annotated[
+        float, typer.Option("--top-p", metavar="P", help="Sample from the top probability mass P.")
+    ] = 1.0
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Set the random seed.")] = 0
 
 
@@ -94,17 +108,31 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="RUN", help="Save to RUN, a folder or bucket URL; default: runs/NAME.", show_default=False
+            "--out",
+            metavar="RUN",
+            help="Save to RUN, a folder or bucket URL; default: runs/NAME.",
+            show_default=False,
         ),
     ] = None,
     stop_after: Annotated[
-        int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after STEPS steps; 0: never.")
+        int,
+        typer.Option(
+            "--stop-after",
+            metavar="STEPS",
+            min=0,
+            help="Stop and save after STEPS steps; 0: never.",
+        ),
     ] = 0,
-    restart: Annotated[bool, typer.Option("--restart", help="Delete the run's steps and start again.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if a step is estimated not to fit into memory.")
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete the run's steps and start again.")
     ] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Start even if a step is estimated not to fit into memory."),
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes.")
+    ] = False,
     dry_run: DryRunOption = False,
     no_verify: NoVerifyOption = False,
     offline: OfflineOption = False,
@@ -120,16 +148,21 @@ def train(
       prep train recipe.toml --set optimizer.lr=1e-5 --set mesh=1,2,4
       prep train recipe.toml --dry-run
     """
-    from prepcli.commands.train import TrainRequest, recipe_schema
+    from prepcli.commands.train import recipe_schema
     from prepcli.commands.train import train as run
+    from prepcli.training_runs.run import TrainRequest
 
     ui = output_options.open_console("train", progress)
     if schema:
         if recipe is not None or overrides:
-            raise usage_error("`--schema` takes no recipe", "all recipes have one schema", "`prep train --schema`")
+            raise usage_error(
+                "`--schema` takes no recipe", "all recipes have one schema", "`prep train --schema`"
+            )
         return ui.finish(recipe_schema())
     if recipe is None:
-        raise usage_error("no recipe was given", "a TOML file describes the training", "`prep train RECIPE`")
+        raise usage_error(
+            "no recipe was given", "a TOML file describes the training", "`prep train RECIPE`"
+        )
     request = TrainRequest(
         recipe,
         overrides=tuple(overrides or ()),
@@ -166,14 +199,24 @@ def generate(
     mesh: Annotated[
         str | None,
         typer.Option(
-            "--mesh", metavar="DP,FSDP,MP", help="Use this device mesh; default: one device.", show_default=False
+            "--mesh",
+            metavar="DP,FSDP,MP",
+            help="Use this device mesh; default: one device.",
+            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option("--dtype", metavar="NAME", help="Compute in this dtype; default: as stored.", show_default=False),
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="Compute in this dtype; default: as stored.",
+            show_default=False,
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Run N prompts at a time.")] = 16,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Run N prompts at a time.")
+    ] = 16,
     step: StepOption = None,
     ema: EmaOption = False,
     config: ConfigOption = None,
@@ -190,9 +233,9 @@ def generate(
       prep generate runs/llama-13b --step 2000 --prompts prompts.jsonl --json
       prep generate llama-13b-init --mesh 1,1,8 --prompt Hi --temperature 0.8
     """
-    from prepcli.commands.conversion import CommonOptions
     from prepcli.commands.generate import GenerateRequest
     from prepcli.commands.generate import generate as run
+    from prepcli.operations.conversion import CommonOptions
 
     ui = output_options.open_console("generate", progress)
     common = CommonOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prepcli.formats.manifest import (
     SIZE_KEY,
     STATE_ITEM,
     XXH3_KEY,
+    Manifest,
     encode_manifest,
     find_manifest_folder,
     manifest_digest,
@@ -27,55 +29,87 @@ from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from trainer.files.writing import write_file
 
-MODEL_CONFIGS = (CONFIG, f"{HF_FOLDER}/{CONFIG}", f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}")  # in a folder, init and step
+MODEL_CONFIGS = (
+    CONFIG,
+    f"{HF_FOLDER}/{CONFIG}",
+    f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}",
+)  # in a folder, init and step
 MAX_SHOWN = 6
 
 
-def accept_files(checkpoint: str, files: Sequence[str], ui: Ui) -> list[dict[str, Any]]:
-    """Record the present bytes of files in the manifest of an output.
+@dataclass(frozen=True, slots=True)
+class AcceptedFiles:
+    """New records of changed files, not written yet.
+
+    Attributes:
+        folder: Folder of the manifest.
+        data: Bytes of the manifest with the new records.
+        changes: The name of each file with its old and new size and digest, and the changed keys of a config.
+    """
+
+    folder: Path
+    data: bytes
+    changes: list[dict[str, Any]]
+
+    def write(self, ui: Ui) -> None:
+        """Write the manifest, and note each change. Raise PrepError if it cannot be written."""
+        path = self.folder / MANIFEST_FILE
+        try:
+            write_file(path, self.data)
+        except OSError as error:
+            raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
+        for change in self.changes:
+            ui.note(_describe(change))
+
+
+def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
+    """Record the present bytes of files in a copy of the manifest of an output.
 
     The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
 
     Args:
         checkpoint: A local output of prep.
         files: Paths of listed files, relative to the output or to the working directory, or their ends.
-        ui: Receives a line per file.
 
     Returns:
-        The name of each file with its old and new size and digest, and the changed keys of a config.
+        The new records. No file is written.
 
     Raises:
         UsageError: The checkpoint is not a local output that records its files, or it lists no such file.
-        PrepError: A file cannot be read, or the manifest cannot be written.
+        PrepError: A file cannot be read.
     """
     folder = _output_folder(checkpoint)
-    manifest = parse_manifest(folder / MANIFEST_FILE, read_small_file(folder / MANIFEST_FILE))
-    if FILES_KEY not in manifest:
-        why = "it was written by an earlier version of prep, which recorded no digests of small files"
+    stored = parse_manifest(folder / MANIFEST_FILE, read_small_file(folder / MANIFEST_FILE))
+    if not stored.has_file_records:
+        why = (
+            "it was written by an earlier version of prep, which recorded no digests of small files"
+        )
         raise usage_error(f"`--accept` has no effect for {checkpoint}", why, "remove `--accept`")
-    names = [_recorded_name(folder, manifest, file) for file in files]
+    names = [_recorded_name(folder, stored, file) for file in files]
+    # A copy, whose records change. Nothing else refers to its `files`.
+    manifest = dict(stored.fields)
     changes = [_accept(folder, manifest, name) for name in dict.fromkeys(names)]
-    try:
-        write_file(folder / MANIFEST_FILE, encode_manifest(manifest))
-    except OSError as error:
-        raise PrepError(f"cannot write {folder / MANIFEST_FILE}", error.strerror or str(error)) from error
-    for change in changes:
-        ui.note(_describe(change))
-    return changes
+    return AcceptedFiles(folder, encode_manifest(manifest), changes)
 
 
 def _output_folder(checkpoint: str) -> Path:
     """Return the folder with the manifest of a local output."""
     reference = parse_reference(checkpoint)
     if not isinstance(reference, LocalPath | RunStep):
-        raise usage_error(f"`--accept` needs a local output, not {checkpoint}", "it changes the manifest", "a folder")
+        raise usage_error(
+            f"`--accept` needs a local output, not {checkpoint}",
+            "it changes the manifest",
+            "a folder",
+        )
     folder = find_manifest_folder(reference.path)
     if not (folder / MANIFEST_FILE).is_file():
-        raise usage_error(f"`--accept` has no effect for {checkpoint}", f"it has no {MANIFEST_FILE}")
+        raise usage_error(
+            f"`--accept` has no effect for {checkpoint}", f"it has no {MANIFEST_FILE}"
+        )
     return folder
 
 
-def _recorded_name(folder: Path, manifest: Mapping[str, Any], file: str) -> str:
+def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
     """Return the recorded name of a settings file, given by its path or by the end of it."""
     names = [MANIFEST_FILE, *_settings_files(manifest)]
     path = Path(file).absolute()
@@ -84,25 +118,32 @@ def _recorded_name(folder: Path, manifest: Mapping[str, Any], file: str) -> str:
     candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
     if len(candidates) != 1:
         why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
-        raise usage_error(f"{folder} records no file `{file}`", why, "`--accept` with one of these names")
+        raise usage_error(
+            f"{folder} records no file `{file}`", why, "`--accept` with one of these names"
+        )
     return candidates[0]
 
 
-def _settings_files(manifest: Mapping[str, Any]) -> list[str]:
+def _settings_files(manifest: Manifest) -> list[str]:
     """Return the recorded files without tensors, and of an Orbax item without its index and metadata."""
-    return [name for name, record in manifest[FILES_KEY].items() if XXH3_KEY in record and is_settings_file(name)]
+    return [
+        name
+        for name, record in manifest.files.items()
+        if XXH3_KEY in record and is_settings_file(name)
+    ]
 
 
 def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
     """Change the record of one file, and return the changes."""
     if name == MANIFEST_FILE:
-        old_digest, new_digest = manifest[DIGEST_KEY], manifest_digest(manifest)
+        old_digest = manifest[DIGEST_KEY]
+        new_digest = manifest_digest(manifest)
         return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
     records = manifest[FILES_KEY]
     old = records[name]
     change: dict[str, Any] = {"file": name}
     if (folder / name).exists():
-        new: Mapping[str, Any] = record_file(folder / name)
+        new: dict[str, Any] = {**record_file(folder / name)}
         records[name] = new
         if name in MODEL_CONFIGS:
             config = read_config(folder / name)
@@ -122,7 +163,9 @@ def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Collection[
 
 def _describe(change: Mapping[str, Any]) -> str:
     """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
-    name, digests, sizes = change["file"], change[XXH3_KEY], change.get(SIZE_KEY)
+    name = change["file"]
+    digests = change[XXH3_KEY]
+    sizes = change.get(SIZE_KEY)
     if digests["new"] is None:
         return f"accepted {name}: it was removed, and is no longer recorded"
     if digests["old"] == digests["new"]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prepcli.commands.train import silence_jax
-from prepcli.commands.train_together import run_together
+from prepcli.console.jax_logs import silence_jax
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
+from prepcli.training_runs.processes import run_together
 from trainer.models.process_address import ProcessSettings, process_address
 from trainer.recipe.run_tables import Cluster
 
@@ -23,12 +23,12 @@ AGAIN_HINT = "start all processes again"
 def compute_together(
     mesh: str | None, ui: Ui, *, phase: str, compute: Callable[[ProcessGroup | None, Ui], Report]
 ) -> Report:
-    """Connect the processes of a job, and compute in all of them; process 0 prints the result.
+    """Connect the processes of a job, and compute in all of them. Process 0 prints the result.
 
     Without a mesh, or in a job of one process, this process computes alone.
 
     Args:
-        mesh: Mesh of the command; None for one device.
+        mesh: Mesh of the command. None means one device.
         ui: Receives notes, warnings and progress.
         phase: Name of the command, which also tells jobs with the same address apart.
         compute: Computes the report, given the processes of the job (None for one) and the Ui of this process.
@@ -50,7 +50,9 @@ def compute_together(
             heartbeat_timeout_s=cluster.heartbeat_timeout,
         )
         process_ui = ui.for_process(address.index)
-        together = run_together(group, cluster, process_ui, has_saved_step=lambda: False, hint=AGAIN_HINT)
+        together = run_together(
+            group, cluster, process_ui, has_saved_step=lambda: False, hint=AGAIN_HINT
+        )
         with together as enter_phase:
             enter_phase(phase)
             report = compute(group, process_ui)

@@ -12,7 +12,14 @@ from prepcli.console.formatting import format_bytes, format_duration
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
-from prepcli.demo.steps import CommandError, DemoStep, StepReport, remove_output
+from prepcli.demo.steps import (
+    CommandError,
+    DemoStep,
+    FullDiskError,
+    StepReport,
+    remove_output,
+    run_step,
+)
 from prepcli.errors import PrepError, usage_error
 
 MARKER = ".made-by-prep-demo"
@@ -23,7 +30,7 @@ def demo(out: Path, ui: Ui) -> Report:
     """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
     Args:
-        out: New or empty folder, or the folder of an earlier demo, whose outputs are replaced.
+        out: New or empty folder, or the folder of an earlier demo. Its outputs are replaced.
         ui: Receives a note before and after each step.
 
     Returns:
@@ -42,7 +49,9 @@ def demo(out: Path, ui: Ui) -> Report:
         if command:
             ui.note(f"      $ {command}")
         step_reports.append(_run_step(step, command, out))
-        ui.note(f"      {_result_text(step_reports[-1])} ({format_duration(step_reports[-1].seconds)})")
+        ui.note(
+            f"      {_result_text(step_reports[-1])} ({format_duration(step_reports[-1].seconds)})"
+        )
         if not step_reports[-1].ok:
             break
     return _build_report(out, step_reports, len(steps_to_run), columns=ui.columns)
@@ -67,31 +76,45 @@ def _prepare_folder(out: Path) -> None:
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
         why = f"it has no {MARKER}"
-        raise usage_error(f"{out} already exists and is not a demo's folder", why, "`prep demo --out NAME`")
+        raise usage_error(
+            f"{out} already exists and is not a demo's folder", why, "`prep demo --out NAME`"
+        )
     for name in OUTPUTS:
         remove_output(out / name)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).touch()
     except OSError as error:
-        raise PrepError(f"cannot create {out}", error.strerror or str(error), "`prep demo --out NAME`") from error
-    (out / MARKER).touch()
+        raise PrepError(
+            f"cannot create {out}", error.strerror or str(error), "`prep demo --out NAME`"
+        ) from error
 
 
 def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
     start_s = time.monotonic()
     report = StepReport(step.title, command, 0.0, 0, 0, "", False)
     try:
-        outcome = step.run(folder, step.args)
-        report = replace(report, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True)
+        outcome = run_step(step, folder)
+        report = replace(
+            report, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True
+        )
+    except FullDiskError as error:
+        report = replace(report, result=str(error), hint=error.hint)
     except CommandError as error:
-        report = replace(report, result=str(error), hint=f"`cd {shlex.quote(str(folder))} && {command}`")
+        report = replace(
+            report, result=str(error), hint=f"`cd {shlex.quote(str(folder))} && {command}`"
+        )
     except PrepError as error:
         # The command succeeded, and its outputs exist now: alone it would do something else.
-        report = replace(report, result=str(error), hint=f"`prep demo --out {shlex.quote(str(folder))}`")
+        report = replace(
+            report, result=str(error), hint=f"`prep demo --out {shlex.quote(str(folder))}`"
+        )
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int, *, columns: int | None) -> Report:
+def _build_report(
+    out: Path, step_reports: Sequence[StepReport], num_steps: int, *, columns: int | None
+) -> Report:
     header = ("step", "seconds", "bytes", "memory", "result")
     text = format_table(
         [_table_row(step) for step in step_reports],
@@ -113,7 +136,13 @@ def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int,
 
 def _table_row(report: StepReport) -> tuple[str, ...]:
     memory = format_bytes(report.peak) if report.peak else "-"
-    return report.step, f"{report.seconds:.1f}", format_bytes(report.bytes), memory, _result_text(report)
+    return (
+        report.step,
+        f"{report.seconds:.1f}",
+        format_bytes(report.bytes),
+        memory,
+        _result_text(report),
+    )
 
 
 def _result_text(report: StepReport) -> str:

@@ -33,7 +33,9 @@ def docs(name: str | None, ui: Ui, *, path_only: bool = False) -> Report:
         ui.note(str(path))
         return Report(text.rstrip("\n"), fields)
     pages = _pages()
-    entries = [{"name": key, "path": str(path), "title": _title(path)} for key, path in pages.items()]
+    entries = [
+        {"name": key, "path": str(path), "title": _title(path)} for key, path in pages.items()
+    ]
     if path_only:
         return Report(str(folder), {"path": str(folder), "pages": entries})
     rows = [(key, _section(path), _title(path)) for key, path in pages.items()]

@@ -6,20 +6,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
-from prepcli.commands.machine import cgroup_memory_limit, system_memory
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
+from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
 from prepcli.errors import PrepError, UsageError
 from trainer.models.process_address import ProcessSettings, process_address, single_process_reason
-
-PACKAGES = (
-    "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
-    "huggingface_hub", "tokenizers", "typer", "rich", "transformers", "torch",
-)  # fmt: skip
-
 
 # Variables of each setting, in order of precedence. The token may also be in a file.
 SETTING_VARIABLES = {
@@ -32,7 +25,7 @@ HIDDEN_VALUE = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EnvSetting:
     """A setting from the environment. Its fields are JSON keys."""
 
     name: str
@@ -46,7 +39,7 @@ def env(default_memory: str, list_devices: bool, columns: int | None = None) -> 
     Args:
         default_memory: Default of `--memory`.
         list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
-        columns: Width of the terminal; None for unlimited.
+        columns: Width of the terminal. None means unlimited.
 
     Returns:
         Report with a table for each topic.
@@ -65,7 +58,9 @@ def env(default_memory: str, list_devices: bool, columns: int | None = None) -> 
         "memory": {name.replace(" ", "_"): size for name, size in sizes.items()},
         "settings": [asdict(setting) for setting in settings],
     }
-    device_rows = devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
+    device_rows = (
+        devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
+    )
     tables = [
         _two_column_table(
             "versions",
@@ -97,18 +92,6 @@ def _two_column_table(title: str, rows: Mapping[str, str], *, columns: int | Non
     return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
 
 
-def package_versions() -> dict[str, str | None]:
-    """Return the version of each package that prep uses; None for those that are not installed."""
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _devices() -> dict[str, str]:
     """Return the kind of each local device by its name, or the reason why there are none."""
     try:
@@ -123,7 +106,13 @@ def _devices() -> dict[str, str]:
 
 def _processes(environ: Mapping[str, str]) -> dict[str, str | int | None]:
     """Return the job of several processes that environment variables describe to `prep train`, and why."""
-    fields: dict[str, str | int | None] = {"launcher": None, "count": 1, "index": 0, "address": None, "devices": None}
+    fields: dict[str, str | int | None] = {
+        "launcher": None,
+        "count": 1,
+        "index": 0,
+        "address": None,
+        "devices": None,
+    }
     try:
         address = process_address(ProcessSettings(), environ)
     except UsageError as error:
@@ -141,14 +130,21 @@ def _processes(environ: Mapping[str, str]) -> dict[str, str | int | None]:
     }
 
 
-def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
-    defaults = {"PREP_MEMORY": default_memory, "PREP_PROGRESS": "auto", "PREP_TIMEOUT": "10", "PREP_TRACEBACK": "-"}
+def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[EnvSetting]:
+    defaults = {
+        "PREP_MEMORY": default_memory,
+        "PREP_PROGRESS": "auto",
+        "PREP_TIMEOUT": "10",
+        "PREP_TRACEBACK": "-",
+    }
     defaults["NO_COLOR"] = "-"
-    return [_setting(environ, name, environ.get(name) or default) for name, default in defaults.items()]
+    return [
+        _setting(environ, name, environ.get(name) or default) for name, default in defaults.items()
+    ]
 
 
-def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
-    """Return the settings as huggingface_hub parsed them; the token's value is hidden."""
+def _hub_settings(environ: Mapping[str, str]) -> list[EnvSetting]:
+    """Return the settings as huggingface_hub parsed them. The token's value is hidden."""
     from huggingface_hub import constants
 
     values = {
@@ -161,10 +157,17 @@ def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
     token = _setting(environ, "HF_TOKEN", HIDDEN_VALUE)
     if token.source == "default":
         is_stored = Path(constants.HF_TOKEN_PATH).is_file()
-        token = Setting("HF_TOKEN", HIDDEN_VALUE, constants.HF_TOKEN_PATH) if is_stored else replace(token, value="-")
+        token = (
+            EnvSetting("HF_TOKEN", HIDDEN_VALUE, constants.HF_TOKEN_PATH)
+            if is_stored
+            else replace(token, value="-")
+        )
     return [*settings, token]
 
 
-def _setting(environ: Mapping[str, str], name: str, value: str) -> Setting:
-    source = next((variable for variable in SETTING_VARIABLES.get(name, (name,)) if environ.get(variable)), "default")
-    return Setting(name, value, source)
+def _setting(environ: Mapping[str, str], name: str, value: str) -> EnvSetting:
+    source = next(
+        (variable for variable in SETTING_VARIABLES.get(name, (name,)) if environ.get(variable)),
+        "default",
+    )
+    return EnvSetting(name, value, source)

@@ -11,21 +11,26 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.compute_together import compute_together
-from prepcli.commands.conversion import check_config_option, make_access, open_checkpoint, source_line
 from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
 from prepcli.commands.evaluation_hints import option_hints
 from prepcli.commands.evaluation_recipe import evaluation_recipe
-from prepcli.commands.model_files import tokenizer_path
 from prepcli.commands.open_params import open_params
 from prepcli.commands.target_metrics import check_target_metrics, target_metrics
-from prepcli.commands.train import silence_jax
-from prepcli.commands.train_data import DataFinder
-from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.formatting import format_duration
+from prepcli.console.jax_logs import silence_jax
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import usage_error
+from prepcli.operations.conversion import (
+    check_config_option,
+    open_checkpoint,
+    source_line,
+)
+from prepcli.operations.model_files import tokenizer_path
 from prepcli.restore.params import OpenedModel
+from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.remote_data import DataFinder
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -33,7 +38,9 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import EvalStep, EvaluationResult
 
-OUT_OF_MEMORY_HINT = "a smaller `--batch-size` or `--seq-length`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+OUT_OF_MEMORY_HINT = (
+    "a smaller `--batch-size` or `--seq-length`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+)
 
 
 def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
@@ -54,12 +61,15 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     """
     with option_hints():
         return compute_together(
-            request.mesh, ui, phase="eval", compute=lambda _, process_ui: _evaluate(request, process_ui)
+            request.mesh,
+            ui,
+            phase="eval",
+            compute=lambda _, process_ui: _evaluate(request, process_ui),
         )
 
 
 def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
-    """Load the model and the data, and compute the report; see `evaluate`."""
+    """Load the model and the data, and compute the report. See `evaluate`."""
     silence_jax(ui)
     from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
@@ -73,7 +83,9 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     ui.note(source_line(source))
     with ExitStack() as stack:
         stack.enter_context(catch_out_of_memory(OUT_OF_MEMORY_HINT))
-        opened = stack.enter_context(open_params(located, source, request.mesh, verify=request.verify, ui=ui))
+        opened = stack.enter_context(
+            open_params(located, source, request.mesh, verify=request.verify, ui=ui)
+        )
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
         check_target_metrics(request.metrics, opened)
         recipes = _make_recipes(request, source, opened)
@@ -101,25 +113,36 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
             for name, dataset in datasets.items()
         }
     total = combine_results(results.values())
-    num_rows = {name: min(data.n_rows, request.limit or data.n_rows) for name, data in datasets.items()}
-    ui.note(f"{sum(num_rows.values()):,} sequences in {format_duration(seconds)}, compilation included")
+    num_rows = {
+        name: min(data.n_rows, request.limit or data.n_rows) for name, data in datasets.items()
+    }
+    ui.note(
+        f"{sum(num_rows.values()):,} sequences in {format_duration(seconds)}, compilation included"
+    )
     fields = {
         "checkpoint": source.display_name,
-        "step": source.tree_manifest.get("step"),
+        "step": source.tree_manifest.step,
         "mesh": str(opened.sharding.mesh) if opened.sharding.mesh else None,
         "dtype": loaded.forward_config.dtype,
         "reduction": request.reduction,
         "seq_length": next(iter(recipes.values())).data.seq_length,
         **result_fields(total, sum(num_rows.values())),
-        "sources": {name: result_fields(result, num_rows[name]) | metrics[name] for name, result in results.items()},
+        "sources": {
+            name: result_fields(result, num_rows[name]) | metrics[name]
+            for name, result in results.items()
+        },
         "seconds": round(seconds, 3),
     }
     return Report(_result_table(results, total, metrics, columns=ui.columns), fields)
 
 
 def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any]:
-    """Return a result as JSON values; infinite and NaN values are None."""
-    values = {"loss": result.mean_loss, "perplexity": result.perplexity, "accuracy": result.accuracy}
+    """Return a result as JSON values. Infinite and NaN values are None."""
+    values = {
+        "loss": result.mean_loss,
+        "perplexity": result.perplexity,
+        "accuracy": result.accuracy,
+    }
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {**finite, "tokens": result.num_tokens, "sequences": num_sequences}
 
@@ -134,7 +157,8 @@ def _result_table(
     """Return one line per source, one for all if there are several, and the metrics of generated targets."""
     rows = [*results.items(), *([("all", total)] if len(results) > 1 else [])]
     cells = [
-        (name, f"{r.mean_loss:.6f}", f"{r.perplexity:,.4f}", f"{r.accuracy:.4f}", r.num_tokens) for name, r in rows
+        (name, f"{r.mean_loss:.6f}", f"{r.perplexity:,.4f}", f"{r.accuracy:.4f}", r.num_tokens)
+        for name, r in rows
     ]
     header = ("source", "loss", "perplexity", "accuracy", "tokens")
     table = format_table(cells, header, right_aligned=header[1:], width=columns)
@@ -146,7 +170,9 @@ def _result_table(
     return "\n".join([table, *lines])
 
 
-def _make_recipes(request: EvaluateRequest, source: Source, opened: OpenedModel) -> dict[str, Recipe]:
+def _make_recipes(
+    request: EvaluateRequest, source: Source, opened: OpenedModel
+) -> dict[str, Recipe]:
     """Return the recipe of each source of data: the settings that reading and computing need."""
     from trainer.training.setup import check_seq_length
 
@@ -167,9 +193,15 @@ def _make_recipes(request: EvaluateRequest, source: Source, opened: OpenedModel)
 
 
 def _open_dataset(
-    request: EvaluateRequest, recipe: Recipe, source: Source, opened: OpenedModel, *, scratch_dir: Path, ui: Ui
+    request: EvaluateRequest,
+    recipe: Recipe,
+    source: Source,
+    opened: OpenedModel,
+    *,
+    scratch_dir: Path,
+    ui: Ui,
 ) -> Dataset:
-    """Tokenize a source of data; raise PrepError if it is invalid or does not fit the model."""
+    """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
     from trainer.training.datasets import build_datasets
 
     folders = {
@@ -187,7 +219,9 @@ def _open_dataset(
     ).train
 
 
-def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence[Recipe], ui: Ui) -> LoadedModel:
+def _load_model(
+    request: EvaluateRequest, opened: OpenedModel, recipes: Sequence[Recipe], ui: Ui
+) -> LoadedModel:
     """Load the parameters in the dtype of the computation, and choose how to compute."""
     from trainer.distributed.device_kind import device_kind
     from trainer.generation.decode import inference_dtype
@@ -213,10 +247,14 @@ def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence
     )
     ui.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
-    return LoadedModel(params, forward_config, _jit_step(request, opened, forward_config), batch_size)
+    return LoadedModel(
+        params, forward_config, _jit_step(request, opened, forward_config), batch_size
+    )
 
 
-def _jit_step(request: EvaluateRequest, opened: OpenedModel, forward_config: ForwardConfig) -> EvalStep:
+def _jit_step(
+    request: EvaluateRequest, opened: OpenedModel, forward_config: ForwardConfig
+) -> EvalStep:
     from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
 
     jit_step = jit_row_eval_step if request.reduction == "exact" else jit_eval_step
@@ -227,9 +265,15 @@ def _check_exact(opened: OpenedModel) -> None:
     """Raise UsageError if sequences cannot be computed one by one."""
     if opened.model.arch_config.encoder is not None:
         why = "its sums are not known to be equal in every program"
-        raise usage_error("`--reduction exact` is not supported for models with an encoder", why, "`--reduction fast`")
+        raise usage_error(
+            "`--reduction exact` is not supported for models with an encoder",
+            why,
+            "`--reduction fast`",
+        )
     if opened.sharding.sequence_parallel_size > 1:
         why = "each sequence is computed on one device"
         raise usage_error(
-            f"`--reduction exact` is not supported with `--mesh {opened.sharding.mesh}`", why, "a mesh without sp"
+            f"`--reduction exact` is not supported with `--mesh {opened.sharding.mesh}`",
+            why,
+            "a mesh without sp",
         )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from prepcli.commands.conversion import CommonOptions
 from prepcli.commands.evaluation_recipe import EvalData
+from prepcli.operations.conversion import CommonOptions
 
 if TYPE_CHECKING:
     from trainer.models.param_tree import Tree

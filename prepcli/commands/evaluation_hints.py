@@ -16,7 +16,9 @@ OPTIONS = {
     "data.tokenizer": "--tokenizer",
     "data.type": "--type",
 }
-ASSIGNMENT = re.compile(r"`(?:(?P<prefix>\w+)\.)?(?P<key>\w+) = (?P<value>[^`]+)`(?: in \[(?P<table>\w+)\])?")
+ASSIGNMENT = re.compile(
+    r"`(?:(?P<prefix>\w+)\.)?(?P<key>\w+) = (?P<value>[^`]+)`(?: in \[(?P<table>\w+)\])?"
+)
 OVERRIDE = re.compile(r"`--set (?P<key>[\w.]+)=(?P<value>[^`]+)`")
 MENTION = re.compile(r"`(?P<key>data\.\w+)`")
 
@@ -27,9 +29,8 @@ def option_hints() -> Iterator[None]:
     try:
         yield
     except PrepError as error:
-        error.why = ASSIGNMENT.sub(_replace_assignment, error.why)  # it has the hints of several errors
-        error.hint = to_options(error.hint)
-        raise
+        why = ASSIGNMENT.sub(_replace_assignment, error.why)  # it has the hints of several errors
+        raise error.with_texts(why=why, hint=to_options(error.hint)) from error.__cause__
 
 
 def to_options(hint: str) -> str:
@@ -40,9 +41,13 @@ def to_options(hint: str) -> str:
 
 
 def _replace_assignment(match: re.Match[str]) -> str:
-    """Return the option of a line of a recipe; the line itself if an evaluation does not use its key."""
+    """Return the option of a line of a recipe, or the line itself if an evaluation does not use its key."""
     stated = match["prefix"] or match["table"]
-    tables = [table for table, keys in KEYS_BY_TABLE.items() if match["key"] in keys and stated in (None, table)]
+    tables = [
+        table
+        for table, keys in KEYS_BY_TABLE.items()
+        if match["key"] in keys and stated in (None, table)
+    ]
     return _format_option(f"{tables[0]}.{match['key']}", match["value"]) if tables else match[0]
 
 

@@ -47,13 +47,18 @@ class EvalData:
             UsageError: There is no file, or a source has an empty name or path.
         """
         if not self.files:
-            why, hint = "the loss is computed on data files", "`--data FILE`, or `--data NAME=FILE`"
+            why = "the loss is computed on data files"
+            hint = "`--data FILE`, or `--data NAME=FILE`"
             raise usage_error("no data was given", why, hint)
         paths: dict[str, list[str]] = {}
         for text in self.files:
             name, path = _split_name(text)
             if not name or not path:
-                raise usage_error(f"`--data {text}` is invalid", "it has an empty name or path", "`--data NAME=FILE`")
+                raise usage_error(
+                    f"`--data {text}` is invalid",
+                    "it has an empty name or path",
+                    "`--data NAME=FILE`",
+                )
             paths.setdefault(name, []).append(path)
         return paths
 
@@ -85,9 +90,14 @@ def evaluation_recipe(
         _check_override(override)
     data_table: dict[str, Any] = {
         "path": list(paths),
-        "seq_length": data.seq_length or min(max_positions or MAX_DEFAULT_LENGTH, MAX_DEFAULT_LENGTH),
+        "seq_length": data.seq_length
+        or min(max_positions or MAX_DEFAULT_LENGTH, MAX_DEFAULT_LENGTH),
     }
-    data_table |= {key: value for key, value in (("type", data.type), ("fields", data.fields)) if value is not None}
+    data_table |= {
+        key: value
+        for key, value in (("type", data.type), ("fields", data.fields))
+        if value is not None
+    }
     tables: dict[str, Any] = {
         "model": {"path": checkpoint, "dtype": dtype},
         "data": data_table,
@@ -95,7 +105,9 @@ def evaluation_recipe(
         "optimizer": {"lr": 1.0},
         "train": {"steps": 1},
     }
-    raw = RawRecipe(RECIPE_NAME, tables, overridden_keys=frozenset(f"data.{key}" for key in data_table))
+    raw = RawRecipe(
+        RECIPE_NAME, tables, overridden_keys=frozenset(f"data.{key}" for key in data_table)
+    )
     return complete_recipe(raw, data.overrides).recipe
 
 

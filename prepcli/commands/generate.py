@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.compute_together import compute_together
-from prepcli.commands.conflicts import check_needs
-from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
-from prepcli.commands.model_files import eos_token_ids, find_source_tokenizer
 from prepcli.commands.open_params import open_params
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.token_stream import TokenCallback, TokenStream
-from prepcli.commands.train import silence_jax
 from prepcli.console.formatting import format_duration
+from prepcli.console.jax_logs import silence_jax
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
+from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conversion import (
+    CommonOptions,
+    check_config_option,
+    open_checkpoint,
+    source_line,
+)
+from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 
@@ -33,7 +38,8 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = (
-    "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+    "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, "
+    "or more fsdp or mp in `--mesh`"
 )
 
 
@@ -46,7 +52,9 @@ class GenerateRequest:
     prompts_file: str | None = None  # one prompt per line; `-` is stdin
     prompt_ids: tuple[str, ...] = ()  # prompts as comma-separated token ids
     tokenizer: Path | None = None  # None: the checkpoint's tokenizer
-    max_new_tokens: int | None = None  # None: DEFAULT_NEW_TOKENS, or fewer if the model has fewer positions
+    max_new_tokens: int | None = (
+        None  # None: DEFAULT_NEW_TOKENS, or fewer if the model has fewer positions
+    )
     sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)  # temperature, top-k, top-p, seed
     mesh: str | None = None  # None: one device
     dtype: str | None = None  # None: bfloat16 if all parameters have it, else float32
@@ -57,19 +65,30 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedPrompts:
-    """Prompts as token ids; an encoder-decoder model reads them with its encoder."""
+    """Prompts as token ids. An encoder-decoder model reads them with its encoder."""
 
     ids: tuple[list[int], ...]
     texts: tuple[str | None, ...]  # None: there is no tokenizer
-    decoder_start_id: int | None = None  # first token of the decoder; None: the model has no encoder
+    decoder_start_id: int | None = (
+        None  # first token of the decoder; None: the model has no encoder
+    )
 
-    def batch(self, start: int, stop: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+    def batch(
+        self, start: int, stop: int
+    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
         """Return the decoder prompts and the encoder inputs (None without an encoder) of prompts `start:stop`."""
         ids = self.ids[start:stop]
-        return (ids, None) if self.decoder_start_id is None else ([[self.decoder_start_id]] * len(ids), ids)
+        return (
+            (ids, None)
+            if self.decoder_start_id is None
+            else ([[self.decoder_start_id]] * len(ids), ids)
+        )
 
     def decoded_prefixes(self) -> Sequence[Sequence[int]]:
-        """Return the ids that precede the text of each prompt; the decoder's start token is not part of a text."""
+        """Return the ids that precede the text of each prompt.
+
+        The decoder's start token is not part of a text.
+        """
         return self.ids if self.decoder_start_id is None else [()] * len(self.ids)
 
 
@@ -97,7 +116,10 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
 
 
 def _read_file_prompts(request: GenerateRequest, group: ProcessGroup | None) -> list[str]:
-    """Return the prompts of the request's file; process 0 alone reads stdin, as launchers pass it to one process."""
+    """Return the prompts of the request's file.
+
+    Process 0 alone reads stdin, as launchers pass it to one process.
+    """
     if request.prompts_file is None:
         return []
     if request.prompts_file != STDIN or group is None:
@@ -121,7 +143,9 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
     ids = [parse_token_ids(text) for text in request.prompt_ids]
     if not texts and not ids:
         raise usage_error(
-            "no prompt was given", "generation starts from a prompt", "`--prompt TEXT`, or `--tokens 1,2,3`"
+            "no prompt was given",
+            "generation starts from a prompt",
+            "`--prompt TEXT`, or `--tokens 1,2,3`",
         )
     _check_sampling(*request.sampling)
     silence_jax(ui)
@@ -138,10 +162,13 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
         with open_params(located, source, request.mesh, verify=request.verify, ui=ui) as opened:
             model = opened.model
             tokenizer = _load_tokenizer(request, source, is_required=bool(texts))
-            prompts = _encode_prompts(texts, ids, tokenizer=tokenizer, model=model, config=source.config)
+            prompts = _encode_prompts(
+                texts, ids, tokenizer=tokenizer, model=model, config=source.config
+            )
             generator_inputs = prompts.batch(0, len(prompts.ids))
             default_new_tokens = min(
-                DEFAULT_NEW_TOKENS, max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS
+                DEFAULT_NEW_TOKENS,
+                max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS,
             )
             generation_config = GenerationConfig(
                 request.max_new_tokens or max(1, default_new_tokens),
@@ -162,8 +189,13 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
         check_needs("--seed", seed or None, "--temperature", why)
 
 
-def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
-    """Load the tokenizer; return None if there is none and all prompts are token ids, else raise PrepError."""
+def _load_tokenizer(
+    request: GenerateRequest, source: Source, is_required: bool
+) -> TextTokenizer | None:
+    """Load the tokenizer.
+
+    Return None if there is none and all prompts are token ids, else raise PrepError.
+    """
     from trainer.data.tokenizer import load_tokenizer
 
     path = request.tokenizer or find_source_tokenizer(source)
@@ -194,7 +226,9 @@ def _encode_prompts(
     encoded_texts = [tokenizer.encode_prompt(text) for text in texts] if tokenizer else []
     decoded = [tokenizer.decode(prompt_ids) if tokenizer else None for prompt_ids in ids]
     decoder_start_id = (
-        decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
+        decoder_start_token_id(config, model.true_vocab_size)
+        if model.arch_config.encoder is not None
+        else None
     )
     return _EncodedPrompts((*encoded_texts, *ids), (*texts, *decoded), decoder_start_id)
 
@@ -209,20 +243,29 @@ def _build_generator(
 
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
-        raise usage_error(f"`--mesh {opened.sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")
+        raise usage_error(
+            f"`--mesh {opened.sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp"
+        )
     dtype = request.dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
     scan_layers = opened.model.has_stacked_layers
     forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)
     ui.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, dtype))
-    return Generator(params, opened.model, forward_config=forward_config, generation_config=generation_config)
+    return Generator(
+        params, opened.model, forward_config=forward_config, generation_config=generation_config
+    )
 
 
 def _generate_batches(
-    request: GenerateRequest, generator: Generator, prompts: _EncodedPrompts, tokenizer: TextTokenizer | None, ui: Ui
+    request: GenerateRequest,
+    generator: Generator,
+    prompts: _EncodedPrompts,
+    tokenizer: TextTokenizer | None,
+    ui: Ui,
 ) -> Report:
     """Generate in batches of at most `request.batch_size` prompts, and report texts and speed."""
-    count, start_s = len(prompts.ids), ui.clock()
+    count = len(prompts.ids)
+    start_s = ui.clock()
     batch_size = min(request.batch_size, count)
     output_ids: list[list[int]] = []
     ui.note("compiling for the first prompts")
@@ -230,7 +273,9 @@ def _generate_batches(
         for start in range(0, count, batch_size):
             batch = prompts.batch(start, start + batch_size)
             on_tokens = partial(stream.push, start) if stream else None
-            output_ids += generator.generate(*batch, first_row=start, min_rows=batch_size, on_tokens=on_tokens)
+            output_ids += generator.generate(
+                *batch, first_row=start, min_rows=batch_size, on_tokens=on_tokens
+            )
             if stream:
                 stream.finish(start, len(output_ids))
             if count > batch_size:
@@ -239,9 +284,12 @@ def _generate_batches(
     num_tokens = sum(map(len, output_ids))
     tokens_per_s = num_tokens / max(seconds, 1e-9)
     summary = f"{num_tokens:,} tokens for {count:,} prompt{'s' if count > 1 else ''} in {format_duration(seconds)}"
-    ui.note(f"{summary}, {tokens_per_s:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}")
+    ui.note(
+        f"{summary}, {tokens_per_s:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}"
+    )
     texts = _decode_outputs(prompts, output_ids, tokenizer)
-    sharding, eos_token_ids = generator.forward_config.sharding, generator.generation_config.eos_token_ids
+    sharding = generator.forward_config.sharding
+    eos_token_ids = generator.generation_config.eos_token_ids
     fields = {
         "mesh": str(sharding.mesh) if sharding.mesh else None,
         "dtype": generator.forward_config.dtype,
@@ -261,14 +309,17 @@ def _generate_batches(
 def _open_stream(
     request: GenerateRequest, prompts: _EncodedPrompts, tokenizer: TextTokenizer | None, ui: Ui
 ) -> Iterator[TokenStream | None]:
-    """Yield the stream of new tokens to the request's callback, or of one prompt to a terminal; else None."""
+    """Yield a stream of new tokens for the request's callback or for one prompt on a terminal, else None."""
     from trainer.data.incremental_decoder import IncrementalDecoder
 
     if tokenizer is None:
         decoders = [IncrementalDecoder(_format_ids, lambda token_id: None) for _ in prompts.ids]
     else:
         codec = tokenizer.codec
-        decoders = [IncrementalDecoder(codec.decode, codec.token, prefix) for prefix in prompts.decoded_prefixes()]
+        decoders = [
+            IncrementalDecoder(codec.decode, codec.token, prefix)
+            for prefix in prompts.decoded_prefixes()
+        ]
     if request.on_tokens is not None:
         yield TokenStream(decoders, request.on_tokens)
     elif len(prompts.ids) == 1 and ui.can_stream:
@@ -288,4 +339,6 @@ def _decode_outputs(
     """Decode the tokens generated for each prompt."""
     if tokenizer is None:
         return None
-    return [tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.decoded_prefixes())]
+    return [
+        tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.decoded_prefixes())
+    ]

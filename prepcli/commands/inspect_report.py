@@ -25,11 +25,17 @@ FORMAT_TITLES = {  # of the kinds whose own name is not the title
 
 def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
     """Describe the model and its storage in one line each, and the first entries that are not arrays."""
-    size_in_values = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
+    size_in_values = (
+        f"{source['parameters']:,} parameters"
+        if source["parameters"]
+        else f"{source['values']:,} values"
+    )
     size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
     kind = FORMAT_TITLES.get(contents.kind, contents.kind)
-    stored = [f"{kind}, {count_text(source['files'], 'file')}, {count_text(source['tensors'], 'tensor')}"]
+    stored = [
+        f"{kind}, {count_text(source['files'], 'file')}, {count_text(source['tensors'], 'tensor')}"
+    ]
     if contents.kind == "orbax":
         leaves = f"{count_text(source['tensors'], 'leaf', 'leaves')} in {count_text(source['chunks'], 'chunk')}"
         codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
@@ -70,13 +76,15 @@ def _family_text(contents: CheckpointContents) -> str:
 
 
 def _layout_text(source: Mapping[str, Any]) -> str:
-    stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
+    stacked = (
+        f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
+    )
     return f"layout {source['layout']}, {stacked}"
 
 
 def _step_text(contents: CheckpointContents) -> str:
     params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
-    return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
+    return f"step {contents.manifest.step}: parameters {params}, optimizer state {state}"
 
 
 def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
@@ -91,7 +99,12 @@ def shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
 
 
 def difference_line(
-    name: str, a_shape: ShapeAndDtype | None, b_shape: ShapeAndDtype | None, *, a_name: str, b_name: str
+    name: str,
+    a_shape: ShapeAndDtype | None,
+    b_shape: ShapeAndDtype | None,
+    *,
+    a_name: str,
+    b_name: str,
 ) -> str:
     """Describe the difference of one tensor between two checkpoints."""
     if a_shape and b_shape:

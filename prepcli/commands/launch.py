@@ -1,4 +1,4 @@
-"""`prep launch`: write, submit or run what starts `prep train` in several processes."""
+"""`prep launch`: write, submit or run a script or command that starts `prep train` in several processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.commands.recipes import find_training_recipe
-from prepcli.console.ui import QUIET, Report, Ui
+from prepcli.console.observer import QUIET
+from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, PrepError, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
-from prepcli.launch.hardware import Training, check_training, gke_hardware, plain_hardware, tpu_vm_hardware
+from prepcli.launch.hardware import (
+    Training,
+    check_training,
+    gke_hardware,
+    plain_hardware,
+    tpu_vm_hardware,
+)
 from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, values_of
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
@@ -34,16 +41,16 @@ SUBMIT_COMMANDS = {  # commands that read the script from stdin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What every target of `prep launch` needs.
+    """Options of every target of `prep launch`.
 
     Attributes:
         recipe: The recipe.
         train_words: Further words of `prep train`.
         env: `KEY=VALUE` texts.
         setup: Shell lines that run before the training.
-        job_name: Name of the job; None for that of the recipe.
+        job_name: Name of the job. The default is the name of the recipe.
         max_restarts: Restarts of a job that exits with 75.
-        out: File for the script; None for stdout.
+        out: File for the script. None means stdout.
         submit: Whether to submit the script.
     """
 
@@ -60,7 +67,9 @@ class LaunchRequest:
 def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
     """Return the batch script of a training, or submit it with `sbatch`."""
     recipe = _load_recipe(request)
-    check_training(_training(recipe, request), plain_hardware(options.nodes, options.devices_per_node))
+    check_training(
+        _training(recipe, request), plain_hardware(options.nodes, options.devices_per_node)
+    )
     job = _job(request, request.job_name or recipe.name)
     script = slurm_script(job, options, heartbeat_timeout_s=recipe.cluster.heartbeat_timeout)
     return _deliver("slurm", script, request)
@@ -84,7 +93,9 @@ def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
     check_training(training, gke_hardware(options, training))
     if options.claim is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
-        raise usage_error("`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`")
+        raise usage_error(
+            "`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`"
+        )
     request = _with_recipe_file(request)
     job = _job(request, request.job_name or as_label(recipe.name))
     text = request.recipe.read_text("utf-8")
@@ -110,7 +121,9 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
     words = ["train", *(["--quiet"] if ui.level <= QUIET else []), job.recipe, *job.train_words]
     with remember_signal() as poll_signal:
-        running = start_processes(words, count=processes, devices=devices, environ=os.environ, env=env)
+        running = start_processes(
+            words, count=processes, devices=devices, environ=os.environ, env=env
+        )
         watcher = ProcessWatcher(
             running,
             lambda index, line: ui.note(f"[{index}] {line}", QUIET),
@@ -118,12 +131,16 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
             grace_s=recipe.cluster.heartbeat_timeout + GRACE_MARGIN_S,
         )
         text = watcher.wait()
-    return Report(text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices})
+    return Report(
+        text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices}
+    )
 
 
 def _load_recipe(request: LaunchRequest) -> Recipe:
     """Return the recipe. Raise UsageError for an invalid one before the job waits in a queue."""
-    return load_recipe(find_training_recipe(request.recipe), values_of("--set", request.train_words)).recipe
+    return load_recipe(
+        find_training_recipe(request.recipe), values_of("--set", request.train_words)
+    ).recipe
 
 
 def _training(recipe: Recipe, request: LaunchRequest) -> Training:
@@ -182,10 +199,16 @@ def _submit(command: Sequence[str], text: str) -> str:
     """Run a command with the script as its stdin, and return its stdout."""
     try:
         result = subprocess.run(
-            command, input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="surrogateescape", check=False
+            command,
+            input=text,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
         )
     except FileNotFoundError:
-        why, hint = f"`{command[0]}` is not installed on this machine", "`--out FILE`, and submit it on a login node"
+        why = f"`{command[0]}` is not installed on this machine"
+        hint = "`--out FILE`, and submit it on a login node"
         raise PrepError("the job was not submitted", why, hint) from None
     if result.returncode:
         why = f"`{' '.join(command)}` exited with {result.returncode}"

@@ -10,7 +10,10 @@ from prepcli.errors import usage_error
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 from trainer.models.suggest import did_you_mean
 
-DEVICE_COUNTS = (8, 128)  # common numbers of devices; the table has the number of equal vocabulary shards on each
+DEVICE_COUNTS = (
+    8,
+    128,
+)  # common numbers of devices: the table has the number of equal vocabulary shards on each
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
 
@@ -20,7 +23,7 @@ def models(family: str | None, columns: int | None = None) -> Report:
 
     Args:
         family: Family to list; None lists all.
-        columns: Width of the table; None for unlimited.
+        columns: Width of the table. None means unlimited.
 
     Returns:
         Report with a table, and fields with sizes in bytes.
@@ -29,10 +32,14 @@ def models(family: str | None, columns: int | None = None) -> Report:
         UsageError: No alias has this family.
     """
     if family is not None and family not in ALIAS_FAMILIES:
-        why, hint = f"known: {', '.join(ALIAS_FAMILIES)}", did_you_mean(family, ALIAS_FAMILIES)
+        why = f"known: {', '.join(ALIAS_FAMILIES)}"
+        hint = did_you_mean(family, ALIAS_FAMILIES)
         raise usage_error(f"no aliases of family `{family}`", why, hint)
     aliases = [alias for alias in ALIASES if family in (None, alias.family)]
-    return Report(text=_alias_table(aliases, columns), fields={"models": [_fields(alias) for alias in aliases]})
+    return Report(
+        text=_alias_table(aliases, columns),
+        fields={"models": [_fields(alias) for alias in aliases]},
+    )
 
 
 def _alias_table(aliases: list[Alias], columns: int | None) -> str:
@@ -57,7 +64,9 @@ def _alias_table(aliases: list[Alias], columns: int | None) -> str:
         ]
         for alias in aliases
     ]
-    return format_table(rows, header, right_aligned=["size"], width=columns, optional=OPTIONAL_COLUMNS)
+    return format_table(
+        rows, header, right_aligned=["size"], width=columns, optional=OPTIONAL_COLUMNS
+    )
 
 
 def _fields(alias: Alias) -> dict[str, object]:

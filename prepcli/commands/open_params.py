@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.ui import Ui
+from prepcli.restore.earlier_checkpoints import check_without_checksums
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
@@ -14,12 +14,14 @@ from prepcli.sources.source import Source
 def open_params(
     located: LocatedCheckpoint, source: Source, mesh: str | None, *, verify: bool, ui: Ui
 ) -> AbstractContextManager[OpenedModel]:
-    """Open the parameters of a checkpoint for a mesh; a checkpoint without checksums gives a warning.
+    """Open the parameters of a checkpoint for a mesh.
+
+    A checkpoint without checksums gives a warning.
 
     Args:
         located: The checkpoint.
         source: Its tensors.
-        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        mesh: `dp,fsdp,mp` sizes or named axes. None means the first device.
         verify: Compare every byte with the checkpoint's checksums or digests.
         ui: Receives warnings and progress.
     """

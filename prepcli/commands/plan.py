@@ -7,21 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.compiled_report import CompiledStep, compiled_fields
-from prepcli.commands.conflicts import check_needs
-from prepcli.commands.plan_page import write_plan_page
-from prepcli.commands.plan_report import change_text, kind_fields, plan_fields, plan_lines, search_text
+from prepcli.commands.compiled_report import compiled_fields
+from prepcli.commands.plan_report import (
+    change_text,
+    kind_fields,
+    plan_fields,
+    plan_lines,
+    search_text,
+)
 from prepcli.commands.plan_target import PlanTarget, resolve_target
-from prepcli.console.ui import LEAVES, Report, Ui
+from prepcli.console.observer import LEAVES
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import usage_error
-from prepcli.inspection.html_page import check_page_path
+from prepcli.operations.conflicts import check_needs
+from prepcli.pages.html_page import check_page_path
+from prepcli.pages.plan_page import write_plan_page
+from prepcli.pages.plan_rows import CompiledStep
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.mesh import parse_mesh, resolve_mesh
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.mesh_search import search_meshes
 from trainer.planning.step_inputs import context_warnings
-from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """The accelerators of a request; None where it does not say."""
+    """The accelerators of a request, or None where it does not say."""
 
     kind: Accelerator | None
     number: int | None
@@ -61,7 +69,11 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
     Raises:
         PrepError: The options conflict, the recipe is invalid, the model is unknown, or the mesh does not divide it.
     """
-    devices = _Devices(*parse_devices(request.devices)) if request.devices is not None else _Devices(None, None)
+    devices = (
+        _Devices(*parse_devices(request.devices))
+        if request.devices is not None
+        else _Devices(None, None)
+    )
     _check_request(request, devices)
     mesh_override = () if request.mesh is None else (f"mesh={request.mesh}",)
     target = resolve_target(
@@ -73,7 +85,11 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
         ui=ui,
     )
     ui.note(f"shapes from {target.origin}")
-    return _search_report(target, devices, ui) if request.search else _plan_report(request, target, devices, ui)
+    return (
+        _search_report(target, devices, ui)
+        if request.search
+        else _plan_report(request, target, devices, ui)
+    )
 
 
 def _check_request(request: PlanRequest, devices: _Devices) -> None:
@@ -82,12 +98,23 @@ def _check_request(request: PlanRequest, devices: _Devices) -> None:
         check_needs("--compile-timeout", True, "--compile", "it limits the time of a compilation")
     if request.search:
         if devices.kind is None:
-            check_needs("--search", True, "--devices KIND", "a mesh fits into the memory of a kind of device")
+            check_needs(
+                "--search",
+                True,
+                "--devices KIND",
+                "a mesh fits into the memory of a kind of device",
+            )
         if request.compile_step:
             why = "a compilation is of one mesh"
-            raise usage_error("`--compile` has no effect with `--search`", why, "remove one of them")
+            raise usage_error(
+                "`--compile` has no effect with `--search`", why, "remove one of them"
+            )
         if request.html is not None:
-            raise usage_error("`--html` has no effect with `--search`", "a page shows one plan", "remove one of them")
+            raise usage_error(
+                "`--html` has no effect with `--search`",
+                "a page shows one plan",
+                "remove one of them",
+            )
         if request.mesh is not None and devices.number:
             why = "a search tries every mesh of the devices"
             raise usage_error("`--mesh` has no effect with `--search`", why, "remove `--mesh`")
@@ -97,20 +124,29 @@ def _check_request(request: PlanRequest, devices: _Devices) -> None:
 
 def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui: Ui) -> Report:
     """Report the plan of one mesh."""
-    recipe = with_values(target.recipe, {"mesh": _resolved_mesh(target.recipe.mesh, devices)})
+    recipe = with_overrides(
+        target.recipe, {"mesh": _fill_open_mesh_axis(target.recipe.mesh, devices)}
+    )
 
     device = devices.kind.device if devices.kind else ANY_ACCELERATOR
 
     def replan(values: Mapping[str, Any]) -> TrainingPlan:
-        return plan_training(with_values(recipe, values), target.model, target.rules, device=device)
+        return plan_training(
+            with_overrides(recipe, values), target.model, target.rules, device=device
+        )
 
     training_plan = replan({})
     for warning in context_warnings(recipe, training_plan.inputs):
         ui.warn(warning)
     compiled = None
     if request.compile_step:
-        compiled = _compile(target, training_plan, devices.kind, limit_s=request.compile_timeout_s, ui=ui)
-    kinds = [training_plan.on(kind) for kind in ([devices.kind] if devices.kind else ACCELERATORS.values())]
+        compiled = _compile(
+            target, training_plan, devices.kind, limit_s=request.compile_timeout_s, ui=ui
+        )
+    kinds = [
+        training_plan.on(kind)
+        for kind in ([devices.kind] if devices.kind else ACCELERATORS.values())
+    ]
     change = _find_change(training_plan, target, devices.kind)
     does_not_fit = devices.kind is not None and not kinds[0].fits
     advice = change_text(change) if does_not_fit else ""
@@ -136,16 +172,21 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
 
 
 def _compile(
-    target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, *, limit_s: float | None, ui: Ui
+    target: PlanTarget,
+    training_plan: TrainingPlan,
+    kind: Accelerator | None,
+    *,
+    limit_s: float | None,
+    ui: Ui,
 ) -> CompiledStep:
-    """Compile the step; only then JAX is imported."""
+    """Compile the step. Only then JAX is imported."""
     from prepcli.commands.plan_compile import compile_step
 
     return compile_step(target, training_plan, kind, limit_s=limit_s, ui=ui)
 
 
-def _resolved_mesh(mesh: str, devices: _Devices) -> str:
-    """Return a mesh without an open axis, which the number of devices fills; without a number there must be none."""
+def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
+    """Return a mesh without an open axis: the number of devices fills it."""
     parsed = parse_mesh(mesh, "mesh")
     if devices.number is not None:
         kind = f"{devices.kind.name}:" if devices.kind else ""
@@ -153,16 +194,22 @@ def _resolved_mesh(mesh: str, devices: _Devices) -> str:
     if -1 in parsed.sizes:
         why = "the number of devices is unknown"
         raise usage_error(
-            f"mesh {parsed} has an open axis", why, "`--devices 256` or `v5p:256`, or `--mesh` without -1"
+            f"mesh {parsed} has an open axis",
+            why,
+            "`--devices 256` or `v5p:256`, or `--mesh` without -1",
         )
     return str(parsed)
 
 
-def _find_change(training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None) -> MemoryChange | None:
-    """Return changes that make the step fit on a kind of device; None if it fits or no kind is given."""
+def _find_change(
+    training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None
+) -> MemoryChange | None:
+    """Return changes that make the step fit on a kind of device, or None if it fits or no kind is given."""
     if kind is None or training_plan.memory.peak <= kind.memory_nbytes:
         return None
-    return find_memory_change(training_plan, target.model, target.rules, limit_nbytes=kind.memory_nbytes)
+    return find_memory_change(
+        training_plan, target.model, target.rules, limit_nbytes=kind.memory_nbytes
+    )
 
 
 def _change_fields(change: MemoryChange | None) -> dict[str, Any] | None:
@@ -172,8 +219,12 @@ def _change_fields(change: MemoryChange | None) -> dict[str, Any] | None:
 def _search_report(target: PlanTarget, devices: _Devices, ui: Ui) -> Report:
     """Report the meshes on which the step fits, the fastest first."""
     assert devices.kind is not None
-    number = devices.number or parse_mesh(_resolved_mesh(target.recipe.mesh, devices)).n_devices
-    search = search_meshes(target.recipe, target.model, target.rules, kind=devices.kind, num_devices=number)
+    number = (
+        devices.number or parse_mesh(_fill_open_mesh_axis(target.recipe.mesh, devices)).n_devices
+    )
+    search = search_meshes(
+        target.recipe, target.model, target.rules, kind=devices.kind, num_devices=number
+    )
     entries = [plan_fields(option.plan) | kind_fields(option.estimate) for option in search.options]
     title = f"{len(entries)} meshes of {number} x {devices.kind.name} fit"
     fields = {

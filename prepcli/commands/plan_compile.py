@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prepcli.commands.compiled_report import CompiledStep
 from prepcli.commands.plan_target import PlanTarget
 from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Ui
+from prepcli.pages.plan_rows import CompiledStep
 from trainer.distributed.compile_process import CompileWatch
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.memory_inputs import FLOAT32
@@ -19,7 +19,12 @@ from trainer.training.compiled_plan import compiled_plan
 
 
 def compile_step(
-    target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, *, limit_s: float | None, ui: Ui
+    target: PlanTarget,
+    training_plan: TrainingPlan,
+    kind: Accelerator | None,
+    *,
+    limit_s: float | None,
+    ui: Ui,
 ) -> CompiledStep:
     """Compile the training step of a plan.
 
@@ -34,13 +39,18 @@ def compile_step(
     Raises:
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
     """
-    mesh, recipe = training_plan.mesh, training_plan.recipe
+    mesh = training_plan.mesh
+    recipe = training_plan.recipe
     count = num_slices(training_plan.slices)
     topology = (
-        find_topology(kind.name, mesh.n_devices // count) if kind is not None and kind.name in TPU_GENERATIONS else None
+        find_topology(kind.name, mesh.n_devices // count)
+        if kind is not None and kind.name in TPU_GENERATIONS
+        else None
     )
     hardware = topology if count == 1 else f"{count} x {topology}"
-    ui.note(f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}")
+    ui.note(
+        f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}"
+    )
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
 
     def note_phase(phase: str, elapsed_s: float) -> None:

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from prepcli.commands.compiled_report import CompiledStep, compiled_lines
-from prepcli.commands.memory_report import memory_fields, memory_table
+from prepcli.commands.compiled_report import compiled_lines
 from prepcli.console.formatting import format_bytes
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import format_table
-from trainer.models.slices import num_slices
+from prepcli.inspection.memory_report import memory_fields, memory_table
+from prepcli.pages.plan_rows import (
+    CAVEAT,
+    KIND_HEADER,
+    CompiledStep,
+    flops_rows,
+    kind_rows,
+    rate_cells,
+    title_lines,
+    traffic_header,
+    traffic_rows,
+)
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshOption, MeshSearch
-from trainer.planning.step_flops import StepFlops
-from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
-PETA = 1e15
 MAX_MESHES = 10  # of a search without -v; the best one stays on the screen
 MAX_REASONS = 5  # why meshes are invalid
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
-KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
-CAVEAT = (
-    "All figures above are estimates from shapes."
-    f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
-    " other communication overlaps; elementwise work, input and checkpoints are ignored."
-)
 
 
 def plan_lines(
@@ -45,23 +45,29 @@ def plan_lines(
     Args:
         plan: The plan.
         kinds: The step on each kind of accelerator to show.
-        advice: Line about fitting into memory; empty for none.
-        compiled: The compiled step; None if it was not compiled.
-        columns: Width of the terminal; None for unlimited.
+        advice: Line about fitting into memory, or empty.
+        compiled: The compiled step, or None if it was not compiled.
+        columns: Width of the terminal. None means unlimited.
     """
     for line in title_lines(plan):
         yield wrap_line(line, columns)
     yield ""
     yield memory_table(plan.inputs, plan.memory)
     yield ""
-    yield format_table(flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"])
+    yield format_table(
+        flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"]
+    )
     yield ""
     if plan.traffic:
         header = traffic_header(plan)
         yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1], width=columns)
         yield ""
     yield format_table(
-        kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1], width=columns, optional=OPTIONAL_COLUMNS
+        kind_rows(plan, kinds),
+        KIND_HEADER,
+        right_aligned=KIND_HEADER[1:-1],
+        width=columns,
+        optional=OPTIONAL_COLUMNS,
     )
     if advice:
         yield wrap_line(advice, columns)
@@ -71,78 +77,12 @@ def plan_lines(
         yield from compiled_lines(compiled, columns=columns)
 
 
-def title_lines(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the lines about the model, the mesh and the batch."""
-    num_parameters = sum(math.prod(leaf.shape) for leaf in plan.inputs.leaves.values())
-    axes = " x ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.sizes))
-    count = num_slices(plan.slices)
-    split = ", ".join(f"{axis} over {number}" for axis, number in plan.slices.items())
-    in_slices = f" in {count} slices ({split})" if count > 1 else ""
-    yield f"{num_parameters:,} parameters; mesh {axes} = {plan.mesh.n_devices:,} devices{in_slices}"
-    num_sequences, parts = plan.tokens // plan.inputs.seq_length, plan.inputs.accumulate
-    in_parts = f" in {parts} parts" if parts > 1 else ""
-    yield f"batch {num_sequences:,} x {plan.inputs.seq_length:,} = {plan.tokens:,} tokens per step{in_parts}"
-
-
-def flops_rows(flops: StepFlops) -> list[tuple[str, str]]:
-    """Return the operations of a step as rows of name and petaflops."""
-    counts = {
-        "products with parameters": flops.matmul,
-        "attention, visible pairs": flops.attention_causal,
-        "attention, all pairs": flops.attention_full,
-        "masked pairs that are computed": flops.masked,
-        "repeated by the backward pass": flops.recomputed,
-        "executed": flops.executed,
-    }
-    return [
-        (name, f"{count / PETA:,.3g}" if count < PETA else f"{count / PETA:,.1f}") for name, count in counts.items()
-    ]
-
-
-def traffic_header(plan: TrainingPlan) -> tuple[str, ...]:
-    """Return the names of the columns of `traffic_rows`."""
-    return ("one device sends in a step", "bytes", *(["between slices"] if plan.slices else []), "other work")
-
-
-def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
-    """Return the communication of a device as rows of axis, bytes within and, of several, between slices, and kind."""
-    return [
-        (
-            f"{axis.axis} {axis.size}",
-            format_bytes(axis.nbytes),
-            *([format_bytes(axis.slow_nbytes)] if plan.slices else []),
-            "overlaps" if axis.overlaps else "waits",
-        )
-        for axis in plan.traffic
-    ]
-
-
-def kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
-    """Return the step on each kind of accelerator as rows below KIND_HEADER."""
-    return [
-        (
-            f"{plan.mesh.n_devices} x {estimate.kind.name}",
-            format_bytes(estimate.kind.memory_nbytes),
-            "yes" if estimate.fits else "no",
-            *_rate_cells(estimate),
-            estimate.time.bound,
-        )
-        for estimate in kinds
-    ]
-
-
-def _rate_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
-    """Return time, tokens per second, and both utilizations."""
-    seconds, rate = f"{estimate.time.step_s:.3g} s", f"{estimate.tokens_per_s:,.0f}"
-    return seconds, rate, f"{estimate.mfu_full:.0%}", f"{estimate.mfu_causal:.0%}"
-
-
 def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> str:
     """Return the table of a search, and lines about the other meshes and the best one.
 
     Args:
         search: The result of the search.
-        columns: Width of the terminal; None for unlimited.
+        columns: Width of the terminal. None means unlimited.
         show_all: Whether to list all meshes that fit, and not only the best MAX_MESHES.
     """
     table: list[str] = []
@@ -150,10 +90,16 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
     if options:
         header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
         rows = [_option_row(option) for option in options]
-        table.append(format_table(rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS))
+        table.append(
+            format_table(
+                rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS
+            )
+        )
     lines: list[str] = []
     if len(options) < len(search.options):
-        lines.append(f"and {len(search.options) - len(options)} slower ones that fit; `-v` lists all")
+        lines.append(
+            f"and {len(search.options) - len(options)} slower ones that fit; `-v` lists all"
+        )
     if search.num_too_large:
         lines.append(f"{search.num_too_large} other meshes exceed the memory")
     lines += _refusal_lines(search.refusals)
@@ -166,7 +112,7 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
 def _option_row(option: MeshOption) -> tuple[str, ...]:
     """Return a mesh as a row of a search."""
     peak = format_bytes(option.plan.memory.peak)
-    return str(option.plan.mesh), peak, *_rate_cells(option.estimate), option.estimate.time.bound
+    return str(option.plan.mesh), peak, *rate_cells(option.estimate), option.estimate.time.bound
 
 
 def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:
@@ -230,7 +176,7 @@ def kind_fields(estimate: KindEstimate) -> dict[str, Any]:
 
 
 def change_text(change: MemoryChange | None) -> str:
-    """Return the changes that make a step fit as text; a suggestion if there are none."""
+    """Return the changes that make a step fit as text, or a suggestion if there are none."""
     if change is None:
         return "no change of the recipe tried makes it fit: more or larger devices, or a shorter `data.seq_length`"
     return f"it fits with `{change.options}`: {format_bytes(change.plan.memory.peak)}"

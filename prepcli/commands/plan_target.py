@@ -1,23 +1,22 @@
-"""The recipe and the model of a `prep plan` request; neither weights nor data need to exist."""
+"""The recipe and the model of a `prep plan` request. Neither weights nor data need to exist."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.conversion import make_access
-from prepcli.commands.random_start import random_config
 from prepcli.commands.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError, usage_error
-from prepcli.formats.manifest import KEYS_BY_KIND
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.aliases import ALIASES_BY_NAME
+from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate
 from prepcli.sources.source import read_config
+from prepcli.training_runs.random_start import random_config
 from trainer.models.architecture import ArchConfig
 from trainer.models.presets import PRESETS, preset_name
 from trainer.models.registry import family_of
@@ -39,7 +38,7 @@ class PlanTarget:
     """A recipe with its model and rules.
 
     Attributes:
-        recipe: The recipe; its mesh may have an open axis.
+        recipe: The recipe. Its mesh may have an open axis.
         model: The model, with the recipe's rotary embedding.
         rules: Partition rules.
         rule_texts: The same as text.
@@ -55,15 +54,24 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The parts of a checkpoint for a plan; the manifest is empty if prep did not write the checkpoint."""
+    """The parts of a checkpoint for a plan.
+
+    The manifest is empty if prep did not write the checkpoint.
+    """
 
     model: PlannedModel
     origin: str
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
 
 def resolve_target(
-    target: str, overrides: tuple[str, ...], *, config: Path | None, default_mesh: str, offline: bool, ui: Ui
+    target: str,
+    overrides: tuple[str, ...],
+    *,
+    config: Path | None,
+    default_mesh: str,
+    offline: bool,
+    ui: Ui,
 ) -> PlanTarget:
     """Resolve a recipe, or a checkpoint with the keys of a usual step.
 
@@ -72,7 +80,7 @@ def resolve_target(
             checkpoint.
         overrides: `KEY=VALUE` texts of `--set`.
         config: A config.json instead of the checkpoint's.
-        default_mesh: Mesh of a checkpoint without a recipe and without a mesh of its own.
+        default_mesh: Mesh of a checkpoint without a recipe and without a recorded mesh.
         offline: Use only the hub's cache.
         ui: Receives progress and warnings.
 
@@ -87,9 +95,9 @@ def resolve_target(
         if config is None:
             _check_name(target)
         checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
-        mesh = checkpoint.manifest.get("mesh") or default_mesh
+        mesh = checkpoint.manifest.mesh or default_mesh
         recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
-    rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.get("rules", ())
+    rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
     return PlanTarget(
         recipe=recipe,
         model=checkpoint.model.of_recipe(recipe.model),
@@ -100,7 +108,7 @@ def resolve_target(
 
 
 def _recipe_path(target: str) -> Path:
-    """Return the path of a recipe: a file, or else the shipped recipe with this name; the path itself if it is neither.
+    """Return the path of a recipe file or of the shipped recipe with this name, else the path itself.
 
     Raises:
         UsageError: The name stands for a shipped recipe and for a file.
@@ -112,13 +120,20 @@ def _recipe_path(target: str) -> Path:
 
 
 def _check_name(name: str) -> None:
-    """Raise UsageError if a name is no path, alias, hub id or preset, but similar to that of a shipped recipe."""
-    if NAME_SIGNS & {*name} or os.path.exists(name) or name in ALIASES_BY_NAME or preset_name(name) is not None:
+    """Raise UsageError if a name is no path, alias, hub id or preset, but similar to the name of a shipped recipe."""
+    if (
+        NAME_SIGNS & {*name}
+        or os.path.exists(name)
+        or name in ALIASES_BY_NAME
+        or preset_name(name) is not None
+    ):
         return
     folders = [path.name for path in Path().iterdir() if path.is_dir()]
     if similar := similar_recipe(name, [*ALIASES_BY_NAME, *folders]):
         why = "not a folder here, not a shipped recipe, not an alias, and a hub id has the form owner/name"
-        raise usage_error(f"no recipe or checkpoint called `{name}`", why, f"did you mean `{similar}`?")
+        raise usage_error(
+            f"no recipe or checkpoint called `{name}`", why, f"did you mean `{similar}`?"
+        )
 
 
 def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
@@ -126,28 +141,38 @@ def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> 
     if table.path is not None:
         return _read_checkpoint(table.path, config, offline=offline, ui=ui)
     if config is not None:
-        return _Checkpoint(model_of_config(read_config(config)), str(config), {})
-    return _Checkpoint(model_of_config(random_config(table)), f"{table.preset or table.config}, random start", {})
+        return _Checkpoint(model_of_config(read_config(config)), str(config), NO_MANIFEST)
+    return _Checkpoint(
+        model_of_config(random_config(table)),
+        f"{table.preset or table.config}, random start",
+        NO_MANIFEST,
+    )
 
 
 def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
     """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
-        return _Checkpoint(model_of_config(read_config(path)), str(path), {})
+        return _Checkpoint(model_of_config(read_config(path)), str(path), NO_MANIFEST)
     preset = None if os.path.exists(os.path.expanduser(name)) else preset_name(name)
     if preset is not None:
-        return _Checkpoint(model_of_config(PRESETS[preset]), f"the published config of {preset}", {})
-    contents = read_contents(locate(name, access=make_access(ui, offline=offline, stream=True, allow_urls=True)))
+        return _Checkpoint(
+            model_of_config(PRESETS[preset]), f"the published config of {preset}", NO_MANIFEST
+        )
+    contents = read_contents(
+        locate(name, access=make_access(ui, offline=offline, stream=True, allow_urls=True))
+    )
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
         raise PrepError("the shapes of the model are unknown", why, "`--config CONFIG.json`")
-    if contents.manifest.get("kind") in KEYS_BY_KIND:
-        return _Checkpoint(model_of_manifest(contents.manifest), contents.display_name, contents.manifest)
+    if contents.manifest.is_tree:
+        return _Checkpoint(
+            model_of_manifest(contents.manifest.fields), contents.display_name, contents.manifest
+        )
     head_tensor = family_of(contents.config).tying.head_tensor
     has_stored_head = head_tensor in {entry.name for entry in contents.entries}
     model = model_of_config(contents.config, has_stored_head=has_stored_head)
-    return _Checkpoint(model, contents.display_name, {})
+    return _Checkpoint(model, contents.display_name, NO_MANIFEST)
 
 
 def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:

@@ -18,18 +18,27 @@ PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedenc
 
 
 def read_prompts(file_name: str) -> Iterator[str]:
-    """Yield the prompts of a text or .jsonl file, one per line; raise PrepError for an invalid file or line."""
+    """Yield the prompts of a text or .jsonl file, one per line.
+
+    Raise PrepError for an invalid file or line.
+    """
     try:
         text = _read_text(file_name)
     except OSError as error:
         raise io_error(Path(file_name), error) from error
     except UnicodeDecodeError as error:
-        raise PrepError(f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8") from error
+        raise PrepError(
+            f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8"
+        ) from error
     for line_number, line in enumerate(
         text.split("\n"), 1
     ):  # not splitlines: JSON strings may contain other line separators
         if line.strip():
-            yield _prompt_from_json(file_name, line_number, line) if file_name.endswith(".jsonl") else line
+            yield (
+                _prompt_from_json(file_name, line_number, line)
+                if file_name.endswith(".jsonl")
+                else line
+            )
 
 
 def _read_text(file_name: str) -> str:
@@ -37,7 +46,10 @@ def _read_text(file_name: str) -> str:
         return read_regular_file(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
     text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
     if len(text) > MAX_PROMPTS_NBYTES:
-        raise PrepError("the prompts are too large", f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters")
+        raise PrepError(
+            "the prompts are too large",
+            f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
+        )
     return text
 
 
@@ -45,8 +57,14 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
     try:
         value = load_json(line.encode())
     except ValueError as error:
-        raise PrepError(f"line {line_number} of {file_name} is not valid JSON", str(error)) from error
-    texts = [value[key] for key in PROMPT_KEYS if isinstance(value, dict) and isinstance(value.get(key), str)]
+        raise PrepError(
+            f"line {line_number} of {file_name} is not valid JSON", str(error)
+        ) from error
+    texts = [
+        value[key]
+        for key in PROMPT_KEYS
+        if isinstance(value, dict) and isinstance(value.get(key), str)
+    ]
     if not texts:
         why = f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`"
         raise PrepError(f"line {line_number} of {file_name} has no prompt", why)
@@ -54,8 +72,14 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """Return comma-separated token ids; raise UsageError for other text."""
+    """Return comma-separated token ids. Raise UsageError for other text."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
-        raise usage_error(f"invalid `--tokens {text:.60}`", "it takes comma-separated token ids", "`--tokens 1,2,3`")
+    if not all(
+        word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words
+    ):
+        raise usage_error(
+            f"invalid `--tokens {text:.60}`",
+            "it takes comma-separated token ids",
+            "`--tokens 1,2,3`",
+        )
     return [int(word) for word in words]

@@ -25,7 +25,7 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
 
     Args:
         name: A recipe's name without `.toml`; None lists all.
-        columns: Width of the terminal; None: unlimited.
+        columns: Width of the terminal. None means unlimited.
 
     Raises:
         UsageError: No recipe has this name.
@@ -37,7 +37,9 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
     entries = [_entry(path) for path in _recipe_paths().values()]
     titles = ["recipe", "model", "devices", "summary"]
     rows = [[entry["name"], *(str(entry[title]) for title in titles[1:])] for entry in entries]
-    return Report(format_table(rows, titles, width=columns, wrapped=["summary"]), {"recipes": entries})
+    return Report(
+        format_table(rows, titles, width=columns, wrapped=["summary"]), {"recipes": entries}
+    )
 
 
 def copy_recipe(name: str, out: Path | None) -> Report:
@@ -52,7 +54,9 @@ def copy_recipe(name: str, out: Path | None) -> Report:
     try:
         write_file(target, path.read_bytes(), overwrite=False)
     except FileExistsError:
-        raise PrepError(f"{target} already exists", "a copy replaces no file", "`--out FILE`") from None
+        raise PrepError(
+            f"{target} already exists", "a copy replaces no file", "`--out FILE`"
+        ) from None
     except OSError as error:
         raise PrepError(f"{target} cannot be written", error.strerror or str(error)) from None
     return Report(str(target), {"name": path.stem, "path": str(target)})
@@ -90,7 +94,7 @@ def find_recipe(path: Path) -> Path:
 
 
 def find_training_recipe(path: Path) -> Path:
-    """Return the recipe that a path names; see `find_recipe`. A missing file may be returned.
+    """Return the recipe that a path names. See `find_recipe`. A missing file may be returned.
 
     Raises:
         UsageError: The name stands for a shipped recipe and for a file, or there is no such file and it is similar to
@@ -101,12 +105,14 @@ def find_training_recipe(path: Path) -> Path:
         return recipe_path
     similar_file = suggest(path.name, [file.name for file in path.parent.glob(f"*{SUFFIX}")])
     if similar_file is None and (hint := _shipped_hint(path.name.removesuffix(SUFFIX))):
-        raise usage_error(f"{path} does not exist", "a recipe is a TOML file, or the name of a shipped one", hint)
+        raise usage_error(
+            f"{path} does not exist", "a recipe is a TOML file, or the name of a shipped one", hint
+        )
     return recipe_path
 
 
 def _shipped_hint(name: str) -> str:
-    """Return a hint with the shipped recipes of a similar name; empty if there are none."""
+    """Return a hint with the shipped recipes of a similar name, or empty if there are none."""
     shipped = _recipe_paths()
     if name in shipped:
         return f"did you mean `{name}`, the shipped recipe?"
@@ -116,7 +122,7 @@ def _shipped_hint(name: str) -> str:
 
 
 def similar_recipe(name: str, other_names: Iterable[str]) -> str | None:
-    """Return the shipped recipe whose name is similar; None if there is none, or another name is more similar."""
+    """Return the shipped recipe with a similar name, or None if no name or another name is closer."""
     shipped = _recipe_paths()
     similar = suggest(name, [*shipped, *other_names])
     return similar if similar in shipped else None
@@ -135,7 +141,10 @@ def recipe_names() -> list[str]:
 
 def _recipe_paths() -> dict[str, Path]:
     """Return the paths of the shipped recipes by name, in alphabetical order."""
-    return {path.stem: path for path in sorted(recipes_folder().glob(f"*{SUFFIX}"), key=lambda path: path.stem)}
+    return {
+        path.stem: path
+        for path in sorted(recipes_folder().glob(f"*{SUFFIX}"), key=lambda path: path.stem)
+    }
 
 
 def _entry(path: Path) -> dict[str, Any]:

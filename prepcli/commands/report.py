@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prepcli.commands.report_page import changed_keys, run_names, write_report_page
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import usage_error
 from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
-from prepcli.inspection.html_page import check_page_path
 from prepcli.inspection.run_record import RunRecord, read_run
+from prepcli.pages.html_page import check_page_path
+from prepcli.pages.report_page import changed_keys, run_names, write_report_page
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.retries import retry_policy_from_env
 
@@ -49,7 +49,9 @@ def report(request: ReportRequest, ui: Ui) -> Report:
     if not request.runs:
         raise usage_error("no runs to report", "", "`prep report runs/NAME`")
     if request.out is not None and (url := parse_out_url(request.out)) is not None:
-        raise usage_error(f"cannot write the page to {url}", "it is not a local file", "`--out FILE`")
+        raise usage_error(
+            f"cannot write the page to {url}", "it is not a local file", "`--out FILE`"
+        )
     folder = request.runs[0] if parse_out_url(request.runs[0]) is None else Path()
     path = request.out or folder / PAGE
     check_page_path(path)
@@ -77,9 +79,10 @@ def _read(path: Path, ui: Ui) -> RunRecord:
 
 
 def summarize(run: RunRecord) -> dict[str, Any]:
-    """Return the main numbers of a run; None for missing ones."""
+    """Return the main numbers of a run. Missing numbers are None."""
     metrics = run.metrics
-    tokens, skipped = metrics.last("tokens"), metrics.last("skipped")
+    tokens = metrics.last("tokens")
+    skipped = metrics.last("skipped")
     return {
         "run": run.name,
         "step": run.last_step,

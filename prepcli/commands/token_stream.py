@@ -26,7 +26,8 @@ class TokenStream:
             decoders: Decoder of each prompt's text.
             on_tokens: Called with the next tokens of a prompt.
         """
-        self._decoders, self._on_tokens = decoders, on_tokens
+        self._decoders = decoders
+        self._on_tokens = on_tokens
         self.texts = [""] * len(decoders)
 
     def push(self, first_prompt: int, new_tokens: Sequence[Sequence[int]]) -> None:

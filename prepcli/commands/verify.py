@@ -6,31 +6,36 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from prepcli.commands.accept import accept_files
-from prepcli.commands.conflicts import check_stream
-from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
 from prepcli.console.formatting import format_bytes
 from prepcli.console.lists import MAX_NAMES
+from prepcli.console.observer import LEAVES
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.console.ui import LEAVES, Report, Ui
-from prepcli.engine import pipeline
+from prepcli.console.ui import Report, Ui
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
+from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
-from prepcli.formats.manifest import LORA_KEY
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
-from prepcli.planning.boxes import Range
+from prepcli.formats.manifest import unwritten_manifest
+from prepcli.operations.conversion import (
+    CommonOptions,
+    check_config_option,
+    open_checkpoint,
+    source_line,
+)
 from prepcli.planning.plan import Stream
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
+from prepcli.sources.locate import check_stream
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
+from trainer.models.boxes import Range
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `--quick` for one checkpoint
 SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `--quick` for two checkpoints
@@ -43,7 +48,8 @@ class VerifyRequest:
     common: CommonOptions
     against: str | None = None  # other checkpoint; None: compare with the manifest
     quick: bool = False  # read no values
-    accept: tuple[str, ...] = ()  # files that the user changed on purpose; their digests are recorded first
+    # Files that the user changed on purpose. Their digests are recorded if nothing else differs.
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class _VerifiedModel:
     """Source with the tensors to verify."""
 
     source: Source
-    accounting: Accounting
+    accounting: TensorMatch
     tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
     labels: dict[str, TensorLabel]  # names in messages
     vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
@@ -81,17 +87,17 @@ def verify(request: VerifyRequest, ui: Ui) -> Report:
         PrepError: A checkpoint cannot be read, there are no digests, the families differ, or a file to accept is not
             recorded.
     """
-    accepted = _accept_files(request, ui)
-    report = _verify(request, ui)
-    return replace(report, fields={**report.fields, "accepted": accepted}) if accepted else report
-
-
-def _accept_files(request: VerifyRequest, ui: Ui) -> list[dict[str, Any]]:
-    """Record the digests of the request's changed files, and return their changes."""
     if not request.accept:
-        return []
-    checkpoint = request.common.checkpoint
-    return accept_files(checkpoint or f"./{default_checkpoint(Path())}", request.accept, ui)
+        return _verify(request, ui)
+    checkpoint = request.common.checkpoint or f"./{default_checkpoint(Path())}"
+    accepted = accept_files(checkpoint, request.accept)
+    # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
+    with unwritten_manifest(accepted.folder, accepted.data):
+        report = _verify(request, ui)
+    if report.error is not None:
+        return report
+    accepted.write(ui)
+    return replace(report, fields={**report.fields, "accepted": accepted.changes})
 
 
 def _verify(request: VerifyRequest, ui: Ui) -> Report:
@@ -102,7 +108,9 @@ def _verify(request: VerifyRequest, ui: Ui) -> Report:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, memory_nbytes, ui)
-    against_located, against_source = open_checkpoint(_against_options(request), ui, allow_adapters=True)
+    against_located, against_source = open_checkpoint(
+        _against_options(request), ui, allow_adapters=True
+    )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     _check_contents(source, against_source)
@@ -110,15 +118,20 @@ def _verify(request: VerifyRequest, ui: Ui) -> Report:
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
             ui.note(line)
-        source, against_source = replace(source, state_tensors=()), replace(against_source, state_tensors=())
-    return _verify_pair(_collect_model(source), _collect_model(against_source), request, memory_nbytes, ui)
+        source = replace(source, state_tensors=())
+        against_source = replace(against_source, state_tensors=())
+    return _verify_pair(
+        _collect_model(source), _collect_model(against_source), request, memory_nbytes, ui
+    )
 
 
 def _check_contents(source: Source, against_source: Source) -> None:
     """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
     if _has_adapters(source) == _has_adapters(against_source):
         return
-    adapters, model = (source, against_source) if _has_adapters(source) else (against_source, source)
+    adapters, model = (
+        (source, against_source) if _has_adapters(source) else (against_source, source)
+    )
     what = f"{adapters.display_name} has adapters, and {model.display_name} a model"
     hint = "compare with the result of `prep merge ADAPTER BASE`; `prep export RUN` writes the adapter of a run"
     raise PrepError(what, "they have no tensor in common", hint)
@@ -126,7 +139,7 @@ def _check_contents(source: Source, against_source: Source) -> None:
 
 def _has_adapters(source: Source) -> bool:
     """Return whether a checkpoint has the adapters of a model without their base."""
-    return source.family is ADAPTER_FAMILY or LORA_KEY in source.tree_manifest
+    return source.family is ADAPTER_FAMILY or source.tree_manifest.is_adapter
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
@@ -153,7 +166,7 @@ def _against_options(request: VerifyRequest) -> CommonOptions:
 def _collect_model(source: Source) -> _VerifiedModel:
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
-    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
@@ -172,7 +185,7 @@ def _collect_adapter(source: Source) -> _VerifiedModel:
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return _VerifiedModel(
         source,
-        accounting=Accounting(uses={}, dropped=(), checks=(), is_tied=False),
+        accounting=TensorMatch(uses={}, dropped=(), checks=(), is_tied=False),
         tensors=tensors,
         labels={name: TensorLabel("", name) for name in tensors},
         vocab_tensors=frozenset(),
@@ -180,7 +193,9 @@ def _collect_adapter(source: Source) -> _VerifiedModel:
     )
 
 
-def _verify_digests(model: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
+def _verify_digests(
+    model: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui
+) -> Report:
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
@@ -188,17 +203,25 @@ def _verify_digests(model: _VerifiedModel, request: VerifyRequest, memory_nbytes
     if request.quick:
         return _quick_ok_report(model, HEADER_CHECKS, ", no values read, no digests checked", ui)
     if not tensors:
-        name, why = source.display_name, "it has no prep-manifest.json with digests"
+        name = source.display_name
+        why = "it has no prep-manifest.json with digests"
         raise usage_error(f"nothing to verify {name} against", why, f"`prep verify {name} OTHER`")
     pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
-    digests = _compute_digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
+    digests = _compute_digests(
+        source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify"
+    )
     findings = [
-        Finding(model.labels[t.name], f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest")
+        Finding(
+            model.labels[t.name],
+            f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest",
+        )
         for (t, rows, expected), actual in zip(pieces, digests)
         if expected != actual
     ]
     findings += [
-        Finding(model.labels[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
+        Finding(model.labels[t.name], "has no digest in the manifest")
+        for t in model.tensors.values()
+        if not t.digests
     ]
     return _findings_report(model, findings, f"{source.display_name} is damaged", ui)
 
@@ -209,22 +232,33 @@ def _tie_findings(model: _VerifiedModel, memory_nbytes: int, ui: Ui) -> Iterator
     for check in model.accounting.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
-        head, embedding = _compute_digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
+        head, embedding = _compute_digests(
+            model.source, pieces, memory_nbytes, ui.progress(), "verify tied"
+        )
         if head != embedding:
             original = model.labels[check.duplicate_of].tensor
             yield Finding(model.labels[check.name], f"is tied but not equal to {original}")
 
 
-def _verify_pair(a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
-    """Compare two checkpoints of one family; their formats and layouts may differ. Padding is not compared."""
+def _verify_pair(
+    a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui
+) -> Report:
+    """Compare two checkpoints of one family.
+
+    Their formats and layouts may differ. Padding is not compared.
+    """
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
-        raise PrepError(f"{a.source.display_name} and {b.source.display_name} are of different families", why)
+        raise PrepError(
+            f"{a.source.display_name} and {b.source.display_name} are of different families", why
+        )
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
         result = f" equal, no values read{_padding_clause(_padding_rows(a, b))}"
         report = _quick_ok_report(a, SHAPE_CHECKS, result, ui)
-        return replace(report, fields={**report.fields, "ignored_padding_rows": _padding_rows(a, b)})
+        return replace(
+            report, fields={**report.fields, "ignored_padding_rows": _padding_rows(a, b)}
+        )
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
     if not request.quick:
@@ -238,10 +272,11 @@ def _verify_pair(a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, m
 
 
 def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
-    """Yield tensors that one checkpoint lacks, or that differ in dtype, shape or true vocabulary."""
+    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary."""
     for name in sorted({*a.tensors, *b.tensors}):
         label = a.labels[name] if name in a.labels else b.labels[name]
-        a_tensor, b_tensor = a.tensors.get(name), b.tensors.get(name)
+        a_tensor = a.tensors.get(name)
+        b_tensor = b.tensors.get(name)
         if a_tensor is None or b_tensor is None:
             lacking = a.source.display_name if a_tensor is None else b.source.display_name
             yield Finding(label, f"is not in {lacking}")
@@ -265,7 +300,11 @@ def _value_findings(
     for model in (a, b):
         pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
         digests = _compute_digests(
-            model.source, pieces, memory_nbytes, ui.progress(), f"verify {model.source.display_name}"
+            model.source,
+            pieces,
+            memory_nbytes,
+            ui.progress(),
+            f"verify {model.source.display_name}",
         )
         digests_by_name.append({t.name: digest for (t, _), digest in zip(pieces, digests)})
     for name in names:
@@ -274,15 +313,21 @@ def _value_findings(
 
 
 def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
-    streams = [_row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    difference = compare_streams(a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1])
+    streams = [
+        _row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)
+    ]
+    difference = compare_streams(
+        a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1]
+    )
     num_values = math.prod(streams[0].shape)
     first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
     text = f"{difference.count:,} of {num_values:,} values; first at {first}"
     return Finding(a.labels[name], text, difference)
 
 
-def _padding_lines(a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
+def _padding_lines(
+    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int
+) -> Iterator[str]:
     """Describe the padding of the vocabulary in either checkpoint."""
     for name in names:
         for model in (a, b):
@@ -295,7 +340,9 @@ def _padding_lines(a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], m
 
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
-    (digest,) = _compute_digests(model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding")
+    (digest,) = _compute_digests(
+        model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding"
+    )
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
 
 
@@ -309,7 +356,7 @@ def _padding_rows(*models: _VerifiedModel) -> int:
 
 
 def _padding_clause(rows: int) -> str:
-    """Return the clause of a result that ignores padding; empty if there is none."""
+    """Return the clause of a result that ignores padding, or empty if there is none."""
     return f"; {rows:,} padding rows ignored" if rows else ""
 
 
@@ -318,14 +365,18 @@ def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
 
 
 def _compute_digests(
-    source: Source, pieces: Sequence[tuple[SourceTensor, Range]], memory_nbytes: int, progress: Progress, task: str
+    source: Source,
+    pieces: Sequence[tuple[SourceTensor, Range]],
+    memory_nbytes: int,
+    progress: Progress,
+    task: str,
 ) -> list[str]:
     streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
         budget = make_budget(memory_nbytes)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            outcome = pipeline.run(streams, files, sink=None, budget=budget, progress=progress)
+            outcome = Pipeline(streams, files, sink=None, budget=budget, progress=progress).run()
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]
@@ -344,27 +395,50 @@ def _findings_report(
         ui.note(f"and {len(findings) - num_shown:,} more; `-v` or `--json` lists all")
     labels = {finding.label for finding in findings}
     error = PrepError(
-        f"{what} ({len(labels)} of {len(model.tensors)} tensors)", f"{findings[0].label} {findings[0].text}"
+        f"{what} ({len(labels)} of {len(model.tensors)} tensors)",
+        f"{findings[0].label} {findings[0].text}",
     )
     differences = [_finding_fields(finding) for finding in findings]
-    return Report(fields={"differences": differences, "ignored_padding_rows": padding_rows}, error=error)
+    return Report(
+        fields={"differences": differences, "ignored_padding_rows": padding_rows}, error=error
+    )
 
 
 def _finding_fields(finding: Finding) -> dict[str, object]:
     difference = finding.difference
     location = (
-        {"index": list(difference.index), "a": difference.value_a, "b": difference.value_b, "count": difference.count}
+        {
+            "index": list(difference.index),
+            "a": difference.value_a,
+            "b": difference.value_b,
+            "count": difference.count,
+        }
         if difference
         else {}
     )
-    return {"leaf": finding.label.leaf, "tensor": finding.label.tensor, "what": finding.text, **location}
+    return {
+        "leaf": finding.label.leaf,
+        "tensor": finding.label.tensor,
+        "what": finding.text,
+        **location,
+    }
 
 
 def _ok_report(model: _VerifiedModel, ui: Ui, padding_rows: int) -> Report:
-    shapes = [t.shape if padding_rows == 0 else _true_shape(model, t) for t in model.tensors.values()]
-    num_tensors, num_values = len(shapes), sum(map(math.prod, shapes))
-    result = f"{num_values:,} values, 0 different{_padding_clause(padding_rows)} ({_elapsed_text(ui)})"
-    fields = {"tensors": num_tensors, "values": num_values, "differences": [], "ignored_padding_rows": padding_rows}
+    shapes = [
+        t.shape if padding_rows == 0 else _true_shape(model, t) for t in model.tensors.values()
+    ]
+    num_tensors = len(shapes)
+    num_values = sum(map(math.prod, shapes))
+    result = (
+        f"{num_values:,} values, 0 different{_padding_clause(padding_rows)} ({_elapsed_text(ui)})"
+    )
+    fields = {
+        "tensors": num_tensors,
+        "values": num_values,
+        "differences": [],
+        "ignored_padding_rows": padding_rows,
+    }
     return Report(f"ok: {num_tensors} tensors, {result}", fields)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from prepcli.errors import PrepError
 
-MAX_WORD_CHARS = 240  # longer than most paths; a longer word is the value of an option or of a file
+# Longer than most paths. A longer word is a value from an option or a file.
+MAX_WORD_CHARS = 240
 SHORT_WORD_CHARS = 100
 MAX_WHAT_CHARS = 400
-MAX_LINE_CHARS = 800  # the list of the keys of a recipe's table is shorter
+# The list of the keys of a recipe's table is shorter.
+MAX_LINE_CHARS = 800
 MAX_LINES = 24
-MAX_HINT_CHARS = 2000  # a hint may be a command to copy, with the paths of the user
+# A hint may be a command to copy, with the paths of the user.
+MAX_HINT_CHARS = 2000
 
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
@@ -23,8 +25,7 @@ def bounded_error(error: PrepError) -> PrepError:
     The middle of long words and lines is replaced by an ellipsis. A hint keeps its words, because it may be a command
     to copy.
     """
-    return replace(
-        error,
+    return error.with_texts(
         what=shorten(bounded_line(error.what), MAX_WHAT_CHARS),
         why=bounded_lines(error.why),
         hint=shorten(error.hint, MAX_HINT_CHARS),
@@ -47,7 +48,7 @@ def bounded_line(text: str) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return the text, its middle replaced by an ellipsis if it is longer than `width`; the ends identify a name."""
+    """Shorten a text to `width` with an ellipsis in its middle. The ends identify a name."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2

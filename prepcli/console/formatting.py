@@ -11,7 +11,8 @@ BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS = {"B": 1, **BINARY_UNITS, **DECIMAL_UNITS}
 
-MAX_DIGITS = 40  # of a size in any unit; Python refuses to convert more than 4,300
+# Digits of a size in any unit. Python refuses to convert more than 4,300.
+MAX_DIGITS = 40
 MAX_NBYTES = (1 << 63) - 1
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
@@ -19,7 +20,7 @@ _BY_LOWER_CASE = {unit.lower(): nbytes for unit, nbytes in UNITS.items()}
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Return the bytes of a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576`; KiB is 1024 bytes, KB 1000.
+    """Return the bytes of a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576`. KiB is 1024 bytes, KB 1000.
 
     Args:
         text: The size.
@@ -43,7 +44,9 @@ def parse_bytes(text: str, option: str) -> int:
     if nbytes > MAX_NBYTES:
         raise usage_error(f"`{option} {text}` is too large", f"the limit is {MAX_NBYTES:,} bytes")
     if nbytes.denominator != 1:
-        raise usage_error(f"`{option} {text}` is not a whole number of bytes", f"it is {float(nbytes):.6g} bytes")
+        raise usage_error(
+            f"`{option} {text}` is not a whole number of bytes", f"it is {float(nbytes):.6g} bytes"
+        )
     return int(nbytes)
 
 
@@ -86,7 +89,9 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 def format_token_rate(tokens_per_s: float) -> str:
     """Format as `41.2k tok/s` or `870 tok/s`."""
-    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+    return (
+        f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+    )
 
 
 def format_duration(seconds: float) -> str:
@@ -122,7 +127,7 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
 
 
 def _fitting_unit(nbytes: float) -> str:
-    """Return the largest binary unit that shows as at least 1 after rounding; empty for bytes."""
+    """Return the largest binary unit that shows as at least 1 after rounding, or an empty text for bytes."""
     fitting = [unit for unit, scale in BINARY_UNITS.items() if nbytes >= scale - scale / 2048]
     return fitting[-1] if fitting else ""
 

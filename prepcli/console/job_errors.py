@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def label_errors(process: int | None) -> Iterator[None]:
-    """Record the process of a job in errors that leave the block; see `process_of`.
+    """Record the process of a job in errors that leave the block. See `process_of`.
 
     Args:
-        process: Index of this process; None outside of a job of several processes.
+        process: Index of this process, or None outside of a job of several processes.
     """
     try:
         yield
@@ -21,5 +21,5 @@ def label_errors(process: int | None) -> Iterator[None]:
 
 
 def process_of(error: BaseException) -> int | None:
-    """Return the index of the process in which an error was raised; None outside of a job of several processes."""
+    """Return the index of the process in which an error was raised, or None outside of a job of several processes."""
     return getattr(error, "process", None)

@@ -9,12 +9,16 @@ MAX_NAMES = 20
 
 
 def join_names(
-    names: Iterable[str], total: int | None = None, *, max_names: int = MAX_NAMES, separator: str = ", "
+    names: Iterable[str],
+    total: int | None = None,
+    *,
+    max_names: int = MAX_NAMES,
+    separator: str = ", ",
 ) -> str:
     """Join the first names and count the remaining ones.
 
     Args:
-        names: Names, of which at most `max_names` are read if `total` is set.
+        names: Names. At most `max_names` of them are read if `total` is set.
         total: Number of names, if `names` has no length or is incomplete.
         max_names: Number of names to show.
         separator: Separator of the names.

@@ -16,11 +16,11 @@ Line = Sequence[Segment]
 
 
 class LiveBlock:
-    """Lines redrawn in place; the last ones stay on the screen.
+    """Lines redrawn in place. The last ones stay on the screen.
 
     Attributes:
-        stream: Stream for text to print above the lines; threads write whole lines.
-        is_open: Whether the lines are redrawn; later text is printed below them.
+        stream: Stream for text to print above the lines. Threads write whole lines.
+        is_open: Whether the lines are redrawn. Later text is printed below them.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -49,7 +49,7 @@ class LiveBlock:
         return self._console.width
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """Replace the lines; parts beyond the edge of the terminal are cut."""
+        """Replace the lines. Parts beyond the edge of the terminal are cut."""
         from rich.console import Group
 
         self._measure()
@@ -61,11 +61,12 @@ class LiveBlock:
 
         with contextlib.suppress(OSError, ValueError):  # not a terminal
             columns, lines = os.get_terminal_size(self._terminal.fileno())
-            if columns and lines:  # terminals of some containers and serial lines have no size
+            # Terminals of some containers and serial lines have no size.
+            if columns and lines:
                 self._console.size = ConsoleDimensions(columns, lines)
 
     def print_above(self, text: str) -> None:
-        """Print whole lines above; their escape sequences of colours are kept."""
+        """Print whole lines above. Their escape sequences of colours are kept."""
         from rich.text import Text
 
         self._console.print(Text.from_ansi(text), soft_wrap=True)
@@ -84,14 +85,16 @@ def _as_text(line: Line) -> Text:
 
 
 class _TextAbove(io.TextIOBase):
-    """Stream whose lines are printed above a block."""
+    """Stream that prints its lines above a block."""
 
     def __init__(self, block: LiveBlock, terminal: TextIO) -> None:
-        self._block, self._terminal = block, terminal
+        self._block = block
+        self._terminal = terminal
         self._unfinished = ""
 
     def write(self, text: str) -> int:
         """Print the complete lines."""
+        # The last part has no line break yet. It waits for the rest of its line.
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         if lines:
             self._block.print_above("\n".join(lines))

@@ -13,7 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO, runtime_checkable
 
-from prepcli.console.formatting import format_bytes_of, format_clock, format_duration, format_rate, format_time_left
+from prepcli.console.formatting import (
+    format_bytes_of,
+    format_clock,
+    format_duration,
+    format_rate,
+    format_time_left,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -33,12 +39,12 @@ BAR_CELLS = 30
 class Progress(Protocol):
     """Receiver of a long task's progress in bytes.
 
-    An object with the four methods is a Progress; it need not inherit from this class. A function may run several
+    An object with the four methods is a Progress. It need not inherit from this class. A function may run several
     tasks, one after the other: each calls `begin`, then `advance` and `note` any number of times, then `end`.
     """
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Begin a task; `done_bytes` of its total are durable from an earlier run."""
+        """Begin a task. `done_bytes` of its total are durable from an earlier run."""
         ...
 
     def advance(self, written_bytes: int) -> None:
@@ -46,7 +52,7 @@ class Progress(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Show the current step behind the numbers; replaces the last note."""
+        """Show the current step behind the numbers. Replaces the last note."""
         ...
 
     def end(self) -> None:
@@ -56,7 +62,10 @@ class Progress(Protocol):
 
 @dataclass(slots=True)
 class ProgressMeter:
-    """Bytes, rate and remaining time of a task. The rate is that of this run, the remaining time of the last 30 s."""
+    """Bytes, rate and remaining time of a task. The rate covers this run.
+
+    The remaining time follows from the rate of the last 30 s.
+    """
 
     task: str
     total_bytes: int
@@ -71,18 +80,19 @@ class ProgressMeter:
         self.samples.append((self.started_s, self.done_bytes))
 
     def advance(self, written_bytes: int) -> float:
-        """Count the bytes; return the time, to save the caller a second clock call."""
+        """Count the bytes, and return the time, to save the caller a second clock call."""
         now = self.clock()
         self.done_bytes += written_bytes
         if now - self.samples[-1][0] >= SAMPLE_INTERVAL_S:
             self.samples.append((now, self.done_bytes))
+        # samples[0] stays the newest sample of at least ETA_WINDOW_S ago.
         while len(self.samples) > 1 and now - self.samples[1][0] >= ETA_WINDOW_S:
             self.samples.popleft()
         return now
 
     @property
     def percent(self) -> int:
-        """Percentage, rounded down so that 100 means complete; an empty task is complete."""
+        """Percentage, rounded down so that 100 means complete. An empty task is complete."""
         return 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
 
     def elapsed_s(self) -> float:
@@ -91,21 +101,26 @@ class ProgressMeter:
 
     def rate(self) -> float | None:
         """Return the bytes per second of this run, None before time has passed and bytes were written."""
-        took_s, written_bytes = self.elapsed_s(), self.done_bytes - self.resumed_bytes
+        took_s = self.elapsed_s()
+        written_bytes = self.done_bytes - self.resumed_bytes
         return written_bytes / took_s if took_s > 0 and written_bytes > 0 else None
 
     def eta_s(self) -> float | None:
         """Return the remaining seconds at the rate of the last 30 s, None if that rate is unknown or zero."""
         then_s, then_bytes = self.samples[0]
-        now_s, gained_bytes = self.clock(), self.done_bytes - then_bytes
+        now_s = self.clock()
+        gained_bytes = self.done_bytes - then_bytes
         if now_s <= then_s or gained_bytes <= 0:
             return None
+        # remaining bytes / rate, where rate = gained bytes / (now - then)
         return max(0, self.total_bytes - self.done_bytes) * (now_s - then_s) / gained_bytes
 
     def bytes_and_rate(self) -> str:
         """Return for example `11.15 of 24.24 GiB  870 MiB/s`, without the rate while it is unknown."""
         rate = self.rate()
-        return format_bytes_of(self.done_bytes, self.total_bytes) + (f"  {format_rate(rate)}" if rate else "")
+        return format_bytes_of(self.done_bytes, self.total_bytes) + (
+            f"  {format_rate(rate)}" if rate else ""
+        )
 
     def status(self, note: str) -> str:
         """Return bytes, rate, remaining time and the note."""
@@ -146,8 +161,9 @@ class LineProgress:
     printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Print the first line; the next one is due in 30 s."""
-        self.meter, self.last_note = ProgressMeter(task, total_bytes, done_bytes, self.clock), ""
+        """Print the first line. The next one is due in 30 s."""
+        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
+        self.last_note = ""
         self.printed_at_s = self.meter.started_s
         self._line(self.meter, format_bytes_of(done_bytes, total_bytes))
 
@@ -204,7 +220,7 @@ class JsonProgress:
             self._event(self.meter, "note", text=text)
 
     def end(self) -> None:
-        """Print the event `end`; an interrupted task has `done` below `total`."""
+        """Print the event `end`. An interrupted task has `done` below `total`."""
         if self.meter is not None:
             self._event(self.meter, "end")
         self.meter = None
@@ -234,10 +250,13 @@ class BarProgress:
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Draw the bar."""
         self.end()
-        self.meter, self.last_note = ProgressMeter(task, total_bytes, done_bytes, self.clock), ""
+        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
+        self.last_note = ""
         self.drawn_at_s = self.meter.started_s
         self.bar = _rich_bar(self.stream)
-        self.bar.add_task(task, total=max(total_bytes, 1), state=format_bytes_of(done_bytes, total_bytes))
+        self.bar.add_task(
+            task, total=max(total_bytes, 1), state=format_bytes_of(done_bytes, total_bytes)
+        )
         self.bar.start()
         self._draw(self.meter, format_bytes_of(done_bytes, total_bytes))
 
@@ -253,7 +272,7 @@ class BarProgress:
             self._redraw_if_due(self.meter, self.clock())
 
     def end(self) -> None:
-        """Draw the bar a last time; it stays on the screen."""
+        """Draw the bar a last time. It stays on the screen."""
         if self.meter is not None and self.bar is not None:
             complete = self.meter.done_bytes >= self.meter.total_bytes
             clock = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
@@ -301,7 +320,7 @@ def _rich_bar(stream: TextIO) -> RichProgress:
 def can_redraw(stream: TextIO) -> bool:
     """Return whether a stream is a terminal that can redraw lines.
 
-    FORCE_COLOR makes rich treat pipes as terminals; only isatty and TERM are used here.
+    FORCE_COLOR makes rich treat pipes as terminals. Only isatty and TERM are used here.
     """
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 

@@ -25,18 +25,18 @@ GAP = "  "
 
 @dataclass(slots=True)
 class RunStatus:
-    """State of a run as it is shown; None or an empty text: not known yet.
+    """State of a run as it is shown. None and empty texts are unknown values.
 
     Attributes:
         name: Name of the run.
         steps: Number of the last step.
         step: The last finished step.
-        phase: What the run does, such as `training` or `saving`.
+        phase: Current activity, such as `training` or `saving`.
         elapsed_s: Seconds since the start of this process.
         remaining_s: Estimated seconds to the last step.
         log_step: Step of the last log line, and so of the values from `losses` to `memory_nbytes`.
-        losses: Losses of the last log lines; None if one is not finite.
-        z_loss: Z-loss; None without this term.
+        losses: Losses of the last log lines, or None if one is not finite.
+        z_loss: Z-loss, or None without this term.
         lr: Learning rate.
         grad_norm: Norm of the gradients.
         tokens_per_s: Tokens of all devices per second.
@@ -45,7 +45,7 @@ class RunStatus:
         memory_nbytes: Highest memory in use on a device.
         memory_limit_nbytes: Memory of a device.
         evaluation: The last evaluation.
-        sample: The last text that was generated, with its prompt.
+        sample: The last generated text, with its prompt.
         save: The last saved step.
         skipped: Number of skipped steps.
     """
@@ -89,17 +89,28 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
         ("saved", [(status.save, "")]),
     )
     shown = [(label, [item for item in items if item[0]]) for label, items in rows]
-    return [*_header(status, width), *(_row(label, items, width) for label, items in shown if items)]
+    return [
+        *_header(status, width),
+        *(_row(label, items, width) for label, items in shown if items),
+    ]
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return values as bars of eight heights between the smallest and the largest; a space for None."""
+    """Return values as bars of eight heights between the minimum and the maximum.
+
+    None is a space.
+    """
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
+    # Equal values have a span of 0. 1.0 avoids the division by zero, and all bars are the lowest.
+    low = min(known)
+    span = (max(known) - min(known)) or 1.0
     top = len(SPARK_LEVELS) - 1
-    return "".join(" " if value is None else SPARK_LEVELS[round(top * (value - low) / span)] for value in values)
+    return "".join(
+        " " if value is None else SPARK_LEVELS[round(top * (value - low) / span)]
+        for value in values
+    )
 
 
 def _header(status: RunStatus, width: int) -> Iterator[Line]:
@@ -107,13 +118,16 @@ def _header(status: RunStatus, width: int) -> Iterator[Line]:
     times = [format_clock(status.elapsed_s)]
     if status.remaining_s is not None and status.step < status.steps:
         times.append(format_time_left(status.remaining_s))
-    yield _fit([(status.name, "bold"), (status.phase, "cyan"), *((text, "") for text in times)], width)
+    yield _fit(
+        [(status.name, "bold"), (status.phase, "cyan"), *((text, "") for text in times)], width
+    )
     percent = 100 * status.step // max(status.steps, 1)
     count = f"{status.step:,}/{status.steps:,}{GAP}{percent}%"
     cells = min(MAX_BAR_CELLS, width - len(count) - len(GAP))
     if cells < MIN_BAR_CELLS:
         yield _fit([(count, "")], width)
         return
+    # Rounded down: the bar is full only after the last step.
     done = cells * status.step // max(status.steps, 1)
     yield [("━" * done, "green"), ("─" * (cells - done), "dim"), (GAP + count, "")]
 
@@ -141,7 +155,9 @@ def _optimizer_items(status: RunStatus) -> list[Segment]:
 
 def _log_step_items(status: RunStatus) -> list[Segment]:
     """Return the step of the logged values if it is not the step shown at the top."""
-    return [] if status.log_step in (None, status.step) else [(f"at step {status.log_step:,}", "dim")]
+    return (
+        [] if status.log_step in (None, status.step) else [(f"at step {status.log_step:,}", "dim")]
+    )
 
 
 def _speed_items(status: RunStatus) -> list[Segment]:
@@ -155,7 +171,11 @@ def _memory_items(status: RunStatus) -> list[Segment]:
     if status.memory_nbytes is None:
         return []
     limit = status.memory_limit_nbytes
-    text = format_bytes_of(status.memory_nbytes, limit) if limit else format_bytes(status.memory_nbytes)
+    text = (
+        format_bytes_of(status.memory_nbytes, limit)
+        if limit
+        else format_bytes(status.memory_nbytes)
+    )
     return [(f"peak {text} per device", "")]
 
 
@@ -165,7 +185,7 @@ def _row(label: str, items: Sequence[Segment], width: int) -> Line:
 
 
 def _fit(items: Sequence[Segment], width: int) -> list[Segment]:
-    """Return the first items that fit, separated by a gap; the first one is always among them."""
+    """Return the first items that fit, separated by a gap. The first one is always among them."""
     fitting = [items[0]]
     used = len(items[0][0])
     for text, style in items[1:]:

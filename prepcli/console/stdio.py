@@ -26,7 +26,7 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush; drop the text if that fails."""
+        """Flush. Drop the text if that fails."""
         try:
             self._stream.flush()
         except OSError:
@@ -39,12 +39,15 @@ class LossyStream:
 def open_closed_streams() -> None:
     """Open a replacement for each closed standard stream, so that no output file gets its descriptor.
 
-    Writes to the replacement of stdout fail, because a result would be lost; that of stderr drops messages.
+    Writes to the replacement of stdout fail, because a result would be lost. The replacement of stderr
+    drops messages.
     """
+    # `open` returns the lowest free descriptor. The loop fills 0, 1 and 2 before any output file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
     if sys.stdout is None:
+        # A descriptor for reading makes every write fail with EBADF.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
@@ -55,16 +58,19 @@ def open_closed_streams() -> None:
 def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
     """Keep text that libraries write to descriptor 1 out of stdout, which carries only the result.
 
-    The network library of jax for CPUs prints there. Nothing may be written to `sys.stdout` meanwhile.
+    The network library of jax for CPUs prints there. Do not write to `sys.stdout` meanwhile.
 
     Args:
-        to_stderr: Write the text to stderr; False: drop it.
+        to_stderr: Write the text to stderr instead of dropping it.
 
     Yields:
         A stream that writes to stdout.
     """
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace") as stdout:
+    with os.fdopen(
+        os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace"
+    ) as stdout:
+        # The redirection is on the descriptor: C libraries do not use `sys.stdout`.
         target = os.dup(2) if to_stderr else os.open(os.devnull, os.O_WRONLY)
         os.dup2(target, 1)
         os.close(target)
@@ -76,14 +82,14 @@ def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
 
 
 def escape_unencodable() -> None:
-    """Make the standard streams escape characters that their encoding lacks."""
+    """Make the standard streams escape characters missing in their encoding."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
-    """Write and flush; return the error if the text was lost. A closed reader is no error."""
+    """Write and flush, and return the error if the text was lost. A closed reader is no error."""
     try:
         stream.write(text)
         stream.flush()
@@ -94,9 +100,10 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
 
 
 def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
-    """Write the bytes of a script and flush; return the error if they were lost. A closed reader is no error.
+    """Write the bytes of a script and flush, and return the error if they were lost. A closed reader is no error.
 
-    A name that is not UTF-8 keeps its bytes. `write_and_flush` would escape it, and the script would name another file.
+    A name that is not UTF-8 keeps its bytes. `write_and_flush` would escape it, and the script would
+    contain the name of another file.
     """
     buffer = getattr(stream, "buffer", None)
     if buffer is None:
@@ -120,9 +127,10 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 def is_reader_gone(stream: TextIO) -> bool:
-    """Return whether the stream is a pipe whose reader has closed it."""
+    """Return whether the stream is a pipe closed by its reader."""
     poll = select.poll()
     try:
+        # No requested events: poll reports POLLERR regardless, once the reader has closed the pipe.
         poll.register(stream.fileno(), 0)
     except (OSError, ValueError):
         return False

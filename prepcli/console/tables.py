@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COLUMN_GAP = 2  # spaces between columns
-STACKED_INDENT = 2  # spaces before the cells below the first one of a row
+# Spaces before the cells below the first one of a row.
+STACKED_INDENT = 2
 MIN_WRAPPED_WIDTH = 24  # of a column with wrapped text
 
 
@@ -48,12 +49,14 @@ class Column:
         return len(self.cells) > 1 and len(set(self.cells)) == 1
 
 
-def layout_table(columns: Sequence[Column], *, width: int | None, optional: Sequence[str] = ()) -> str:
+def layout_table(
+    columns: Sequence[Column], *, width: int | None, optional: Sequence[str] = ()
+) -> str:
     """Lay out columns, two spaces apart.
 
     Args:
-        columns: The columns; the first one identifies a row.
-        width: Characters of a line; None for as many as the table needs.
+        columns: The columns. The first one identifies a row.
+        width: Characters of a line, or None for as many as the table needs.
         optional: Names of the columns to omit if needed, the least important first.
 
     Returns:
@@ -75,7 +78,7 @@ def layout_table(columns: Sequence[Column], *, width: int | None, optional: Sequ
 
 
 def wrap_line(text: str, width: int | None) -> str:
-    """Break a long line between words; None leaves it as it is."""
+    """Break a long line between words. None leaves it as it is."""
     if width is None:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
@@ -86,7 +89,7 @@ def _min_width(columns: Sequence[Column]) -> int:
 
 
 def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -> list[Column]:
-    """Omit optional columns until the others fit, and return the rest."""
+    """Omit optional columns until the rest fits, and return the rest."""
     shown = [*columns]
     for name in optional:
         if _min_width(shown) <= width:
@@ -101,7 +104,10 @@ def _row_lines(columns: Sequence[Column], width: int | None) -> list[list[str]]:
     widths = [column.width for column in columns]
     if width is not None:
         widths = [min(column.width, column.min_width + rest) for column in columns]
-    rows = [[column.name for column in columns], *zip(*(column.cells for column in columns), strict=True)]
+    rows = [
+        [column.name for column in columns],
+        *zip(*(column.cells for column in columns), strict=True),
+    ]
     return [_join_cells(columns, row, widths) for row in rows]
 
 
@@ -110,7 +116,9 @@ def _join_cells(columns: Sequence[Column], row: Sequence[str], widths: Sequence[
     blocks: list[list[str]] = []
     for column, cell, width in zip(columns, row, widths, strict=True):
         lines = textwrap.wrap(cell, width) if len(cell) > width else [cell]
-        blocks.append([line.rjust(width) if column.is_right_aligned else line.ljust(width) for line in lines])
+        blocks.append(
+            [line.rjust(width) if column.is_right_aligned else line.ljust(width) for line in lines]
+        )
     height = max(map(len, blocks), default=1)
     for block, width in zip(blocks, widths, strict=True):
         block += [" " * width] * (height - len(block))

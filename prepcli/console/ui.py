@@ -1,4 +1,4 @@
-"""Console output: results on stdout; notes, warnings, errors and progress on stderr. No other module prints.
+"""Console output. Results go to stdout. Notes, warnings, errors and progress go to stderr. No other module prints.
 
 With `--json` stdout carries exactly one object, also on failure. A command creates one Ui and passes it on.
 """
@@ -22,14 +22,15 @@ from unicodedata import category
 from prepcli.console.bounded_text import bounded_error, bounded_lines
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
+from prepcli.console.observer import NORMAL, QUIET, SLABS
 from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
 from prepcli.console.tables import Column, layout_table
 from prepcli.console.unexpected import as_prep_error
 from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
 
-UNESCAPED = "\n\t\u200c\u200d"  # newline, tab, and the zero-width joiners of letters
-QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, default, -v: one line per leaf, -vv: one line per slab
+# Newline, tab, and the zero-width joiners of letters.
+UNESCAPED = "\n\t\u200c\u200d"
 
 _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
@@ -50,7 +51,7 @@ class Report:
         fields: Fields of the JSON object.
         next_command: Suggested next command.
         error: The error, if there is one.
-        process: Index of this process in a job of several, of which process 0 prints the result; else None.
+        process: Index of this process in a job of several, or None. Process 0 prints the result.
         is_printed: Whether `text` is on stdout already, by `Ui.stream_line`.
         is_script: Whether `text` is run by another program, which needs its exact bytes.
     """
@@ -82,13 +83,14 @@ class Ui:
     warnings: list[str] = field(default_factory=list)  # for the JSON object
     process: int | None = None  # index of this process in a job of several
     all_print: bool = False  # all processes print notes
-    live_blocks: list[LiveBlock] = field(default_factory=list)  # of all Uis of the command; one is open at a time
+    # Shared by all Uis of the command. One block is open at a time.
+    live_blocks: list[LiveBlock] = field(default_factory=list)
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> Ui:
         """Return the Ui of a process in a job.
 
         Args:
-            process: Index of this process; None outside of a job of several processes.
+            process: Index of this process, or None outside of a job of several processes.
             all_print: Print the notes of all processes, each line with the index of its process.
         """
         return replace(self, process=process, all_print=all_print)
@@ -112,7 +114,7 @@ class Ui:
 
     @property
     def columns(self) -> int | None:
-        """Width of the terminal on stdout; None for a pipe or a file, where tables are never shortened."""
+        """Width of the terminal on stdout, or None for a pipe or a file, where tables are never shortened."""
         return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def open_live_block(self) -> LiveBlock | None:
@@ -136,12 +138,15 @@ class Ui:
     def _can_have_live_block(self) -> bool:
         if self.process or self.all_print or self.level <= QUIET:
             return False
-        has_blocks = (self.err.encoding or "").lower().startswith("utf")  # bars and sparklines are not ASCII
-        is_live = self.progress_mode == "bar" or (self.progress_mode == "auto" and can_redraw(self.err))
+        # Bars and sparklines are not ASCII.
+        has_blocks = (self.err.encoding or "").lower().startswith("utf")
+        is_live = self.progress_mode == "bar" or (
+            self.progress_mode == "auto" and can_redraw(self.err)
+        )
         return is_live and has_blocks
 
     def progress(self) -> Progress:
-        """Return the Progress of the chosen mode; a silent one with `--quiet` if the mode is `auto`."""
+        """Return the Progress of the chosen mode. `--quiet` silences the mode `auto`."""
         if self.process or (self.level <= QUIET and self.progress_mode == "auto"):
             return NullProgress()
         return make_progress(self.progress_mode, self.err)
@@ -171,7 +176,7 @@ class Ui:
             write_and_flush(self.out, "\n")
 
     def finish(self, report: Report) -> int:
-        """Print the result, and the error if there is one; return the exit code.
+        """Print the result and any error, and return the exit code.
 
         In a job of several processes, only process 0 prints the result and the error of a stop, which ends all of them.
         """
@@ -197,6 +202,14 @@ class Ui:
             self._print_stderr(self._error_text(error))
         return error.code if error is not None else OK
 
+    def end_process(self, error: PrepError) -> int:
+        """Print the error of another process that ends this one too, and return the exit code.
+
+        It is called by a thread, while the main thread may be inside a live block.
+        """
+        self.leave_live_block()
+        return self.finish(Report(error=error))
+
     def fail(self, error: BaseException) -> int:
         """Print an error and return the exit code. Any exception other than PrepError is reported as a bug."""
         if os.environ.get("PREP_TRACEBACK"):
@@ -211,8 +224,7 @@ class Ui:
         if report.next_command:
             document["next"] = report.next_command
         if report.error is not None:
-            what, why, hint, code = report.error.what, report.error.why, report.error.hint, report.error.code
-            document["error"] = {"what": what, "why": why, "hint": hint, "code": code}
+            document["error"] = report.error.fields()
         return document
 
     def _error_text(self, error: PrepError) -> str:
@@ -223,14 +235,15 @@ class Ui:
 
     def _print_stderr(self, text: str) -> None:
         stream = next((block.stream for block in self.live_blocks if block.is_open), self.err)
-        print(f"{text}\n", end="", file=stream, flush=True)  # in one piece, since other threads print too
+        # In one piece, since other threads print too.
+        print(f"{text}\n", end="", file=stream, flush=True)
 
     def _colored(self, word: str, colour: int) -> str:
         return f"\x1b[1;{colour}m{word}\x1b[0m" if _supports_color(self.err) else word
 
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
-    """Return the Ui for the shared options; `-q` takes precedence over `-v`."""
+    """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
     return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
 
 
@@ -258,10 +271,11 @@ def format_table(
     Integers get thousands separators and are right-aligned.
 
     Args:
-        rows: The cells of each row; the first one identifies it.
+        rows: The cells of each row. The first one identifies it.
         header: Name of each column.
         right_aligned: Names of further right-aligned columns.
-        width: Width of the terminal; None for full width. No cell is shortened: see `layout_table`.
+        width: Width of the terminal, or None for full width. No cell is shortened: see
+            `layout_table`.
         optional: Names of the columns to omit in a narrow terminal, the least important first.
         wrapped: Names of the columns with text that may have several lines.
 
@@ -272,7 +286,9 @@ def format_table(
     for index, name in enumerate(header):
         values = [row[index] for row in rows]
         cells = [f"{value:,}" if isinstance(value, int) else printable(value) for value in values]
-        is_right_aligned = name in right_aligned or (bool(rows) and all(isinstance(value, int) for value in values))
+        is_right_aligned = name in right_aligned or (
+            bool(rows) and all(isinstance(value, int) for value in values)
+        )
         columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
     return layout_table(columns, width=width, optional=optional)
 
@@ -291,7 +307,11 @@ def printable(text: str) -> str:
 
 
 def _escape_char(char: str) -> str:
-    return char if char.isprintable() or char in UNESCAPED or category(char) == "Zs" else ascii(char)[1:-1]
+    return (
+        char
+        if char.isprintable() or char in UNESCAPED or category(char) == "Zs"
+        else ascii(char)[1:-1]
+    )
 
 
 def _supports_color(stream: TextIO) -> bool:

@@ -20,15 +20,33 @@ TEMPORARY_FOLDER_HINT = "set TMPDIR to a folder on a disk with free space"
 
 # Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device, a long name
 _SYSTEM_ERRNOS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.ENXIO, errno.ENODEV, errno.EBUSY),
+    *(
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.EFBIG,
+        errno.ESTALE,
+    ),
+    *(
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.EBUSY,
+    ),
 }
 _HINTS = {
     errno.ENAMETOOLONG: "a shorter name: file systems take at most 255 bytes, and a path has at most 4,095",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
     errno.ENFILE: "raise the limit of open files (`ulimit -n`)",
 }
-_MEMORY_TEXTS = (  # of libraries that cannot be mapped, and of threads without room for a stack
+# Errors for libraries that cannot be mapped, and for threads without room for a stack.
+_MEMORY_TEXTS = (
     "failed to map segment from shared object",
     "cannot allocate memory in static TLS block",
     "Cannot allocate memory",
@@ -40,8 +58,16 @@ def as_prep_error(error: BaseException) -> PrepError:
     """Return the error in the form that users see. The traceback of an unexpected exception is saved to a file."""
     if isinstance(error, PrepError):
         return error
-    if isinstance(error, FileNotFoundError) and error.filename is None and "temporary directory" in str(error):
-        return PrepError("no temporary folder can be written", error.strerror or str(error), TEMPORARY_FOLDER_HINT)
+    if (
+        isinstance(error, FileNotFoundError)
+        and error.filename is None
+        and "temporary directory" in str(error)
+    ):
+        return PrepError(
+            "no temporary folder can be written",
+            error.strerror or str(error),
+            TEMPORARY_FOLDER_HINT,
+        )
     if isinstance(error, OSError) and error.errno in _SYSTEM_ERRNOS:
         return _system_error(error)
     if any(_is_memory_error(cause) for cause in _causes(error)):
@@ -50,7 +76,11 @@ def as_prep_error(error: BaseException) -> PrepError:
 
 
 def _system_error(error: OSError) -> PrepError:
-    what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
+    what = (
+        f"cannot use {error.filename}"
+        if error.filename is not None
+        else "the system refused to read or write"
+    )
     return PrepError(what, error.strerror or str(error), _system_hint(error))
 
 
@@ -69,9 +99,13 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _is_memory_error(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
-    return isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, ImportError | OSError | RuntimeError) and any(
+        text in str(error) for text in _MEMORY_TEXTS
+    )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -88,7 +122,9 @@ def _bug_error(error: BaseException) -> PrepError:
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="prep-traceback-", suffix=".txt", delete=False
+        ) as file:
             file.write(text)
     except OSError:  # no folder is writable
         return PrepError(BUG, line, "please report what `PREP_TRACEBACK=1` shows", FAILED)

@@ -26,23 +26,15 @@ from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.engine.journal import unseal_line
 from prepcli.execution.staging import JOURNAL_STEM, WORK_FOLDER
 
-MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
-    "tiny",
-    "tiny-padded",
-    "tiny-padded-init",
-    "unbroken",
-    "tiny-padded-1x2x4",
-    "tiny-hf",
-)
+MODEL = "tiny"
+PADDED = "tiny-padded"
+INIT = "tiny-padded-init"
+UNBROKEN = "unbroken"
+RESHARDED = "tiny-padded-1x2x4"
+EXPORTED = "tiny-hf"
 OUTPUTS = (MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED)
-SAVE_INIT_ARGS = (
-    "save-init",
-    PADDED,
-    "--mesh",
-    "1,1,1",
-    "--memory",
-    "32MiB",
-)  # a small budget yields many small steps, and so many moments for a kill
+# A small budget yields many small steps, and so many moments for a kill.
+SAVE_INIT_ARGS = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")
 
 
 def conversion_steps() -> tuple[DemoStep, ...]:
@@ -68,31 +60,42 @@ def _make(folder: Path, _: Sequence[str]) -> StepOutcome:
 def _pad(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     vocab = report["vocab"]
-    check(vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0, f"the vocabulary became {vocab}")
+    check(
+        vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0,
+        f"the vocabulary became {vocab}",
+    )
     return conversion_outcome(report, f"{vocab['true']} -> {vocab['padded']} rows")
 
 
 def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
-    """Kill the command while the output is partly written; try again if the command ended before."""
+    """Kill the command while the output is partly written.
+
+    Try again if the command ended before.
+    """
     unfinished = partial_path(folder / INIT)
     for tries in range(1, MAX_KILL_TRIES + 1):
         remove_output(folder / INIT)
         is_last = tries == MAX_KILL_TRIES
-        if run_and_kill(folder, args, lambda is_last=is_last: _is_midway(unfinished, is_last)) and unfinished.exists():
+        if (
+            run_and_kill(folder, args, lambda is_last=is_last: _is_midway(unfinished, is_last))
+            and unfinished.exists()
+        ):
             durable = _durable_nbytes(unfinished)
             share = f"{durable / _data_nbytes(unfinished):.0%}"
-            text = f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note(tries)}"
+            text = (
+                f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note(tries)}"
+            )
             return StepOutcome(text, durable)
     raise never_killed_error()
 
 
 def _is_midway(unfinished: Path, is_last: bool) -> bool:
-    """Return whether some bytes are durable; on the last try, whether the data files exist."""
+    """Return whether some bytes are durable. The last try accepts existing data files."""
     return _durable_nbytes(unfinished) > 0 or (is_last and _data_nbytes(unfinished) > 0)
 
 
 def _data_nbytes(unfinished: Path) -> int:
-    """Return the size of the data files; 0 once the output has its final name."""
+    """Return the size of the data files, or 0 once the output has its final name."""
     try:
         return sum(path.stat().st_size for path in unfinished.glob("d/*"))
     except FileNotFoundError:
@@ -100,7 +103,7 @@ def _data_nbytes(unfinished: Path) -> int:
 
 
 def _durable_nbytes(unfinished: Path) -> int:
-    """Return the number of durable bytes in the journal; its last line may be cut short."""
+    """Return the number of durable bytes in the journal. Its last line may be cut short."""
     try:
         lines = (unfinished / WORK_FOLDER / f"{JOURNAL_STEM}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:
@@ -112,23 +115,39 @@ def _durable_nbytes(unfinished: Path) -> int:
 def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     durable_nbytes = _durable_nbytes(partial_path(folder / INIT))
     report = run_prep(folder, args)
-    resumed, written = report["bytes"]["resumed"], report["bytes"]["written"]
-    check(resumed == durable_nbytes, f"{durable_nbytes:,} bytes were durable, but it resumed from {resumed:,}")
-    return conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {format_bytes(resumed + written)}")
+    resumed = report["bytes"]["resumed"]
+    written = report["bytes"]["written"]
+    check(
+        resumed == durable_nbytes,
+        f"{durable_nbytes:,} bytes were durable, but it resumed from {resumed:,}",
+    )
+    return conversion_outcome(
+        report, f"resumed from {format_bytes(resumed)} of {format_bytes(resumed + written)}"
+    )
 
 
 def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     names = [list_files(folder / name) for name in (INIT, UNBROKEN)]
     check(names[0] == names[1], f"{INIT} and {UNBROKEN} have different files")
-    _, differing, unreadable = filecmp.cmpfiles(folder / INIT, folder / UNBROKEN, names[0], shallow=False)
-    check(not differing and not unreadable, f"different files in {INIT}: {', '.join([*differing, *unreadable])}")
-    return conversion_outcome(report, f"{len(names[0])} files, byte for byte equal to the killed run")
+    # shallow=False compares contents. The default trusts equal sizes and times.
+    _, differing, unreadable = filecmp.cmpfiles(
+        folder / INIT, folder / UNBROKEN, names[0], shallow=False
+    )
+    check(
+        not differing and not unreadable,
+        f"different files in {INIT}: {', '.join([*differing, *unreadable])}",
+    )
+    return conversion_outcome(
+        report, f"{len(names[0])} files, byte for byte equal to the killed run"
+    )
 
 
 def _reshard(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
-    return conversion_outcome(report, f"{report['mesh']['from']} -> {report['mesh']['to']}, {report['chunks']} chunks")
+    return conversion_outcome(
+        report, f"{report['mesh']['from']} -> {report['mesh']['to']}, {report['chunks']} chunks"
+    )
 
 
 def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
@@ -140,9 +159,16 @@ def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
 
 def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
-    before, after = folder / MODEL, folder / EXPORTED
-    is_tokenizer_equal = filecmp.cmp(before / "tokenizer.json", after / "tokenizer.json", shallow=False)
+    before = folder / MODEL
+    after = folder / EXPORTED
+    is_tokenizer_equal = filecmp.cmp(
+        before / "tokenizer.json", after / "tokenizer.json", shallow=False
+    )
     configs = [json.loads((model / "config.json").read_bytes()) for model in (before, after)]
     check(is_tokenizer_equal and configs[0] == configs[1], "the settings differ from the start")
-    nbytes = sum(path.stat().st_size for model in (before, after) for path in model.glob("*.safetensors"))
-    return StepOutcome(f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes)
+    nbytes = sum(
+        path.stat().st_size for model in (before, after) for path in model.glob("*.safetensors")
+    )
+    return StepOutcome(
+        f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes
+    )

@@ -17,13 +17,21 @@ from typing import Any
 from prepcli.console.formatting import format_bytes
 from prepcli.errors import PrepError
 
-CACHE_FOLDER = ".jax-cache"  # in the demo's folder
+# In the demo's folder.
+CACHE_FOLDER = ".jax-cache"
 POLL_EVERY_S = 0.0005
-MAX_KILL_TRIES = 5  # the command may end before it is killed
+# The command may end before it is killed.
+MAX_KILL_TRIES = 5
+# The largest single file of the demo has 20 MB. A write that fails leaves less than that.
+MIN_FREE_NBYTES = 32 << 20
 
 
 class CommandError(PrepError):
     """A command of a step failed. Running it again shows its whole message."""
+
+
+class FullDiskError(PrepError):
+    """A step failed because a disk is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +40,10 @@ class StepReport:
 
     Attributes:
         step: Title of the step.
-        command: The command as a user would type it in the demo's folder; empty if there is none.
+        command: The command as a user would type it in the demo's folder, empty if there is none.
         seconds: Duration.
         bytes: Bytes written.
-        peak: Peak memory in bytes; 0 if the command does not report it.
+        peak: Peak memory in bytes, or 0 if the command does not report it.
         result: Line with the result, or the error.
         ok: Whether the step succeeded.
         hint: Command to type after a failure.
@@ -66,8 +74,8 @@ class DemoStep:
 
     Attributes:
         title: Title for the user.
-        args: Arguments of the command; empty if the step runs none.
-        run: Called with the demo's folder and `args`; raises PrepError if the step fails.
+        args: Arguments of the command, empty if the step runs none.
+        run: Called with the demo's folder and `args`. Raises PrepError if the step fails.
         env: Environment variables of the command.
     """
 
@@ -77,8 +85,40 @@ class DemoStep:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def run_step(step: DemoStep, folder: Path) -> StepOutcome:
+    """Run a step in the demo's folder.
+
+    Raises:
+        FullDiskError: The step failed, and the disk of `folder` or of temporary files is full.
+        PrepError: The step failed for another reason.
+    """
+    try:
+        return step.run(folder, step.args)
+    except (OSError, PrepError) as error:
+        # The message of a killed or crashed process need not tell which disk was full.
+        for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
+            if _is_full(path):
+                raise FullDiskError(
+                    f"the disk that holds {path} is full",
+                    str(error),
+                    "free some space, and try again",
+                ) from error
+        if isinstance(error, OSError):
+            what = f"cannot read or write {error.filename or folder}"
+            raise PrepError(what, error.strerror or str(error)) from error
+        raise
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < MIN_FREE_NBYTES
+    except OSError:
+        return False
+
+
 def prep_argv(args: Sequence[str]) -> list[str]:
     """Return the argument list of a process that runs prep."""
+    # -P: the working folder of the demo is not on sys.path.
     return [sys.executable, "-P", "-m", "prepcli", *args, "--json", "--quiet"]
 
 
@@ -98,21 +138,34 @@ def step_environment(folder: Path, **more: str) -> dict[str, str]:
 def run_prep(folder: Path, args: Sequence[str], **variables: str) -> dict[str, Any]:
     """Run a command in `folder` and return its JSON object. CommandError with its message if it fails."""
     process = subprocess.run(
-        prep_argv(args), cwd=folder, env=step_environment(folder, **variables), capture_output=True, text=True
+        prep_argv(args),
+        cwd=folder,
+        env=step_environment(folder, **variables),
+        capture_output=True,
+        text=True,
     )
     try:
         report = json.loads(process.stdout)
     except ValueError:
-        raise CommandError(f"prep {args[0]} ended with {process.returncode}", process.stderr.strip()[-200:]) from None
+        raise CommandError(
+            f"prep {args[0]} ended with {process.returncode}", process.stderr.strip()[-200:]
+        ) from None
     if process.returncode or not report["ok"]:
         raise CommandError(
-            f"prep {args[0]} ended with {process.returncode}", report["error"]["what"], report["error"]["why"]
+            f"prep {args[0]} ended with {process.returncode}",
+            report["error"]["what"],
+            report["error"]["why"],
         )
     return report
 
 
-def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bool], **variables: str) -> bool:
-    """Start a command and kill it with SIGKILL when `should_kill` is true; return False if it ended before."""
+def run_and_kill(
+    folder: Path, args: Sequence[str], should_kill: Callable[[], bool], **variables: str
+) -> bool:
+    """Start a command and kill it with SIGKILL when `should_kill` is true.
+
+    Return False if it ended before.
+    """
     process = subprocess.Popen(
         prep_argv(args),
         cwd=folder,
@@ -125,8 +178,10 @@ def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bo
         while process.poll() is None and not should_kill():
             time.sleep(POLL_EVERY_S)
     finally:
+        # Also after Ctrl-C and errors of `should_kill`: no process outlives the demo.
         process.kill()
         _, stderr = process.communicate()
+    # A negative code is a signal, and 0 means that the command ended before the kill.
     if process.returncode > 0:
         raise CommandError(f"prep {args[0]} ended with {process.returncode}", stderr.strip()[-200:])
     return process.returncode == -signal.SIGKILL
@@ -140,7 +195,9 @@ def check(condition: bool, message: str) -> None:
 
 def retry_note(tries: int) -> str:
     """Return a note for the outcome of a kill if earlier runs ended before they were killed."""
-    return f" (try {tries}: it was too fast)" if tries > 1 else ""
+    if tries == 1:
+        return ""
+    return f" (try {tries}: it was too fast)"
 
 
 def never_killed_error() -> PrepError:

@@ -23,16 +23,36 @@ from trainer.models.families.gpt_neo import FAMILY
 from trainer.models.parameters import parameter_rows
 
 SEED = 0
-SHARD_NBYTES = 20_000_000  # yields three files
+# Yields three files.
+SHARD_NBYTES = 20_000_000
 STD = 0.02
 
-END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<unk>"
-WORDS = tuple(
-    begin + end
-    for begin in "bdfghklmnprstvz"
-    for end in ("a", "e", "i", "o", "u", "ai", "ei", "ou", "an", "en", "in", "on", "un", "al", "el", "ol", "ul")
-)
-VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)  # 257 words: an odd size that no mesh divides
+END_TOKEN = "<|endoftext|>"
+UNKNOWN_TOKEN = "<unk>"
+# Syllables of one or two letters after a consonant, e.g. `ba`, `bai`, `ban`.
+CONSONANTS = "bdfghklmnprstvz"
+ENDINGS = [
+    "a",
+    "e",
+    "i",
+    "o",
+    "u",
+    "ai",
+    "ei",
+    "ou",
+    "an",
+    "en",
+    "in",
+    "on",
+    "un",
+    "al",
+    "el",
+    "ol",
+    "ul",
+]
+WORDS = tuple(start + end for start in CONSONANTS for end in ENDINGS)
+# 257 words: an odd size that no mesh divides.
+VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)
 
 CONFIG = {
     "architectures": ["GPTNeoForCausalLM"],
@@ -69,9 +89,8 @@ def write_tiny_model(folder: Path) -> int:
         Bytes of the weights. Each call writes the same files.
     """
     folder.mkdir()
-    layouts = lay_out_files(
-        [(name, entries, None) for name, entries in split_into_shards(list(_entries()), SHARD_NBYTES)]
-    )
+    shards = split_into_shards(list(_entries()), SHARD_NBYTES)
+    layouts = lay_out_files([(name, entries, None) for name, entries in shards])
     for layout in layouts:
         _write_file(folder / layout.name, layout)
     (folder / INDEX_FILE).write_bytes(encode_index(layouts))
@@ -81,10 +100,15 @@ def write_tiny_model(folder: Path) -> int:
 
 
 def _entries() -> Iterator[LayoutEntry]:
-    """Yield the header entry of each stored tensor, by name; the tied head is not stored."""
-    bound = {path: bind_row(row, FAMILY.sizes(CONFIG)) for path, row in parameter_rows(FAMILY, CONFIG).items()}
-    del bound[FAMILY.tying.head_leaf]
-    shapes = {FAMILY.prefix + name: row.source_shape for row in bound.values() for name, _ in row.tensors()}
+    """Yield the header entry of each stored tensor, by name. The tied head is not stored."""
+    sizes = FAMILY.sizes(CONFIG)
+    shapes = {}
+    for path, row in parameter_rows(FAMILY, CONFIG).items():
+        if path == FAMILY.tying.head_leaf:
+            continue
+        bound = bind_row(row, sizes)
+        for name, _ in bound.tensors():
+            shapes[FAMILY.prefix + name] = bound.source_shape
     for name, shape in sorted(shapes.items()):
         yield name, "float32", shape, 4 * math.prod(shape)
 
@@ -97,9 +121,10 @@ def _write_file(path: Path, layout: SafetensorsLayout) -> None:
 
 
 def _random_values(tensor: FileTensor) -> np.ndarray:
-    """Return normal values with standard deviation STD; around 1 for a norm's scale, the only weight of one dim."""
+    """Return normal values with standard deviation STD, around 1 for the scale of a norm."""
     random = np.random.default_rng([SEED, *tensor.name.encode()])
     values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
+    # The scale of a norm is the only weight with one dim.
     is_scale = len(tensor.shape) == 1 and tensor.name.endswith(".weight")
     return values + np.float32(is_scale)
 
@@ -121,13 +146,20 @@ def _settings() -> dict[str, object]:
 
 def _tokenizer() -> dict[str, object]:
     """Return the tokenizer in the format of `tokenizers`: one token per word, words separated by spaces."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": VOCABULARY.index(token), "content": token, **flags} for token in (END_TOKEN, UNKNOWN_TOKEN)
+            {"id": VOCABULARY.index(token), "content": token, **flags}
+            for token in (END_TOKEN, UNKNOWN_TOKEN)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},

@@ -27,12 +27,22 @@ from prepcli.demo.tiny_model import VOCABULARY, WORDS
 from prepcli.formats.run_steps import saved_steps, step_folder
 from trainer.files.writing import write_file
 
-TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
+TEXT = "tiny.txt"
+RECIPE = "tiny.toml"
+UNBROKEN = "runs/unbroken"
+KILLED = "runs/tiny"
+LEARNED = "tiny-learned"
 OUTPUTS = (TEXT, RECIPE, "runs", LEARNED)
 DEVICES = {"JAX_NUM_CPU_DEVICES": "8"}
-STEPS, SAVE_EVERY = 12, 4
-TEXT_WORDS = WORDS[:64]  # a model that never saw them learns them in a few steps
-SENTENCES, SENTENCE_WORDS, FOLLOWERS, SEED = 2000, 12, 2, 0
+STEPS = 12
+SAVE_EVERY = 4
+# A model that never saw these words learns them in a few steps.
+TEXT_WORDS = WORDS[:64]
+SENTENCES = 2000
+SENTENCE_WORDS = 12
+# Number of words that may follow each word.
+FOLLOWERS = 2
+SEED = 0
 UNBROKEN_ARGS = ("train", RECIPE, "--out", UNBROKEN)
 KILLED_ARGS = ("train", RECIPE, "--out", KILLED)
 
@@ -85,11 +95,16 @@ def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
     """Write a text in a learnable language, in which only a few words may follow each word, and a recipe."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))
-    lines = [" ".join(TEXT_WORDS[word] for word in _sentence(random, followers)) for _ in range(SENTENCES)]
+    lines = [
+        " ".join(TEXT_WORDS[word] for word in _sentence(random, followers))
+        for _ in range(SENTENCES)
+    ]
     text = "\n".join(lines) + "\n"
     write_file(folder / TEXT, text.encode())
     write_file(folder / RECIPE, RECIPE_TEXT.encode())
-    return StepOutcome(f"{SENTENCES * SENTENCE_WORDS:,} words, {len(TEXT_WORDS)} different ones", len(text))
+    return StepOutcome(
+        f"{SENTENCES * SENTENCE_WORDS:,} words, {len(TEXT_WORDS)} different ones", len(text)
+    )
 
 
 def _sentence(random: np.random.Generator, followers: np.ndarray) -> Iterator[int]:
@@ -105,7 +120,8 @@ def _train(folder: Path, args: Sequence[str]) -> StepOutcome:
     losses = logged_losses(folder, UNBROKEN)
     check(losses[-1] < losses[0] - 1, f"the loss did not fall: {losses[0]:.2f} -> {losses[-1]:.2f}")
     return StepOutcome(
-        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps", _last_step_nbytes(folder, UNBROKEN)
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps",
+        _last_step_nbytes(folder, UNBROKEN),
     )
 
 
@@ -123,7 +139,10 @@ def _last_step_nbytes(folder: Path, run: str) -> int:
 
 
 def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
-    """Kill the run when a step is durable and a later one is logged; try again if the run ended before."""
+    """Kill the run when a step is durable and a later one is logged.
+
+    Try again if the run ended before.
+    """
     run = folder / KILLED
     for tries in range(1, MAX_KILL_TRIES + 1):
         remove_output(run)
@@ -154,13 +173,17 @@ def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args, **DEVICES)
     check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
     check(
-        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses differ from the undisturbed run"
+        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN),
+        "its losses differ from the undisturbed run",
     )
-    resumed_step, unbroken_step = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
+    resumed_step = step_folder(folder / KILLED, STEPS)
+    unbroken_step = step_folder(folder / UNBROKEN, STEPS)
     names = list_files(resumed_step)
     check(names == list_files(unbroken_step), "its last step has different files")
     _, differing, unreadable = filecmp.cmpfiles(resumed_step, unbroken_step, names, shallow=False)
-    check(not differing and not unreadable, f"different files: {', '.join([*differing, *unreadable])}")
+    check(
+        not differing and not unreadable, f"different files: {', '.join([*differing, *unreadable])}"
+    )
     return StepOutcome(
         f"resumed at step {saved}; step {STEPS} is byte for byte equal to the undisturbed run",
         _last_step_nbytes(folder, KILLED),
@@ -177,4 +200,6 @@ def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
 def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     nbytes = sum(path.stat().st_size for path in (folder / LEARNED).glob("*.safetensors"))
-    return StepOutcome(f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes)
+    return StepOutcome(
+        f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes
+    )

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal, StreamPrefix
 
-SYNC_INTERVAL_S = 1.0  # a kill loses at most this much work, plus the duration of one sync
+# a kill loses at most this much work, plus the duration of one sync
+SYNC_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class BackgroundSync:
                 the output.
             clock: Returns the current time in seconds.
         """
-        self._sink, self._journal, self._max_unsynced_nbytes, self._clock = sink, journal, max_unsynced_nbytes, clock
+        self._sink = sink
+        self._journal = journal
+        self._max_unsynced_nbytes = max_unsynced_nbytes
+        self._clock = clock
         self._before_record = before_record
         self._thread = ThreadPoolExecutor(1, "prep-sync")
         self._running: Future[None] | None = None
@@ -63,8 +67,11 @@ class BackgroundSync:
         """Whether to submit a point now, with `unsynced_nbytes` bytes written since the last one."""
         if unsynced_nbytes >= self._max_unsynced_nbytes:
             return True
+        if not unsynced_nbytes:
+            return False
+        # A new point waits for the running sync, so an early one would stop the writer.
         is_idle = self._running is None or self._running.done()
-        return bool(unsynced_nbytes) and is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
+        return is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
 
     def submit(self, point: SyncPoint) -> None:
         """Start to sync a point after the previous point is durable. Raises the error of the previous sync."""
@@ -81,12 +88,15 @@ class BackgroundSync:
 
     def _wait(self) -> None:
         """Wait for the running sync, and raise its error."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running:
             running.result()
 
     def _sync_and_record(self, point: SyncPoint) -> None:
         """Make a point durable and record it."""
+        # In this order: data, checksums, journal. A line of the journal is a promise about the two
+        # others. A kill before the line leaves bytes that no journal lists, and they are written again.
         self._sink.sync()
         self._sink.check_unchanged()
         self._before_record()

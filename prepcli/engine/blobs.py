@@ -43,7 +43,7 @@ class Blob(Protocol):
 
 @runtime_checkable
 class CachedBlob(Blob, Protocol):
-    """A blob whose chunks are decoded into a cache that several blobs share."""
+    """A blob with chunks to decode into a cache that several blobs share."""
 
     def open_with_cache(self, cache: ChunkCache) -> BlobReader:
         """Return a reader that decodes chunks into `cache`."""
@@ -76,7 +76,8 @@ class _ConcatenatedReader:
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
         self._parts = ranges
-        self._starts = list(itertools.accumulate((file_range.nbytes for file_range in ranges), initial=0))
+        sizes = [file_range.nbytes for file_range in ranges]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
         paths = list(dict.fromkeys(file_range.path for file_range in ranges))
         self._numbers = {path: number for number, path in enumerate(paths)}
         self._files = Files(paths)
@@ -86,19 +87,23 @@ class _ConcatenatedReader:
         filled = 0
         number = bisect.bisect_right(self._starts, offset) - 1
         while filled < into.size:
-            file_range, range_offset = self._parts[number], offset + filled - self._starts[number]
-            count = min(file_range.nbytes - range_offset, into.size - filled)
+            part = self._parts[number]
+            part_offset = offset + filled - self._starts[number]
+            count = min(part.nbytes - part_offset, into.size - filled)
             self._files.read_at(
-                self._numbers[file_range.path], file_range.offset + range_offset, into[filled : filled + count]
+                self._numbers[part.path], part.offset + part_offset, into[filled : filled + count]
             )
-            filled, number = filled + count, number + 1
+            filled += count
+            number += 1
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
 
-def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> Files | FilesAndBlobs:
+def open_blobs(
+    blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES
+) -> Files | FilesAndBlobs:
     """Open files and blobs for reading by number.
 
     Args:
@@ -109,28 +114,40 @@ def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_N
         A reader, to be closed as a context manager.
     """
     paths = [blob for blob in blobs if isinstance(blob, Path)]
-    return Files(paths) if len(paths) == len(blobs) else FilesAndBlobs(blobs, cache_nbytes)
+    if len(paths) == len(blobs):
+        return Files(paths)
+    return FilesAndBlobs(blobs, cache_nbytes)
 
 
 class FilesAndBlobs:
     """A reader of numbered files and blobs."""
 
-    def __init__(self, blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
-        self._stack, cache = contextlib.ExitStack(), ChunkCache(cache_nbytes)
-        self._readers: list[int | BlobReader] = []  # the number in `_files`, or the reader of a blob
+    def __init__(
+        self, blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES
+    ) -> None:
+        self._stack = contextlib.ExitStack()
+        cache = ChunkCache(cache_nbytes)
+        # the number in `_files`, or the reader of a blob
+        self._readers: list[int | BlobReader] = []
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         with contextlib.ExitStack() as stack:
             self._files = stack.enter_context(Files(paths))
             numbers = itertools.count()
             for blob in blobs:
-                self._readers.append(next(numbers) if isinstance(blob, Path) else _open_blob(blob, cache, stack))
+                if isinstance(blob, Path):
+                    self._readers.append(next(numbers))
+                else:
+                    self._readers.append(_open_blob(blob, cache, stack))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> FilesAndBlobs:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, filled: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        filled: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -146,7 +163,7 @@ class FilesAndBlobs:
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. Its page offset is that of the run in the file.
+            The part of `into` that contains the run. It has the same page offset as the run in the file.
         """
         reader = self._readers[copy.file]
         if isinstance(reader, int):
@@ -157,11 +174,12 @@ class FilesAndBlobs:
         return view
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another; return the filled part of `into`."""
+        """Read all runs of the copies one after another. Return the filled part of `into`."""
         filled = 0
         for reader, group in itertools.groupby(copies, lambda copy: self._readers[copy.file]):
             if isinstance(reader, int):
-                filled += self._files.read_runs([_with_file(copy, reader) for copy in group], into[filled:]).size
+                file_copies = [_with_file(copy, reader) for copy in group]
+                filled += self._files.read_runs(file_copies, into[filled:]).size
                 continue
             for copy in group:
                 for offset in copy.run_offsets():

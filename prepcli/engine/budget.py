@@ -8,14 +8,16 @@ from pathlib import Path
 
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.engine.files import PAGE, ByteArray, allocate_buffer
-from prepcli.errors import usage_error
+from prepcli.errors import Option, text, usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
 DEFAULT_MEMORY = "512MiB"
-MAX_SLAB_NBYTES = 32 * MIB  # larger slabs are not faster: their pages must be faulted in first
+# larger slabs are not faster: their pages must be faulted in first
+MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
-MIN_BUFFERS_NBYTES = 12 * MIB  # memory for buffers, besides the reserve and matrices
+# memory for buffers, besides the reserve and matrices
+MIN_BUFFERS_NBYTES = 12 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
         nbytes: The limit.
         min_buffer_nbytes: Preferred minimum size of a slab. If two buffers of this size exceed the limit, it is ignored
             and there are four buffers. The engine acquires at most two at once.
-        matrix_nbytes: Memory for the matrices of low-rank updates. A quarter of the reserve is for them; the buffers
+        matrix_nbytes: Memory for the matrices of low-rank updates. A quarter of the reserve is for them. The buffers
             are smaller if they need more.
 
     Returns:
@@ -63,31 +65,49 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
     usable_nbytes = nbytes - reserved_nbytes - max(0, matrix_nbytes - reserved_nbytes // 4)
     if usable_nbytes < MIN_BUFFERS_NBYTES:
         needed_nbytes = MIN_MEMORY_NBYTES + 2 * matrix_nbytes
-        what = f"`--memory {nbytes // MIB}MiB` is too small for the adapter"
+        what = text("{} is too small for the adapter", Option("memory", f"{nbytes // MIB}MiB"))
         why = f"its largest matrices need {format_bytes(matrix_nbytes)}"
-        raise usage_error(what, why, f"`--memory {-(-needed_nbytes // MIB)}MiB`")
-    half_nbytes, quarter_nbytes = ((usable_nbytes // count - 2 * PAGE) // PAGE * PAGE for count in (2, 4))
+        hint = text("{}", Option("memory", f"{-(-needed_nbytes // MIB)}MiB"))
+        raise usage_error(what, why, hint)
+    # 512 MiB: 64 MiB are reserved, a quarter of the other 448 MiB is more than MAX_SLAB_NBYTES, so that
+    # slabs have 32 MiB and there are 8 buffers. 32 MiB: 8 MiB are reserved, a quarter of 24 MiB gives
+    # slabs of 6 MiB minus two pages, and 4 buffers.
+    half_nbytes = _slab_nbytes_of_share(usable_nbytes // 2)
+    quarter_nbytes = _slab_nbytes_of_share(usable_nbytes // 4)
     slab_nbytes = min(MAX_SLAB_NBYTES, quarter_nbytes)
-    if min_buffer_nbytes > slab_nbytes:
-        slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE if min_buffer_nbytes <= half_nbytes else quarter_nbytes
-    return Budget(nbytes, slab_nbytes, min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE)))
+    if slab_nbytes < min_buffer_nbytes <= half_nbytes:
+        slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE
+    elif min_buffer_nbytes > slab_nbytes:
+        slab_nbytes = quarter_nbytes
+    buffer_count = min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE))
+    return Budget(nbytes, slab_nbytes, buffer_count)
 
 
-def check_memory(nbytes: int, text: str) -> None:
-    """Raise UsageError if a memory limit, given as `text`, is too small for the engine."""
+def _slab_nbytes_of_share(nbytes: int) -> int:
+    """Return the largest slab of which a buffer, two pages longer, fits into `nbytes`."""
+    return (nbytes - 2 * PAGE) // PAGE * PAGE
+
+
+def check_memory(nbytes: int, limit: str) -> None:
+    """Raise UsageError if a memory limit, given as the text `limit`, is too small for the engine."""
     if nbytes >= MIN_MEMORY_NBYTES:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
-    why = f"it is {format_bytes(nbytes)}; {needs}" if text.strip().isdecimal() else needs
+    why = needs
+    # a number without a unit counts bytes
+    if limit.strip().isdecimal():
+        why = f"it is {format_bytes(nbytes)}; {needs}"
     raise usage_error(
-        f"`--memory {text}` is below the minimum", why, f"`--memory {MIN_MEMORY_NBYTES // MIB}MiB` or more"
+        text("{} is below the minimum", Option("memory", limit)),
+        why,
+        text("{} or more", Option("memory", f"{MIN_MEMORY_NBYTES // MIB}MiB")),
     )
 
 
-def parse_memory(text: str) -> int:
-    """Parse the value of `--memory`; raise UsageError if it is invalid or too small."""
-    nbytes = parse_bytes(text, "--memory")
-    check_memory(nbytes, text)
+def parse_memory(limit: str) -> int:
+    """Parse the value of `--memory`. Raise UsageError if it is invalid or too small."""
+    nbytes = parse_bytes(limit, "--memory")
+    check_memory(nbytes, limit)
     return nbytes
 
 
@@ -106,7 +126,8 @@ class BufferPool:
     def __init__(self, budget: Budget) -> None:
         self._nbytes = budget.slab_nbytes + 2 * PAGE
         self._free: list[ByteArray] = []
-        self._permits = queue.SimpleQueue[None]()  # one per buffer that is free or not allocated yet
+        # one per buffer that is free or not allocated yet
+        self._permits = queue.SimpleQueue[None]()
         self._add_permits(budget.buffer_count)
 
     def acquire(self, count: int) -> list[ByteArray]:
@@ -135,7 +156,7 @@ class BufferPool:
 
 
 def anonymous_nbytes() -> int:
-    """Return the resident anonymous and shared memory of this process; 0 if the system does not report it."""
+    """Return the resident anonymous and shared memory of this process, or 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -20,7 +20,8 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
 
-BLOCK_VALUES = 1 << 14  # values per step: the temporary arrays of a step fit a core's cache
+# values per step: the temporary arrays of a step fit a core's cache
+BLOCK_VALUES = 1 << 14
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 
 
@@ -61,8 +62,8 @@ class StreamDigest:
 
     Attributes:
         read: Digest of the bytes that were read.
-        written: Digest of the bytes that were written; it differs from `read` only after a cast.
-        counts: Counts of the cast; None without a cast.
+        written: Digest of the written bytes. It differs from `read` only after a cast.
+        counts: Counts of the cast, or None without a cast.
     """
 
     read: str
@@ -95,11 +96,12 @@ def parse_stream_digest(text: str) -> StreamDigest:
     return StreamDigest(read, written, counts)
 
 
-class ValueChange(ABC):
+class ValueTransform(ABC):
     """A change of a stream's values, with counts and the digest of the result."""
 
     def __init__(self, source: str, target: str) -> None:
-        self._source, self._target = numpy_dtype(source), numpy_dtype(target)
+        self._source = numpy_dtype(source)
+        self._target = numpy_dtype(target)
         self._wide = np.dtype(np.float64 if source == "float64" else np.float32)
         self._state = xxhash.xxh3_128()
         self.counts = CastCounts()
@@ -131,7 +133,7 @@ class ValueChange(ABC):
         """Write the changed values to `out`, and count the changes."""
 
 
-class StreamCast(ValueChange):
+class StreamCast(ValueTransform):
     """The cast of a stream's values to another dtype."""
 
     def __init__(self, source: str, target: str) -> None:
@@ -140,7 +142,8 @@ class StreamCast(ValueChange):
 
     def _change(self, values: np.ndarray, out: np.ndarray) -> None:
         for start in range(0, values.size, BLOCK_VALUES):
-            self.counts += self._block(values[start : start + BLOCK_VALUES], out[start : start + BLOCK_VALUES])
+            block = slice(start, start + BLOCK_VALUES)
+            self.counts += self._block(values[block], out[block])
 
     def _block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
         """Cast one block of values into `out`, and count the changes."""
@@ -179,8 +182,11 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     values = before.size
     if overflowed or underflowed or not is_finite.all():
         is_comparable = np.isfinite(after) & (after != 0)
-        before, after = before[is_comparable], after[is_comparable]
-    errors = np.abs(after - before) / np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
+        before = before[is_comparable]
+        after = after[is_comparable]
+    # |after - before| / |before|, with the smallest subnormal in place of 0 as the divisor
+    magnitudes = np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
+    errors = np.abs(after - before) / magnitudes
     # An update has no relative change where it adds to 0.
     errors[before == 0] = 0
     # JSON has no infinity: the largest number stands for a larger change of a subnormal value.
@@ -188,7 +194,9 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     return CastCounts(values, changed, overflowed, underflowed, nan, worst)
 
 
-def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+def report_casts(
+    streams: Sequence[Stream], digests: Mapping[int, str] | None = None
+) -> list[dict[str, Any]]:
     """Summarize the casts and the updates of a plan by pair of dtypes.
 
     Args:
@@ -202,14 +210,20 @@ def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = 
     groups: dict[tuple[str, str, bool], list[int]] = {}
     for number, stream in enumerate(streams):
         if stream.is_changed:
-            groups.setdefault((stream.dtype, stream.written_dtype, bool(stream.update)), []).append(number)
-    entries = []
+            kind = (stream.dtype, stream.written_dtype, bool(stream.update))
+            groups.setdefault(kind, []).append(number)
+    entries: list[dict[str, Any]] = []
     for (source, target, is_update), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
-        counts = dataclasses.asdict(_total_counts(digests, numbers)) if digests else {}
-        kind = {"update": "low-rank"} if is_update else {}
-        entries.append({"from": source, "to": target, **kind, "tensors": len(names), **counts, "values": values})
+        entry: dict[str, Any] = {"from": source, "to": target}
+        if is_update:
+            entry["update"] = "low-rank"
+        entry["tensors"] = len(names)
+        if digests:
+            entry |= dataclasses.asdict(_total_counts(digests, numbers))
+        entry["values"] = values
+        entries.append(entry)
     return entries
 
 
@@ -221,9 +235,17 @@ def _total_counts(digests: Mapping[int, str], numbers: Sequence[int]) -> CastCou
 
 def format_cast(entry: Mapping[str, Any]) -> str:
     """Return an entry of `report_casts` as a line of text."""
-    kinds = ("changed", "changed"), ("overflowed", "overflowed"), ("underflowed", "became 0"), ("nan", "are nan")
+    kinds = (
+        ("changed", "changed"),
+        ("overflowed", "overflowed"),
+        ("underflowed", "became 0"),
+        ("nan", "are nan"),
+    )
     counts = ", ".join(f"{entry[key]:,} {text}" for key, text in kinds)
-    is_update = "update" in entry
-    dtypes = f"adapter added to {entry['to']}" if is_update else f"{entry['from']} -> {entry['to']}"
+    dtypes = f"{entry['from']} -> {entry['to']}"
+    measure = "error"
+    if "update" in entry:
+        dtypes = f"adapter added to {entry['to']}"
+        measure = "change"
     head = f"{dtypes}: {entry['tensors']} tensors, {entry['values']:,} values"
-    return f"{head}: {counts}; largest relative {'change' if is_update else 'error'} {entry['worst']:.3g}"
+    return f"{head}: {counts}; largest relative {measure} {entry['worst']:.3g}"

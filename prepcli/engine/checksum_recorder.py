@@ -25,8 +25,10 @@ from prepcli.planning.chunk_extents import ChunkExtent
 from prepcli.planning.strided_copies import StridedCopy
 
 UNKNOWN = 0
-MIN_RUN_NBYTES = 4 << 10  # hashing shorter runs takes longer than reading the block back
-MAX_OPEN_BLOCKS = 4096  # blocks that are hashed at the same time, about 700 bytes each
+# hashing shorter runs takes longer than reading the block back
+MIN_RUN_NBYTES = 4 << 10
+# blocks that are hashed at the same time, about 700 bytes each
+MAX_OPEN_BLOCKS = 4096
 
 ChecksumArray = npt.NDArray[np.uint64]
 
@@ -44,9 +46,11 @@ class ChecksumRecorder:
             path: File in which checksums are saved.
             extents: Extents of the output's chunks, sorted by file and offset.
         """
-        self._path, self._extents = path, extents
+        self._path = path
+        self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
-        self.sums = load_checksums(path, max((extent.blocks.stop_number for extent in extents), default=0))
+        num_blocks = max((extent.blocks.stop_number for extent in extents), default=0)
+        self.sums = load_checksums(path, num_blocks)
         # Number of a partly hashed block -> hash state, next byte of the chunk
         self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
@@ -67,7 +71,8 @@ class ChecksumRecorder:
                 data_offset += copy.nbytes
                 continue
             for file_offset in copy.run_offsets():
-                self._record_run(copy.file, file_offset, data[data_offset : data_offset + run_nbytes])
+                run = data[data_offset : data_offset + run_nbytes]
+                self._record_run(copy.file, file_offset, run)
                 data_offset += run_nbytes
 
     def _record_run(self, file: int, offset: int, data: ByteArray) -> None:
@@ -77,35 +82,44 @@ class ChecksumRecorder:
             extent = self._extents[bisect.bisect_right(self._starts, (file, offset + done)) - 1]
             chunk, start = divmod(offset + done - extent.offset, extent.stride_nbytes)
             piece_nbytes = min(data.size - done, extent.blocks.per_chunk.chunk_nbytes - start)
-            self._record_in_chunk(extent, extent.first_block(chunk), start, data[done : done + piece_nbytes])
+            piece = data[done : done + piece_nbytes]
+            self._record_in_chunk(extent, extent.first_block(chunk), start, piece)
             done += piece_nbytes
 
-    def _record_in_chunk(self, extent: ChunkExtent, first: int, start: int, data: ByteArray) -> None:
+    def _record_in_chunk(
+        self, extent: ChunkExtent, first: int, start: int, data: ByteArray
+    ) -> None:
         """Record a run inside a chunk whose first block has number `first`."""
         for block in extent.blocks.per_chunk.overlapping(start, start + data.size):
             number = first + block.number
             if self.sums[number] == UNKNOWN:
-                self._record_in_block(
-                    number, block, max(block.start, start), data[max(0, block.start - start) : block.stop - start]
-                )
+                part = data[max(0, block.start - start) : block.stop - start]
+                self._record_in_block(number, block, max(block.start, start), part)
 
-    def _record_in_block(self, number: int, block: ChecksumBlock, start: int, data: ByteArray) -> None:
+    def _record_in_block(
+        self, number: int, block: ChecksumBlock, start: int, data: ByteArray
+    ) -> None:
         """Hash a run inside a block if it continues the hashed bytes."""
         if data.size == block.stop - block.start:
             self.sums[number] = checksum(data.data)
             return
         state, next_start = self._open.pop(number, (None, block.start))
+        # A run that does not continue the hashed bytes ends the hash: the block stays unknown, and is
+        # read back at the end.
         if start != next_start:
             return
         state = state or xxhash.xxh3_64()
         state.update(data.data)
         if start + data.size == block.stop:
+            # 0 means unknown, so that a digest of 0 is recorded as 1, as `checksum` does
             self.sums[number] = state.intdigest() or 1
         elif len(self._open) < MAX_OPEN_BLOCKS:
             self._open[number] = state, start + data.size
 
     def save(self) -> None:
         """Save the checksums for a later run, or for the process that finishes the output."""
+        # The journal's next line follows this rename. A kill between the two leaves checksums of bytes
+        # that the journal does not list, and a later run writes the same bytes again.
         temporary = self._path.with_name(f"{self._path.name}.new")
         data = self.sums.astype(CHECKSUM_DTYPE).tobytes()
         try:
@@ -134,7 +148,9 @@ def load_checksums(path: Path, block_count: int) -> ChecksumArray:
     return checksums
 
 
-def compute_unknown(checksums: ChecksumArray, extents: Sequence[ChunkExtent], *, files: Sequence[Path]) -> None:
+def compute_unknown(
+    checksums: ChecksumArray, extents: Sequence[ChunkExtent], *, files: Sequence[Path]
+) -> None:
     """Compute unknown checksums from the files, in place.
 
     Args:
@@ -152,12 +168,17 @@ def compute_unknown(checksums: ChecksumArray, extents: Sequence[ChunkExtent], *,
                 checksums[number] = checksum(reader.read_run(run, scratch).data)
 
 
-def _unknown_blocks(checksums: ChecksumArray, extent: ChunkExtent) -> Iterator[tuple[int, int, ChecksumBlock]]:
+def _unknown_blocks(
+    checksums: ChecksumArray, extent: ChunkExtent
+) -> Iterator[tuple[int, int, ChecksumBlock]]:
     """Yield the chunk offset, the number and the block, for each block with an unknown checksum."""
     chunk = extent.blocks.per_chunk
     for position in range(extent.chunk_count):
         first = extent.first_block(position)
-        if not checksums[first : first + chunk.block_count].all():
-            for block in chunk.overlapping(0, chunk.chunk_nbytes):
-                if checksums[first + block.number] == UNKNOWN:
-                    yield extent.offset + position * extent.stride_nbytes, first + block.number, block
+        if checksums[first : first + chunk.block_count].all():
+            continue
+        chunk_offset = extent.offset + position * extent.stride_nbytes
+        for block in chunk.overlapping(0, chunk.chunk_nbytes):
+            number = first + block.number
+            if checksums[number] == UNKNOWN:
+                yield chunk_offset, number, block

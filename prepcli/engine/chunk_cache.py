@@ -9,7 +9,8 @@ from prepcli.console.formatting import format_bytes
 from prepcli.engine.files import ByteArray
 
 DEFAULT_CACHE_NBYTES = 16 << 20
-MAX_CHUNKS = 64  # each chunk may keep a file open
+# each chunk may keep a file open
+MAX_CHUNKS = 64
 
 
 class ChunkReader(Protocol):
@@ -34,7 +35,7 @@ class ChunkReader(Protocol):
 
 
 class ChunkCache:
-    """Chunk readers that take at most `max_nbytes` of memory together; the least recently used are closed first."""
+    """Chunk readers that take at most `max_nbytes` of memory together. The least recently used are closed first."""
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
         self.most_nbytes = max_nbytes
@@ -53,11 +54,13 @@ class ChunkCache:
             ValueError: The limit is below `nbytes`.
         """
         if nbytes > self.most_nbytes:
-            needed, limit = format_bytes(nbytes), format_bytes(self.most_nbytes)
+            needed = format_bytes(nbytes)
+            limit = format_bytes(self.most_nbytes)
             raise ValueError(f"decoding it takes {needed}, `--memory` leaves {limit} for it")
         readers = self._held
         while readers and (
-            sum(reader.nbytes for reader in readers.values()) + nbytes > self.most_nbytes or len(readers) >= MAX_CHUNKS
+            sum(reader.nbytes for reader in readers.values()) + nbytes > self.most_nbytes
+            or len(readers) >= MAX_CHUNKS
         ):
             readers.popitem(last=False)[1].close()
 

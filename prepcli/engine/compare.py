@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Stream
@@ -38,7 +39,11 @@ class Difference:
 
 
 def compare_streams(
-    blobs_a: Sequence[Path | Blob], stream_a: Stream, *, blobs_b: Sequence[Path | Blob], stream_b: Stream
+    blobs_a: Sequence[Path | Blob],
+    stream_a: Stream,
+    *,
+    blobs_b: Sequence[Path | Blob],
+    stream_b: Stream,
 ) -> Difference:
     """Compare the values that two streams read, bit by bit.
 
@@ -49,29 +54,31 @@ def compare_streams(
         stream_b: The second stream, with the same rows, shape and dtype.
 
     Returns:
-        The difference; its count is 0 if the values are equal.
+        The difference. Its count is 0 if the values are equal.
     """
-    count, first, item_nbytes = 0, Difference(0), itemsize(stream_a.dtype)
+    count = 0
+    first = Difference(0)
+    item_nbytes = itemsize(stream_a.dtype)
     with open_blobs(blobs_a) as reader_a, open_blobs(blobs_b) as reader_b:
-        for (start, data_a), (_, data_b) in zip(
-            read_values(reader_a, stream_a, buffers=allocate_run_buffers()),
-            read_values(reader_b, stream_b, buffers=allocate_run_buffers()),
-            strict=True,
-        ):
-            differs = np.flatnonzero((data_a.reshape(-1, item_nbytes) != data_b.reshape(-1, item_nbytes)).any(axis=1))
+        values_a = read_values(reader_a, stream_a, buffers=allocate_run_buffers())
+        values_b = read_values(reader_b, stream_b, buffers=allocate_run_buffers())
+        for (start, data_a), (_, data_b) in zip(values_a, values_b, strict=True):
+            items_a = data_a.reshape(-1, item_nbytes)
+            items_b = data_b.reshape(-1, item_nbytes)
+            differs = np.flatnonzero((items_a != items_b).any(axis=1))
             if differs.size and not count:
                 position = int(differs[0])
-                index = tuple(
-                    int(axis_index) for axis_index in np.unravel_index(start // item_nbytes + position, stream_a.shape)
+                index = np.unravel_index(start // item_nbytes + position, stream_a.shape)
+                first = Difference(
+                    0,
+                    tuple(map(int, index)),
+                    _value_text(items_a[position], stream_a.dtype),
+                    _value_text(items_b[position], stream_a.dtype),
                 )
-                value_a, value_b = (
-                    str(
-                        data[position * item_nbytes : (position + 1) * item_nbytes]
-                        .copy()
-                        .view(numpy_dtype(stream_a.dtype))[0]
-                    )
-                    for data in (data_a, data_b)
-                )
-                first = Difference(0, index, value_a, value_b)
             count += int(differs.size)
     return Difference(count, first.index, first.value_a, first.value_b)
+
+
+def _value_text(item: ByteArray, dtype: str) -> str:
+    """Return the text of a value, given its bytes."""
+    return str(item.copy().view(numpy_dtype(dtype))[0])

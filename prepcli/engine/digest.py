@@ -5,7 +5,8 @@ from __future__ import annotations
 import xxhash
 
 ZERO_BLOCK = bytes(1 << 16)
-CHECKSUM_DTYPE = "<u8"  # dtype of checksums in files
+# dtype of checksums in files
+CHECKSUM_DTYPE = "<u8"
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -14,7 +15,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def checksum(data: memoryview) -> int:
-    """Return the XXH3-64 of a checksum block; 1 instead of 0, which means unknown."""
+    """Return the XXH3-64 of a checksum block, or 1 instead of 0, which means unknown."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 

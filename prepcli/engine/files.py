@@ -19,20 +19,23 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 
 ByteArray = npt.NDArray[np.uint8]
-RESERVED_DESCRIPTORS = 32  # file descriptors left for other uses
-BLOCK_NBYTES = 4 << 20  # bytes written to the page cache before their writeback starts
+# file descriptors left for other uses
+RESERVED_DESCRIPTORS = 32
+# bytes written to the page cache before their writeback starts
+BLOCK_NBYTES = 4 << 20
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
 def allocate_buffer(nbytes: int) -> ByteArray:
     """Allocate a page-aligned buffer, in huge pages if the system supports them. Untouched pages take no memory."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # the kernel has no huge pages
+    # the kernel has no huge pages
+    with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
@@ -48,12 +51,12 @@ class RunReader(Protocol):
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. Its page offset is that of the run in the file.
+            The part of `into` that contains the run. It has the same page offset as the run in the file.
         """
         ...
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another; return the filled part of `into`."""
+        """Read all runs of the copies one after another. Return the filled part of `into`."""
         ...
 
 
@@ -73,6 +76,7 @@ class Files:
         self.paths = tuple(paths)
         self._sizes = tuple(sizes or ())
         self._buffered: list[int] = []
+        # -1 for a file without direct I/O
         self._direct: list[int] = []
         self._descriptors: list[int] = []
         self._unsynced: set[int] = set()
@@ -91,12 +95,17 @@ class Files:
     def _open_file(self, path: Path, flags: int, size: int | None) -> None:
         """Open a file twice, and give it its size."""
         try:
-            fd = os.open(path, flags | os.O_CLOEXEC) if size is None else open_no_follow(path, flags)
-            self._buffered.append(self._track_descriptor(fd))
-            if size is not None and os.fstat(self._buffered[-1]).st_size != size:
-                allocate(self._buffered[-1], size)
-            extra_flags = 0 if size is None else os.O_NOFOLLOW
-            self._direct.append(self._track_descriptor(_open_direct(path, flags & ~os.O_CREAT | extra_flags)))
+            if size is None:
+                fd = self._track_descriptor(os.open(path, flags | os.O_CLOEXEC))
+                direct_flags = flags
+            else:
+                # outputs are never written through links: not even through one that appears now
+                fd = self._track_descriptor(open_no_follow(path, flags))
+                direct_flags = flags & ~os.O_CREAT | os.O_NOFOLLOW
+                if os.fstat(fd).st_size != size:
+                    allocate(fd, size)
+            self._buffered.append(fd)
+            self._direct.append(self._track_descriptor(_open_direct(path, direct_flags)))
         except OSError as error:
             raise io_error(path, error) from error
 
@@ -108,7 +117,12 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -116,17 +130,26 @@ class Files:
         for fd in self._descriptors:
             if fd >= 0:
                 os.close(fd)
-        self._buffered, self._direct, self._descriptors = [], [], []
+        self._buffered = []
+        self._direct = []
+        self._descriptors = []
 
     def check_unchanged(self) -> None:
         """Raise PrepError if a written file was replaced, removed or resized by another process."""
+        # A rename over the path leaves the open file without a name. Its bytes would be lost,
+        # although every write succeeds.
         for path, fd, size in zip(self.paths, self._buffered, self._sizes):
             try:
-                opened_stat, path_stat = os.fstat(fd), path.stat()
+                opened_stat = os.fstat(fd)
+                path_stat = path.stat()
             except OSError as error:
                 raise io_error(path, error) from error
             if not os.path.samestat(opened_stat, path_stat) or opened_stat.st_size != size:
-                raise PrepError(f"{path} was changed by somebody else", "while it was written", "`--restart`")
+                raise PrepError(
+                    f"{path} was changed by somebody else",
+                    "while it was written",
+                    text("{}", Option("restart", True)),
+                )
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
         """Read a copy of a single run.
@@ -136,38 +159,35 @@ class Files:
             into: Page-aligned buffer with room for the run and a page.
 
         Returns:
-            The part of `into` that contains the run. Its page offset is that of the run in the file.
+            The part of `into` that contains the run. It has the same page offset as the run in the file.
 
         Raises:
             PrepError: The file cannot be read or is too short.
         """
+        # Direct I/O reads whole pages, e.g. bytes 5,000 to 9,000 as bytes 4,096 to 12,288. The run is
+        # then at byte 904 of the buffer, with the page offset that it has in the file.
         page_offset = copy.file_offset % PAGE
         padded_nbytes = page_offset + copy.width
+        run = into[page_offset:padded_nbytes]
         if self._direct[copy.file] >= 0:
-            self._transfer_all(
-                os.preadv,
-                copy.file,
-                True,
-                into[: -(-padded_nbytes // PAGE) * PAGE],
-                copy.file_offset - page_offset,
-                padded_nbytes,
-            )
+            pages = into[: -(-padded_nbytes // PAGE) * PAGE]
+            # A file may end inside its last page: only the run's own bytes are required.
+            start = copy.file_offset - page_offset
+            self._transfer_all(os.preadv, copy.file, True, pages, start, padded_nbytes)
         else:
-            self._transfer_all(
-                os.preadv, copy.file, False, into[page_offset:padded_nbytes], copy.file_offset, copy.width
-            )
-        return into[page_offset:padded_nbytes]
+            self._transfer_all(os.preadv, copy.file, False, run, copy.file_offset, copy.width)
+        return run
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another; return the filled part of `into`."""
+        """Read all runs of the copies one after another. Return the filled part of `into`."""
         filled = 0
         for copy in copies:
             run_nbytes = copy.run_nbytes
             for offset in copy.run_offsets():
+                # direct I/O if the place in the file, the length and the place in the buffer are pages
                 is_paged = not (offset | run_nbytes | filled) % PAGE
-                self._transfer_all(
-                    os.preadv, copy.file, is_paged, into[filled : filled + run_nbytes], offset, run_nbytes
-                )
+                run = into[filled : filled + run_nbytes]
+                self._transfer_all(os.preadv, copy.file, is_paged, run, offset, run_nbytes)
                 filled += run_nbytes
         return into[:filled]
 
@@ -186,10 +206,11 @@ class Files:
         for copy in copies:
             run_nbytes = copy.run_nbytes
             for offset in copy.run_offsets():
+                run = data[done : done + run_nbytes]
                 if mode is WriteMode.DIRECT:
-                    self._transfer_by_pages(os.pwritev, copy.file, data[done : done + run_nbytes], offset)
+                    self._transfer_by_pages(os.pwritev, copy.file, run, offset)
                 else:
-                    self._write_back(copy.file, data[done : done + run_nbytes], offset)
+                    self._write_back(copy.file, run, offset)
                 done += run_nbytes
             self._mark_unsynced(copy.file)
 
@@ -198,10 +219,13 @@ class Files:
 
         Writeback of short runs is left to `sync`, because later runs may write to the same pages.
         """
-        start, is_long = 0, data.size >= LONG_RUN_NBYTES
+        start = 0
+        is_long = data.size >= LONG_RUN_NBYTES
         while start < data.size:
             stop = min(data.size, start + BLOCK_NBYTES - (offset + start) % PAGE)
-            self._transfer_all(os.pwritev, file, False, data[start:stop], offset + start, stop - start)
+            self._transfer_all(
+                os.pwritev, file, False, data[start:stop], offset + start, stop - start
+            )
             if is_long:
                 self.policy.writeback.start(self._buffered[file], offset + start, stop - start)
             start = stop
@@ -212,7 +236,9 @@ class Files:
 
     def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
         """Write bytes that do not come from a tensor, such as a header."""
-        self._transfer_all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
+        self._transfer_all(
+            os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data)
+        )
         self._mark_unsynced(file)
 
     def _mark_unsynced(self, file: int) -> None:
@@ -222,8 +248,15 @@ class Files:
 
     def _transfer_by_pages(self, call: _Call, file: int, data: ByteArray, offset: int) -> None:
         """Transfer a run with direct I/O for its whole pages and buffered I/O for its ends."""
+        # A run of 10,000 bytes at offset 5,000 has two partial pages around one whole page:
+        #
+        #   buffered 5,000..8,192   direct 8,192..12,288   buffered 12,288..15,000
         nbytes = data.size
-        pages_start, pages_stop = -offset % PAGE, nbytes - (offset + nbytes) % PAGE  # whole pages
+        # The example has pages_start = 3,192 and pages_stop = 7,288, both relative to the run.
+        pages_start = -offset % PAGE
+        pages_stop = nbytes - (offset + nbytes) % PAGE
+        # Without a whole page, or with another page offset in memory, all bytes take the buffered
+        # way.
         if pages_start >= pages_stop or (data.ctypes.data + pages_start) % PAGE:
             pages_start = pages_stop = nbytes
         for is_paged, start, stop in (
@@ -232,12 +265,18 @@ class Files:
             (False, pages_stop, nbytes),
         ):
             if start < stop:
-                self._transfer_all(call, file, is_paged, data[start:stop], offset + start, stop - start)
+                part = data[start:stop]
+                self._transfer_all(call, file, is_paged, part, offset + start, stop - start)
 
-    def _transfer_all(self, call: _Call, file: int, is_paged: bool, data: ByteArray, offset: int, nbytes: int) -> None:
+    def _transfer_all(
+        self, call: _Call, file: int, is_paged: bool, data: ByteArray, offset: int, nbytes: int
+    ) -> None:
         """Repeat a system call until `nbytes` bytes are transferred."""
-        fd = self._direct[file] if is_paged and self._direct[file] >= 0 else self._buffered[file]
-        done, view = 0, data.data
+        fd = self._buffered[file]
+        if is_paged and self._direct[file] >= 0:
+            fd = self._direct[file]
+        done = 0
+        view = data.data
         while done < nbytes:
             try:
                 count = call(fd, [view[done:]], offset + done)
@@ -256,7 +295,8 @@ class Files:
                 )
             done += count
             if done < nbytes and fd != self._buffered[file] and (offset + done) % PAGE:
-                fd = self._buffered[file]  # a short count ended inside a page
+                # a short count ended inside a page
+                fd = self._buffered[file]
 
     def sync(self) -> None:
         """Make all written bytes durable.
@@ -267,7 +307,8 @@ class Files:
         if self._write_error:
             raise self._write_error
         with self._unsynced_lock:
-            unsynced, self._unsynced = self._unsynced, set()
+            unsynced = self._unsynced
+            self._unsynced = set()
         for file in sorted(unsynced):
             fd = self._buffered[file]
             try:
@@ -281,7 +322,9 @@ class Files:
 def _raise_open_file_limit(count: int) -> None:
     """Raise the soft limit of open files to allow `count` more, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_count = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    open_count = 0
+    if os.path.isdir("/proc/self/fd"):
+        open_count = len(os.listdir("/proc/self/fd"))
     needed = open_count + count + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and needed > soft:
         new_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -289,7 +332,7 @@ def _raise_open_file_limit(count: int) -> None:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """Open a file for direct I/O; return -1 if the file system does not support it."""
+    """Open a file for direct I/O. Return -1 if the file system does not support it."""
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
@@ -308,7 +351,11 @@ def io_error(path: Path, error: OSError) -> PrepError:
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return PrepError(f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}")
+        return PrepError(
+            f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}"
+        )
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return PrepError(f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)")
+        return PrepError(
+            f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
+        )
     return PrepError(f"cannot read or write {path}", why)

@@ -11,7 +11,8 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab
 
-GROUP_ROWS = 64  # rows per partial sum; fixed, so that a mean does not depend on slab boundaries
+# rows per partial sum; fixed, so that a mean does not depend on slab boundaries
+GROUP_ROWS = 64
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -49,9 +50,10 @@ class FillGenerator:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
         self._mean: _RowMean | None = None
-        self._averaged = {
-            mean_source_number(streams, i) for i, s in enumerate(streams) if s.fill and s.fill.kind == "mean"
-        }
+        self._averaged: set[int] = set()
+        for number, stream in enumerate(streams):
+            if stream.fill and stream.fill.kind == "mean":
+                self._averaged.add(mean_source_number(streams, number))
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
         """Add a slab's rows to the mean of its stream, if filled rows need that mean."""
@@ -82,12 +84,17 @@ class FillGenerator:
         if stream.fill.kind == "zeros":
             out[...] = 0
             return out
-        start, row_nbytes = slab.start, stream.row_nbytes
-        for row in range(start // row_nbytes, -(-(start + slab.nbytes) // row_nbytes)):
+        # a slab may begin and end inside a row
+        slab_start = slab.start
+        slab_stop = slab.start + slab.nbytes
+        row_nbytes = stream.row_nbytes
+        for row in range(slab_start // row_nbytes, -(-slab_stop // row_nbytes)):
             values = self._make_row(stream, row).view(np.uint8)
-            row_start, row_stop = max(start, row * row_nbytes), min(start + slab.nbytes, (row + 1) * row_nbytes)
-            out[row_start - start : row_stop - start] = values[
-                row_start - row * row_nbytes : row_stop - row * row_nbytes
+            row_start = row * row_nbytes
+            start = max(slab_start, row_start)
+            stop = min(slab_stop, row_start + row_nbytes)
+            out[start - slab_start : stop - slab_start] = values[
+                start - row_start : stop - row_start
             ]
         return out
 
@@ -121,7 +128,9 @@ def normal_row(stream: Stream, row_number: int) -> np.ndarray:
     if fill is None:
         raise ValueError(f"{stream.name} has no fill")
     count = stream.row_nbytes // numpy_dtype(stream.dtype).itemsize
-    generator = np.random.Generator(np.random.Philox(key=np.array([fill.seed, row_number], np.uint64)))
+    generator = np.random.Generator(
+        np.random.Philox(key=np.array([fill.seed, row_number], np.uint64))
+    )
     return round_to_dtype(generator.standard_normal(count) * fill.std, numpy_dtype(stream.dtype))
 
 
@@ -137,7 +146,9 @@ class _RowMean:
     def add(self, data: ByteArray) -> None:
         """Add the stream's next bytes."""
         group_nbytes = GROUP_ROWS * self._stream.row_nbytes
-        head_nbytes = min(data.size, -self._partial_group.size % group_nbytes)  # completes the partial group
+        # A slab may end inside a group. Its rest waits in `_partial_group` for the next slab, so that the
+        # groups, and with them the rounding of the sum, do not depend on the slabs.
+        head_nbytes = min(data.size, -self._partial_group.size % group_nbytes)
         self._partial_group = np.concatenate([self._partial_group, data[:head_nbytes]])
         if self._partial_group.size == group_nbytes:
             self._add_rows(self._partial_group)
@@ -150,7 +161,8 @@ class _RowMean:
 
     def _add_rows(self, data: ByteArray) -> None:
         """Add whole rows to the sum."""
-        self._sum += data.view(self._dtype).reshape(-1, self._sum.size).astype(np.float64).sum(axis=0)
+        rows = data.view(self._dtype).reshape(-1, self._sum.size)
+        self._sum += rows.astype(np.float64).sum(axis=0)
 
     def value(self, dtype: np.dtype) -> np.ndarray:
         """Return the mean in a dtype, after all rows of the stream were added."""

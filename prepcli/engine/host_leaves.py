@@ -25,30 +25,37 @@ class HostLeafReader:
         self._read_nbytes = [0] * len(leaves)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run; return the part of `into` that contains it, with the same page offset."""
+        """Read a copy of a single run. Return the part of `into` that contains it, with the same page offset."""
         page_offset = copy.file_offset % PAGE
         return self.read_runs((copy,), into[page_offset:])
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another; return the filled part of `into`."""
+        """Read all runs of the copies one after another. Return the filled part of `into`."""
         filled = 0
         for copy in copies:
             data = self._leaf_bytes(copy.file)
-            shape = (*(count for count, _ in copy.repeats), copy.run_nbytes)
-            strides = (*(step for _, step in copy.repeats), 1)
-            runs = np.lib.stride_tricks.as_strided(data[copy.file_offset :], shape, strides, writeable=False)
-            into[filled : filled + copy.nbytes].reshape(shape)[...] = runs
+            # a view of all runs at once, e.g. 3 runs of 8 bytes, 100 bytes apart: shape (3, 8) and
+            # strides (100, 1), so that NumPy copies them in one assignment
+            counts, steps = zip(*copy.repeats, (copy.run_nbytes, 1))
+            runs = np.lib.stride_tricks.as_strided(
+                data[copy.file_offset :], counts, steps, writeable=False
+            )
+            into[filled : filled + copy.nbytes].reshape(counts)[...] = runs
             filled += copy.nbytes
             self._release_when_read(copy)
         return into[:filled]
 
     def _leaf_bytes(self, number: int) -> ByteArray:
-        """Return the bytes of a leaf; fetch it if necessary."""
+        """Return the bytes of a leaf. Fetch it if necessary."""
         if number not in self._fetched:
             leaf = self._leaves[number]
             array = np.ascontiguousarray(leaf.fetch())
-            if array.size and (array.shape, array.dtype) != (leaf.shape or (1,), numpy_dtype(leaf.dtype)):
-                raise ValueError(f"a leaf of {leaf.shape} {leaf.dtype} was fetched as {array.shape} {array.dtype}")
+            # `ascontiguousarray` makes a 0-d array 1-d
+            expected = (leaf.shape or (1,), numpy_dtype(leaf.dtype))
+            if array.size and (array.shape, array.dtype) != expected:
+                raise ValueError(
+                    f"a leaf of {leaf.shape} {leaf.dtype} was fetched as {array.shape} {array.dtype}"
+                )
             self._fetched[number] = array.reshape(-1).view(np.uint8)
         return self._fetched[number]
 

@@ -15,12 +15,18 @@ from prepcli.engine.linux import HAS_WRITEBACK, finish_writeback, start_writebac
 from prepcli.planning.slabs import PAGE
 
 MIB = 1 << 20
-WINDOW_NBYTES = 64 * MIB  # maximum bytes of an output in the page cache
-MIN_MEASURED_NBYTES = 1 << 30  # smaller outputs use direct I/O: measuring would cost more than it gains
-TRIAL_NBYTES = 8 * MIB  # shorter writes are not measured
-TRIALS = 3  # number of measured writes in each mode
-MAX_WRITEBACK_RATIO = 0.9  # writeback is used below this ratio of its time to direct I/O's, which takes less CPU time
-STOP_TRIALS_RATIO = 2.0  # above this ratio writeback is not measured again
+# maximum bytes of an output in the page cache
+WINDOW_NBYTES = 64 * MIB
+# Smaller outputs use direct I/O: measuring would cost more than it gains.
+MIN_MEASURED_NBYTES = 1 << 30
+# shorter writes are not measured
+TRIAL_NBYTES = 8 * MIB
+# number of measured writes in each mode
+TRIALS = 3
+# Writeback is used below this ratio of its time to the time of direct I/O, which takes less CPU time.
+MAX_WRITEBACK_RATIO = 0.9
+# above this ratio writeback is not measured again
+STOP_TRIALS_RATIO = 2.0
 
 
 class WriteMode(Enum):
@@ -31,7 +37,7 @@ class WriteMode(Enum):
 
 
 class Writeback:
-    """A window of byte ranges whose writeback has started, of at most `window_nbytes` bytes."""
+    """Byte ranges under writeback, of at most `window_nbytes` bytes together."""
 
     def __init__(self, window_nbytes: int = WINDOW_NBYTES) -> None:
         self._window_nbytes = window_nbytes
@@ -40,7 +46,8 @@ class Writeback:
 
     def start(self, fd: int, offset: int, nbytes: int) -> None:
         """Start writeback of a range's whole pages, and wait for older ranges beyond the window. Raises OSError."""
-        start, stop = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
+        start = -(-offset // PAGE) * PAGE
+        stop = (offset + nbytes) // PAGE * PAGE
         if start >= stop:
             return
         start_writeback(fd, start, stop - start)
@@ -67,9 +74,11 @@ class WritePolicy:
         self.writeback = Writeback()
         self._seconds_per_byte: dict[WriteMode, list[float]] = {mode: [] for mode in WriteMode}
         is_measured = HAS_WRITEBACK and has_direct and total_nbytes >= MIN_MEASURED_NBYTES
-        self._fixed = (
-            None if is_measured else WriteMode.DIRECT if has_direct or not HAS_WRITEBACK else WriteMode.WRITEBACK
-        )
+        self._fixed: WriteMode | None = None
+        if not is_measured:
+            self._fixed = WriteMode.WRITEBACK
+            if has_direct or not HAS_WRITEBACK:
+                self._fixed = WriteMode.DIRECT
 
     @property
     def needs_alignment(self) -> bool:
@@ -91,10 +100,13 @@ class WritePolicy:
     def add_measurement(self, mode: WriteMode, seconds_per_byte: float) -> None:
         """Add a measurement. After the last one the mode is fixed."""
         self._seconds_per_byte[mode].append(seconds_per_byte)
-        direct_times, writeback_times = (
-            self._seconds_per_byte[mode] for mode in (WriteMode.DIRECT, WriteMode.WRITEBACK)
-        )
-        if len(direct_times) == len(writeback_times):
-            ratio = min(writeback_times) / min(direct_times)
-            if len(direct_times) == TRIALS or ratio > STOP_TRIALS_RATIO:
-                self._fixed = WriteMode.WRITEBACK if ratio < MAX_WRITEBACK_RATIO else WriteMode.DIRECT
+        direct_times = self._seconds_per_byte[WriteMode.DIRECT]
+        writeback_times = self._seconds_per_byte[WriteMode.WRITEBACK]
+        if len(direct_times) != len(writeback_times):
+            return
+        # the fastest write of each mode: slower ones had to wait for other programs
+        ratio = min(writeback_times) / min(direct_times)
+        if len(direct_times) == TRIALS or ratio > STOP_TRIALS_RATIO:
+            self._fixed = WriteMode.DIRECT
+            if ratio < MAX_WRITEBACK_RATIO:
+                self._fixed = WriteMode.WRITEBACK

@@ -1,6 +1,6 @@
 """The journal of a process: its durable streams, with their digests.
 
-Each line is a checksum, a space and a JSON object. Reading stops at the first line whose checksum does not match, such
+Each line is a checksum, a space and a JSON object. Reading stops at the first line with a wrong checksum, such
 as a torn last line. Journals of earlier versions have no checksums and count as empty.
 """
 
@@ -17,7 +17,7 @@ import xxhash
 
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class StreamPrefix:
     """The durable first bytes of a partly written stream.
 
     Attributes:
-        stream_number: Number of the stream in the plan; in a process's own journal its position among the streams.
+        stream_number: Number of the stream in the plan, e.g. 17. In the journal of a process it is
+            the position among its streams.
         nbytes: Number of bytes, as they are read.
         digest: Digest of the bytes as they are written, in the tensor's order.
     """
@@ -64,7 +65,7 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
         division: How the plan's streams are divided among processes.
 
     Returns:
-        The state; empty if the journal does not exist or is of another division.
+        The state, or empty if the journal does not exist or is of another division.
 
     Raises:
         PrepError: It belongs to another run, or is a link.
@@ -77,7 +78,9 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
         lines = []
     for line_number, line in enumerate(lines):
         match _parse_line(line):
-            case {"run": str(run), "division": str(journal_division), "session": str(session)} if line_number == 0:
+            case {"run": str(run), "division": str(journal_division), "session": str(session)} if (
+                line_number == 0
+            ):
                 _check_run(path, run, run_id)
                 if journal_division != division:
                     break
@@ -87,7 +90,9 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
                 "digests": dict(new_digests),
                 "prefix": prefix,
             } if line_number > 0 and all(map(str.isdecimal, new_digests)):
-                digests = {**state.digests, **{int(number): digest for number, digest in new_digests.items()}}
+                digests = dict(state.digests)
+                for number, digest in new_digests.items():
+                    digests[int(number)] = digest
                 state = JournalState(done_nbytes, digests, _parse_prefix(prefix), state.session)
             case _:
                 break
@@ -95,7 +100,7 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
 
 
 def _parse_prefix(value: object) -> StreamPrefix | None:
-    """Parse the `prefix` of a journal line; None if it has another form."""
+    """Parse the `prefix` of a journal line, or None if it has another form."""
     match value:
         case [int(number), int(nbytes), str(digest)]:
             return StreamPrefix(number, nbytes, digest)
@@ -106,7 +111,11 @@ def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
     """Raise PrepError if a journal belongs to another run."""
     if journal_run_id != run_id:
         folder = path.parent.parent
-        raise PrepError(f"{folder} belongs to another run", "its plan or its source differs", "`--restart` drops it")
+        raise PrepError(
+            f"{folder} belongs to another run",
+            "its plan or its source differs",
+            text("{} drops it", Option("restart", True)),
+        )
 
 
 class Journal:
@@ -132,21 +141,27 @@ class Journal:
             path: The journal.
             run_id: The run of the journal.
             division: How the plan's streams are divided among processes.
-            stream_numbers: Numbers in the plan of this process's streams, in processing order; None for all streams.
+            stream_numbers: Numbers in the plan of this process's streams, in processing order, or None for all streams.
             session: Identifies the processes that work together now.
-            state: The durable state to start from; None for the state of the existing journal.
+            state: The durable state to start from, or None for the state of the existing journal.
 
         Raises:
             PrepError: It belongs to another run, or cannot be read or written.
         """
-        self._path, self._numbers = path, stream_numbers
+        # The new journal is complete before it replaces the old one: a kill leaves one or the other.
+        self._path = path
+        self._numbers = stream_numbers
         temporary = path.with_suffix(path.suffix + ".new")
         try:
-            initial_state = read_journal(path, run_id, division=division) if state is None else state
+            initial_state = state
+            if initial_state is None:
+                initial_state = read_journal(path, run_id, division=division)
             self.done_nbytes = initial_state.durable_nbytes
             self.digests = self._by_position(initial_state.digests)
             self.prefix = self._prefix_by_position(initial_state.prefix)
-            self._fd = open_no_follow(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            self._fd = open_no_follow(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            )
             with contextlib.ExitStack() as cleanup:
                 cleanup.callback(self.close)
                 self._append({"run": run_id, "division": division, "session": session})
@@ -160,7 +175,11 @@ class Journal:
         """Return digests by position among this process's streams instead of by number in the plan."""
         if self._numbers is None:
             return dict(digests)
-        return {position: digests[number] for position, number in enumerate(self._numbers) if number in digests}
+        by_position: dict[int, str] = {}
+        for position, number in enumerate(self._numbers):
+            if number in digests:
+                by_position[position] = digests[number]
+        return by_position
 
     def _prefix_by_position(self, prefix: StreamPrefix | None) -> StreamPrefix | None:
         """Return a prefix with its stream's position instead of its number in the plan."""
@@ -168,7 +187,9 @@ class Journal:
             return prefix
         return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
-    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
+    def record(
+        self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None
+    ) -> None:
         """Record durable bytes.
 
         Args:
@@ -182,16 +203,23 @@ class Journal:
         self.done_nbytes = done_nbytes
         self.digests = self.digests | digests
         self.prefix = prefix
-        last_position = max([*digests, prefix.stream_number if prefix else -1], default=-1)
+        # without stream numbers, a position is the number
+        last_position = max(digests, default=-1)
+        if prefix:
+            last_position = max(last_position, prefix.stream_number)
         numbers = self._numbers or range(last_position + 1)
-        prefix_entry = [numbers[prefix.stream_number], prefix.nbytes, prefix.digest] if prefix else None
+        prefix_entry = None
+        if prefix:
+            prefix_entry = [numbers[prefix.stream_number], prefix.nbytes, prefix.digest]
         digests_by_number = {numbers[position]: digest for position, digest in digests.items()}
         self._append({"done": done_nbytes, "digests": digests_by_number, "prefix": prefix_entry})
 
     def _append(self, entry: dict[str, object]) -> None:
         """Append a line, and make it durable."""
+        # A kill during the write leaves a torn line, and readers stop at a line with a wrong checksum.
         data = seal_line(json.dumps(entry).encode())
         try:
+            # `os.write` may write a part of the line.
             while data:
                 data = data[os.write(self._fd, data) :]
             os.fdatasync(self._fd)
@@ -210,13 +238,13 @@ def seal_line(content: bytes) -> bytes:
 
 
 def unseal_line(line: bytes) -> bytes | None:
-    """Return the content of a journal line without its line break; None if the checksum does not match."""
+    """Return the content of a journal line without its line break, or None if the checksum does not match."""
     checksum, _, content = line.partition(b" ")
     return content if checksum == xxhash.xxh3_64_hexdigest(content).encode() else None
 
 
 def _parse_line(line: bytes) -> object:
-    """Return the JSON value of a journal line; None if the line is damaged."""
+    """Return the JSON value of a journal line, or None if the line is damaged."""
     content = unseal_line(line)
     try:
         return None if content is None else json.loads(content)

@@ -1,4 +1,4 @@
-"""Linux system calls that `os` lacks. Each call releases the GIL."""
+"""Linux system calls that are missing in `os`. Each call releases the GIL."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import errno
 import os
 from collections.abc import Callable
 
-_START, _WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE; the same with WAIT_BEFORE and WAIT_AFTER
+# <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE is 1, WRITE 2, WAIT_AFTER 4
+_START = 2
+_WAIT = 7
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _function(name: str, *argument_types: type) -> Callable[..., int] | None:
-    """Return a function of the C library; None if it does not exist."""
+    """Return a function of the C library, or None if it does not exist."""
     function = getattr(_LIBC, name, None)
     if function is not None:
-        function.argtypes, function.restype = argument_types, ctypes.c_int
+        function.argtypes = argument_types
+        function.restype = ctypes.c_int
     return function
 
 
-_sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_sync_file_range = _function(
+    "sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+)
 _fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 HAS_WRITEBACK = _sync_file_range is not None
 

@@ -12,34 +12,42 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from prepcli.engine.casts import StreamCast, ValueChange, count_changes
+from prepcli.engine.casts import StreamCast, ValueTransform, count_changes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.planning.boxes import Range, split_merged_range
 from prepcli.planning.plan import Stream
+from trainer.models.boxes import Range, split_merged_range
 
-BLOCK_VALUES = 1 << 15  # values per step: its arrays fit a core's cache
+# values per step: its arrays fit a core's cache
+BLOCK_VALUES = 1 << 15
 RUN_NBYTES = 256 << 10  # of one read of a matrix
 FLOAT32_NBYTES = 4
 
 
 def matrix_nbytes(streams: Sequence[Stream]) -> int:
-    """Return the memory for the matrices of the largest update, and for reading them; 0 without updates."""
-    updates = [stream.update for stream in streams if stream.update]
-    counts = [math.prod(update.a.shape) + math.prod(update.b.shape) for update in updates]
-    return FLOAT32_NBYTES * max(counts) + 2 * RUN_NBYTES if counts else 0
+    """Return the memory for the matrices of the largest update, and for reading them, or 0 without updates."""
+    max_count = 0
+    for stream in streams:
+        if update := stream.update:
+            count = math.prod(update.a.shape) + math.prod(update.b.shape)
+            max_count = max(max_count, count)
+    if not max_count:
+        return 0
+    return FLOAT32_NBYTES * max_count + 2 * RUN_NBYTES
 
 
-def value_change(stream: Stream, source: RunReader) -> ValueChange | None:
+def value_change(stream: Stream, source: RunReader) -> ValueTransform | None:
     """Return the change of a stream's values: an update, a cast, or None to keep them."""
     if stream.update:
         return StreamUpdate(stream, source)
-    return StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
+    if stream.cast_to:
+        return StreamCast(stream.dtype, stream.cast_to)
+    return None
 
 
-class StreamUpdate(ValueChange):
+class StreamUpdate(ValueTransform):
     """The update of a stream's values by its `LowRankUpdate`."""
 
     def __init__(self, stream: Stream, source: RunReader) -> None:
@@ -57,8 +65,16 @@ class StreamUpdate(ValueChange):
         assert update is not None
         a = _read_matrix(update.a, source, update.digests[0])
         b = _read_matrix(update.b, source, update.digests[1])
-        self._left, self._right = (a.T, b.T) if update.is_transposed else (b, a)  # [rows, rank], [rank, columns]
-        self._scale, self._shape = np.float32(update.scale), stream.shape
+        # W' = W + scale * B A (LoRA, Hu et al. 2021), with A [rank, in] and B [out, rank]. A transposed
+        # tensor W [in, out] gets scale * A^T B^T.
+        # left: [rows, rank], right: [rank, columns]
+        self._left = b
+        self._right = a
+        if update.is_transposed:
+            self._left = a.T
+            self._right = b.T
+        self._scale = np.float32(update.scale)
+        self._shape = stream.shape
         self._next_value = stream.byte_range[0] // self._source.itemsize
 
     def _change(self, values: np.ndarray, out: np.ndarray) -> None:
@@ -68,13 +84,17 @@ class StreamUpdate(ValueChange):
         for rows, columns in _blocks((first, self._next_value), self._shape):
             stop = start + (rows[1] - rows[0]) * (columns[1] - columns[0])
             wide = values[start:stop].astype(self._wide)
-            out[start:stop] = round_to_dtype(wide + self._product(rows, columns).reshape(-1), self._target)
+            updated = wide + self._product(rows, columns).reshape(-1)
+            out[start:stop] = round_to_dtype(updated, self._target)
             self.counts += count_changes(wide, out[start:stop].astype(self._wide))
             start = stop
 
     def _product(self, rows: Range, columns: Range) -> np.ndarray:
         """Compute a block of scale * left @ right."""
-        left, right = self._left[slice(*rows)], self._right[:, slice(*columns)]
+        # One outer product per step instead of a matmul, which sums in an order that depends on the
+        # block's shape and the library.
+        left = self._left[slice(*rows)]
+        right = self._right[:, slice(*columns)]
         total = np.zeros((len(left), right.shape[1]), np.float32)
         term = np.empty_like(total)
         for number in range(len(right)):
@@ -87,10 +107,15 @@ class StreamUpdate(ValueChange):
 def _blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:
     """Yield (rows, columns) of blocks that cover a range of a matrix's values in C order."""
     step = max(1, BLOCK_VALUES // shape[1])
-    for (first_row, last_row), (first_column, last_column) in split_merged_range(value_range, shape):
+    for (first_row, last_row), (first_column, last_column) in split_merged_range(
+        value_range, shape
+    ):
         for row in range(first_row, last_row, step):
             for column in range(first_column, last_column, BLOCK_VALUES):
-                yield (row, min(row + step, last_row)), (column, min(column + BLOCK_VALUES, last_column))
+                yield (
+                    (row, min(row + step, last_row)),
+                    (column, min(column + BLOCK_VALUES, last_column)),
+                )
 
 
 def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.ndarray:
@@ -106,6 +131,8 @@ def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.
         first = start // dtype.itemsize
         matrix[first : first + data.size // dtype.itemsize] = data.view(dtype)
     if recorded_digest not in ("", state.hexdigest()):
-        why = f"its bytes have the digest {state.hexdigest()}, its manifest records {recorded_digest}"
+        why = (
+            f"its bytes have the digest {state.hexdigest()}, its manifest records {recorded_digest}"
+        )
         raise DamagedError(f"{stream.name} of the adapter is damaged", why, GET_AGAIN_HINT)
     return matrix.reshape(stream.shape)

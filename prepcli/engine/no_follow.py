@@ -14,7 +14,7 @@ def open_no_follow(path: Path, flags: int) -> int:
     """Open a regular file of an output, or create it with `O_CREAT`.
 
     Args:
-        path: The file. Its last component is never followed; `check_no_symlinks` checks the folders above it.
+        path: The file. Its last component is never followed. `check_no_symlinks` checks the folders above it.
         flags: Flags of `os.open`. `O_TRUNC` takes effect only after the file is checked.
 
     Returns:
@@ -24,11 +24,17 @@ def open_no_follow(path: Path, flags: int) -> int:
         PrepError: The path is a symbolic link, has a second name (hard link), or is not a regular file.
         OSError: The system refuses to open it.
     """
+    # O_NOFOLLOW fails for a link. O_NONBLOCK keeps the open of a FIFO from waiting for its other end.
+    # O_TRUNC waits until the open file is known to be the output's own: a hard link would empty the
+    # other file of that name.
+    safe_flags = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, safe_flags, 0o644)
     except OSError as error:
+        # ELOOP on Linux, EMLINK on FreeBSD
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise _unsafe_file_error(path, "is a symbolic link") from error
+        # a FIFO without a reader, or a socket
         if error.errno == errno.ENXIO:
             raise _unsafe_file_error(path, "is not a regular file") from error
         raise
@@ -52,7 +58,9 @@ def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool)
 
 def _unsafe_file_error(path: Path, why: str) -> PrepError:
     """Return the error for a path that must not be opened."""
-    return PrepError(f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it")
+    return PrepError(
+        f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it"
+    )
 
 
 def write_no_follow(path: Path, data: bytes) -> None:

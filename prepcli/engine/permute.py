@@ -17,26 +17,32 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.slabs import PAGE, Slab
 from prepcli.planning.strided_copies import StridedCopy
 
-TILE_NBYTES = 128 << 10  # a source tile and a target tile fit the L2 cache together
-MIN_PART_NBYTES = 2 << 20  # smaller parts are not worth a thread
-MAX_THREADS = 4  # a few threads saturate the memory bandwidth
+# a source tile and a target tile fit the L2 cache together
+TILE_NBYTES = 128 << 10
+# smaller parts are not worth a thread
+MIN_PART_NBYTES = 2 << 20
+# a few threads saturate the memory bandwidth
+MAX_THREADS = 4
 UNSIGNED_DTYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 
 
-def gather(slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | None = None) -> ByteArray:
+def gather(
+    slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | None = None
+) -> ByteArray:
     """Permute a slab from the tensor's order to the packed runs of its write copies.
 
     Args:
         slab: The slab.
         tensor: Its bytes in the tensor's order, in the written dtype.
         out: Buffer of at least the same size.
-        pool: Threads that share the work; None to use the calling thread.
+        pool: Threads that share the work, or None to use the calling thread.
 
     Returns:
         The filled part of `out`.
     """
-    assignments, filled = [], 0
+    assignments: list[Assignment] = []
+    filled = 0
     for copy in slab.writes:
         packed, spread = _views(copy, out[filled:], tensor, slab.written_start)
         assignments.append((packed, spread))
@@ -45,19 +51,22 @@ def gather(slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | No
     return out[:filled]
 
 
-def scatter(slab: Slab, runs: ByteArray, *, out: ByteArray, pool: Executor | None = None) -> ByteArray:
+def scatter(
+    slab: Slab, runs: ByteArray, *, out: ByteArray, pool: Executor | None = None
+) -> ByteArray:
     """Permute a slab from the packed runs of its read copies to the tensor's order.
 
     Args:
         slab: The slab.
         runs: The runs of its read copies, one after another.
         out: Buffer of the same size.
-        pool: Threads that share the work; None to use the calling thread.
+        pool: Threads that share the work, or None to use the calling thread.
 
     Returns:
         `out`.
     """
-    assignments, consumed = [], 0
+    assignments: list[Assignment] = []
+    consumed = 0
     for copy in slab.reads:
         packed, spread = _views(copy, runs[consumed:], out, slab.start)
         assignments.append((spread, packed))
@@ -73,23 +82,31 @@ def threads() -> int:
 
 def _views(copy: StridedCopy, packed: ByteArray, tensor: ByteArray, start: int) -> Assignment:
     """Return a copy's elements as two arrays of the same shape: a view of the packed runs, and a view of the tensor."""
-    width, dims = (copy.width, copy.dims) if copy.dims else (1, ((copy.width, 1, 1),))
+    # The copy of the module `strided_copies`, width 4 and dims (3, 4, 8), (2, 12, 4), has elements of
+    # 4 bytes in shape [3, 2]: contiguous in the packed runs, with strides (4, 12) in the tensor.
+    width = copy.width
+    dims = copy.dims
+    if not dims:
+        width = 1
+        dims = ((copy.width, 1, 1),)
     element_dtype = np.dtype(UNSIGNED_DTYPES.get(width, f"V{width}"))
-    shape = [count for count, _, _ in dims]
-    strided = np.ndarray(
-        shape, element_dtype, tensor, copy.tensor_offset - start, [tensor_stride for _, tensor_stride, _ in dims]
-    )
+    shape, tensor_strides, _ = zip(*dims)
+    offset = copy.tensor_offset - start
+    strided = np.ndarray(shape, element_dtype, tensor, offset, tensor_strides)
     return packed[: copy.nbytes].view(element_dtype).reshape(shape), strided
 
 
 def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
     """Carry out assignments, split over the threads of the pool."""
-    parts = [part for target, source in assignments for part in _split_assignment(target, source)]
+    parts: list[Assignment] = []
+    for target, source in assignments:
+        parts += _split_assignment(target, source)
     if pool is None or len(parts) == 1:
         for part in parts:
             _assign(part)
     else:
-        for _ in pool.map(_assign, parts):  # raises the error of an assignment
+        # raises the error of an assignment
+        for _ in pool.map(_assign, parts):
             pass
 
 
@@ -112,24 +129,38 @@ def _assign(part: Assignment) -> None:
 
 
 def assign_tiled(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign an array to another one of the same shape, tile by tile; values are cast to the target's dtype."""
+    """Assign an array to another one of the same shape, tile by tile. Values are cast to the target's dtype."""
     for target_tile, source_tile in _tile_assignment(target, source):
         target_tile[...] = source_tile
 
 
 def _tile_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
     """Split a transpose into square tiles. An assignment with the same contiguous axis on both sides is not split."""
-    axes = _contiguous_axis(target), _contiguous_axis(source)
+    # Row by row, a transpose touches a new cache line for every element of one side. A square tile of
+    # both sides stays in the L2 cache until all elements of its lines are used.
+    axes = (_contiguous_axis(target), _contiguous_axis(source))
     if None in axes or axes[0] == axes[1] or target.itemsize >= PAGE:
         yield target, source
         return
     side = max(1, math.isqrt(TILE_NBYTES // target.itemsize))
-    tile_ranges = [range(0, length, side if axis in axes else length) for axis, length in enumerate(target.shape)]
+    steps = list(target.shape)
+    for axis in axes:
+        if axis is not None:
+            steps[axis] = side
+    tile_ranges = [range(0, length, step) for length, step in zip(target.shape, steps)]
     for starts in itertools.product(*tile_ranges):
-        tile = tuple(slice(start, start + tile_range.step) for start, tile_range in zip(starts, tile_ranges))
+        tile = tuple(slice(start, start + step) for start, step in zip(starts, steps))
         yield target[tile], source[tile]
 
 
 def _contiguous_axis(array: np.ndarray) -> int | None:
-    """Return the axis along which elements are contiguous; None if there is none."""
-    return next((axis for axis, stride in enumerate(array.strides) if stride == array.itemsize), None)
+    """Return the axis along which elements are contiguous, or None if there is none."""
+    for axis, stride in enumerate(array.strides):
+        if stride == array.itemsize:
+            return axis
+    return None
+
+
+def needs_permute(copies: tuple[StridedCopy, ...]) -> bool:
+    """Whether the packed runs of copies differ from the tensor's byte order."""
+    return len(copies) > 1 or any(copy.dims for copy in copies)

@@ -18,35 +18,27 @@ import xxhash
 from prepcli.console.progress import Progress
 from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamDigest, ValueChange
+from prepcli.engine.casts import StreamDigest, ValueTransform
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import ByteArray, Files, RunReader
+from prepcli.engine.files import PAGE, ByteArray, Files, RunReader
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.low_rank import value_change
-from prepcli.engine.permute import gather, scatter, threads
-from prepcli.engine.slab_buffers import buffers_needed, needs_gather, needs_permute, page_offset_view
+from prepcli.engine.permute import gather, needs_permute, scatter, threads
 from prepcli.engine.worker_thread import WorkerThread, wait_for_threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
 
-MOST_UNSYNCED_NBYTES = 256 << 20  # maximum bytes written since the last sync point
-EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")  # the digest of an empty tensor, which has no slabs
+# maximum bytes written since the last sync point
+MOST_UNSYNCED_NBYTES = 256 << 20
+# the digest of an empty tensor, which has no slabs
+EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")
 
 
 @dataclass(slots=True)
-class StageSeconds:
-    """Busy time of each stage in seconds."""
-
-    read: float = 0.0
-    move: float = 0.0
-    write: float = 0.0
-
-
-@dataclass(slots=True)
-class PipelineResult:
-    """The result of a run.
+class ConversionResult:
+    """Result of a conversion, or of one pipeline of it.
 
     Attributes:
         digests: Text of each stream's `StreamDigest`, by stream number.
@@ -54,8 +46,10 @@ class PipelineResult:
         written_nbytes: Bytes written.
         copied_nbytes: Bytes copied in memory, to another order or dtype.
         resumed_nbytes: Bytes that were durable from an earlier run.
-        peak_nbytes: Largest resident memory seen.
-        seconds: Busy time of each stage.
+        peak_nbytes: Of a pipeline, the largest anonymous memory seen. Of a conversion, its peak minus the memory
+            before the run.
+        seconds: Busy time of each stage in seconds.
+        already_done: The output existed before, and no bytes were moved.
     """
 
     digests: dict[int, str] = field(default_factory=dict)
@@ -64,42 +58,10 @@ class PipelineResult:
     copied_nbytes: int = 0
     resumed_nbytes: int = 0
     peak_nbytes: int = 0
-    seconds: StageSeconds = field(default_factory=StageSeconds)
-
-
-def run(
-    streams: Sequence[Stream],
-    source: RunReader,
-    *,
-    sink: Files | None,
-    budget: Budget,
-    progress: Progress,
-    journal: Journal | None = None,
-    on_digest: Callable[[int, str], None] = lambda number, digest: None,
-    checksums: ChecksumRecorder | None = None,
-) -> PipelineResult:
-    """Move every stream from its source to the sink.
-
-    After an interruption at any point, all bytes recorded in the journal are durable. A later run with the same
-    journal resumes there and does not write complete streams again.
-
-    Args:
-        streams: The streams, in order.
-        source: Reader of the source files.
-        sink: Files to write; None to digest the streams only.
-        budget: Memory budget.
-        progress: Receives the number of moved bytes.
-        journal: Records durable bytes; None to not resume.
-        on_digest: Called with the number and the digest of each completed stream. It may raise to stop the run.
-        checksums: Records the checksums of written blocks.
-
-    Returns:
-        The result.
-
-    Raises:
-        PrepError: Reading or writing failed.
-    """
-    return _PipelineRun(streams, source, sink, budget, progress, journal, on_digest, checksums).run()
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"read": 0.0, "move": 0.0, "write": 0.0}
+    )
+    already_done: bool = False
 
 
 @dataclass(slots=True)
@@ -124,65 +86,125 @@ class _SlabTask:
     digests: dict[int, str] = field(default_factory=dict)
     prefix: StreamPrefix | None = None
 
-    def swap_buffers(self) -> ByteArray:
-        """Make the other buffer the first one, and return it as the target of a copy."""
+    def swap_buffers(self, nbytes: int) -> ByteArray:
+        """Make the other buffer the first one, and return its view with `nbytes` as the target of a copy."""
         self.buffers.reverse()
-        return self.buffers[0]
+        return self.first_buffer(nbytes)
+
+    def first_buffer(self, nbytes: int) -> ByteArray:
+        """Return a view of the first buffer with the page offset of the first byte to write.
+
+        Direct I/O needs equal page offsets in memory and in the file. A buffer is two pages longer than a slab.
+        """
+        page_offset = 0
+        if self.slab.writes:
+            page_offset = self.slab.writes[0].file_offset % PAGE
+        return self.buffers[0][page_offset : page_offset + nbytes]
 
 
-class _PipelineRun:
-    """A run of the pipeline and its state."""
+class Pipeline:
+    """Moves every stream from its source to the sink.
+
+    After an interruption at any point, all bytes recorded in the journal are durable. A later run with the same
+    journal resumes there and does not write complete streams again.
+    """
+
+    # A slab passes through three threads. Only `buffers` crosses between them without a queue.
+    #
+    #   calling thread  acquire 1 or 2 buffers -> read runs      -> mover.submit
+    #   mover           permute -> digest -> cast -> gather      -> writer.submit
+    #   writer          checksum -> write -> maybe a sync point  -> release the buffers
+    #
+    # A slab needs a second buffer if its bytes change places or dtype on the way: each such copy
+    # goes from the first buffer to the second, which then counts as the first. The read stage
+    # blocks in `acquire` while all buffers are on the way, so memory is bounded by the pool.
+    #
+    # Durability: the writer hands (bytes, digests, prefix) to the sync thread about once a second.
+    # That thread syncs the files, saves the checksums, and only then appends the journal's line. A
+    # kill before the line loses the bytes since the last line, which a later run writes again.
 
     def __init__(
         self,
         streams: Sequence[Stream],
         source: RunReader,
+        *,
         sink: Files | None,
         budget: Budget,
         progress: Progress,
-        journal: Journal | None,
-        on_digest: Callable[[int, str], None],
-        checksums: ChecksumRecorder | None,
+        journal: Journal | None = None,
+        on_digest: Callable[[int, str], None] = lambda number, digest: None,
+        checksums: ChecksumRecorder | None = None,
     ) -> None:
-        self.streams, self.source, self.sink = streams, source, sink
-        self.budget, self.progress, self.on_digest = budget, progress, on_digest
+        """Prepare to move streams.
+
+        Args:
+            streams: The streams, in order.
+            source: Reader of the source files.
+            sink: Files to write, or None to digest the streams only.
+            budget: Memory budget.
+            progress: Receives the number of moved bytes.
+            journal: Records durable bytes, or None to not resume.
+            on_digest: Called with the number and the digest of each completed stream. It may raise to stop the run.
+            checksums: Records the checksums of written blocks.
+        """
+        self.streams = streams
+        self.source = source
+        self.sink = sink
+        self.budget = budget
+        self.progress = progress
+        self.on_digest = on_digest
         self.checksums = checksums
         self.buffers = BufferPool(budget)
-        self.permute_pool = ThreadPoolExecutor(threads())  # its threads start with the first permuted slab
+        # its threads start with the first permuted slab
+        self.permute_pool = ThreadPoolExecutor(threads())
         self.fills = FillGenerator(streams)
-        self.result = PipelineResult(
-            {number: EMPTY_DIGEST for number, stream in enumerate(streams) if not stream.nbytes}
-        )
-        self.result.digests |= journal.digests if journal else {}
-        self.durable_numbers = frozenset(journal.digests if journal else ())  # streams from an earlier run
-        self.prefix = journal.prefix if journal else None  # of the stream that is being written
-        self.resumed_prefix = self.prefix
-        self.done_nbytes = journal.done_nbytes if journal else 0
-        self.background_sync = _make_background_sync(sink, journal, budget, checksums)
-        self.unsynced_nbytes = 0  # bytes written since the last sync point
-        self.unsynced_digests: dict[int, str] = {}  # digests completed since the last sync point
+        self.result = ConversionResult()
+        for number, stream in enumerate(streams):
+            if not stream.nbytes:
+                self.result.digests[number] = EMPTY_DIGEST
+        # From an earlier run
+        self.durable_numbers: frozenset[int] = frozenset()
+        self.resumed_prefix: StreamPrefix | None = None
+        self.done_nbytes = 0
+        if journal:
+            self.result.digests |= journal.digests
+            self.durable_numbers = frozenset(journal.digests)
+            self.resumed_prefix = journal.prefix
+            self.done_nbytes = journal.done_nbytes
+        # State of the move stage, for the stream that it digests
         self.hash_state = xxhash.xxh3_128()
-        self.change: ValueChange | None = None  # of the stream that is being moved
+        self.change: ValueTransform | None = None
+        # Of the write stage: the next sync point
+        self.background_sync = _make_background_sync(sink, journal, budget, checksums)
+        self.prefix = self.resumed_prefix
+        self.unsynced_nbytes = 0
+        self.unsynced_digests: dict[int, str] = {}
         self.error: BaseException | None = None
 
-    def run(self) -> PipelineResult:
-        """Run the pipeline, and raise the first error of any stage. The calling thread is the read stage."""
-        stream_numbers = self._streams_to_read()
+    def run(self) -> ConversionResult:
+        """Run the pipeline, and raise the first error of any stage. The calling thread is the read stage.
+
+        Raises:
+            PrepError: Reading or writing failed.
+        """
         self.result.resumed_nbytes = self.done_nbytes
+        stream_numbers = self._streams_to_read()
         for number in sorted(self.durable_numbers.difference(stream_numbers)):
             self.on_digest(number, self.result.digests[number])
-        mover, writer = WorkerThread(), WorkerThread()
+        self.mover = WorkerThread()
+        self.writer = WorkerThread()
         try:
             for task in self._make_tasks(stream_numbers):
-                self._run_read(task, mover, writer)
+                self._run_stage(task, self._read, next_stage=self._submit_move)
                 if self.error:
                     break
-            self._finish(mover, writer)
+            self._finish()
         except BaseException as error:
             self._set_error(error)
-            self._finish(mover, writer)  # the caller closes the files
-        mover.stop()
-        writer.stop()
+            # the caller closes the files
+            self._finish()
+        self.mover.stop()
+        self.writer.stop()
         if self.error:
             raise self.error
         return self.result
@@ -191,16 +213,19 @@ class _PipelineRun:
         """Remember the first error of the run. Slabs in later stages are skipped."""
         self.error = self.error or error
 
-    def _finish(self, mover: WorkerThread, writer: WorkerThread) -> None:
+    def _finish(self) -> None:
         """Wait for the stages to end, even if a signal interrupts the wait, and sync all written bytes."""
-        mover.submit(self.permute_pool.shutdown)
-        wait_for_threads([mover], self._set_error)
-        writer.submit(self._sync_last_point)
-        wait_for_threads([writer], self._set_error)
+        # The mover submits to the writer, so the writer gets its last task only after the mover has
+        # ended.
+        self.mover.submit(self.permute_pool.shutdown)
+        wait_for_threads([self.mover], self._set_error)
+        self.writer.submit(self._sync_last_point)
+        wait_for_threads([self.writer], self._set_error)
 
     def _sync_last_point(self) -> None:
         """Make all written bytes durable, also after an error."""
-        background_sync, self.background_sync = self.background_sync, None
+        background_sync = self.background_sync
+        self.background_sync = None
         try:
             if background_sync:
                 background_sync.finish(self._take_sync_point())
@@ -208,43 +233,53 @@ class _PipelineRun:
             self._set_error(error)
 
     def _streams_to_read(self) -> list[int]:
-        """Return the numbers of the streams to read: incomplete streams, and streams whose mean fills them.
+        """Return the numbers of the streams to read: incomplete streams, and the streams that their fill averages.
 
         A partly durable stream is read from its first byte on, for its digest.
         """
-        pending = [number for number in range(len(self.streams)) if number not in self.durable_numbers]
-        mean_sources = {
-            mean_source_number(self.streams, number)
-            for number in pending
-            if (fill := self.streams[number].fill) and fill.kind == "mean"
-        }
-        return sorted({*pending, *mean_sources})
+        numbers: set[int] = set()
+        for number, stream in enumerate(self.streams):
+            if number in self.durable_numbers:
+                continue
+            numbers.add(number)
+            if stream.fill and stream.fill.kind == "mean":
+                numbers.add(mean_source_number(self.streams, number))
+        return sorted(numbers)
 
     def _make_tasks(self, stream_numbers: Sequence[int]) -> Iterator[_SlabTask]:
         """Yield the slabs of streams, each with buffers from the pool."""
+        is_aligned = self.sink is None or self.sink.policy.needs_alignment
         for number in stream_numbers:
-            for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
-                is_aligned = self.sink is None or self.sink.policy.needs_alignment
+            stream = self.streams[number]
+            for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
                 is_gathered = needs_gather(slab, is_aligned)
-                buffers = self.buffers.acquire(buffers_needed(slab, is_gathered))
-                yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, np.empty(0, np.uint8))
+                has_copies = needs_permute(slab.reads) or slab.is_cast or is_gathered
+                buffers = self.buffers.acquire(2 if has_copies else 1)
+                data = np.empty(0, np.uint8)
+                yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, data)
 
     def _new_nbytes(self, slab: Slab) -> int:
         """Return the number of a slab's bytes not durable from an earlier run."""
         if slab.stream_number in self.durable_numbers:
             return 0
-        durable_nbytes = (
-            self.resumed_prefix.nbytes
-            if self.resumed_prefix and self.resumed_prefix.stream_number == slab.stream_number
-            else 0
-        )
+        durable_nbytes = 0
+        prefix = self.resumed_prefix
+        if prefix and prefix.stream_number == slab.stream_number:
+            durable_nbytes = prefix.nbytes
+        # e.g. 100 durable bytes, slab of bytes 64 to 128: 28 are new, and the whole slab is written
         return max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:
         """Return the number of the stream's bytes up to the end of a slab."""
         return slab.start + slab.nbytes - self.streams[slab.stream_number].byte_range[0]
 
-    def _run_stage(self, task: _SlabTask, work: Callable[[], None], next_stage: Callable[[], object] | None) -> None:
+    def _run_stage(
+        self,
+        task: _SlabTask,
+        work: Callable[[_SlabTask], None],
+        *,
+        next_stage: Callable[[_SlabTask], None] | None,
+    ) -> None:
         """Run one stage of a slab, and submit the next one.
 
         After an error in any stage the work is skipped. Buffers are always released.
@@ -252,9 +287,9 @@ class _PipelineRun:
         passed_on = False
         try:
             if self.error is None:
-                work()
+                work(task)
                 if next_stage:
-                    next_stage()
+                    next_stage(task)
                     passed_on = True
         except BaseException as error:
             self._set_error(error)
@@ -262,63 +297,55 @@ class _PipelineRun:
             if not passed_on:
                 self.buffers.release(task.buffers)
 
-    def _run_read(self, task: _SlabTask, mover: WorkerThread, writer: WorkerThread) -> None:
-        """Run the read stage of a slab."""
-        self._run_stage(task, lambda: self._read(task), lambda: mover.submit(lambda: self._run_move(task, writer)))
+    def _submit_move(self, task: _SlabTask) -> None:
+        self.mover.submit(lambda: self._run_stage(task, self._move, next_stage=self._submit_write))
 
-    def _run_move(self, task: _SlabTask, writer: WorkerThread) -> None:
-        """Run the move stage of a slab."""
-        self._run_stage(task, lambda: self._move(task), lambda: writer.submit(lambda: self._run_write(task)))
-
-    def _run_write(self, task: _SlabTask) -> None:
-        """Run the write stage of a slab."""
-        self._run_stage(task, lambda: self._write(task), None)
+    def _submit_write(self, task: _SlabTask) -> None:
+        self.writer.submit(lambda: self._run_stage(task, self._write, next_stage=None))
 
     def _read(self, task: _SlabTask) -> None:
         """Read a slab's runs into its first buffer."""
-        start_s, slab = time.perf_counter(), task.slab
-        if len(slab.reads) == 1 and not slab.reads[0].repeats:
-            task.data = self.source.read_run(_as_single_run(slab.reads[0]), task.buffers[0])
-        elif slab.reads:
-            task.data = self.source.read_runs(slab.reads, task.buffers[0])
+        start_s = time.perf_counter()
+        reads = task.slab.reads
+        if len(reads) == 1 and not reads[0].repeats:
+            task.data = self.source.read_run(_as_single_run(reads[0]), task.buffers[0])
+        elif reads:
+            task.data = self.source.read_runs(reads, task.buffers[0])
         self.result.read_nbytes += task.data.size
-        self.result.seconds.read += time.perf_counter() - start_s
+        self.result.seconds["read"] += time.perf_counter() - start_s
 
     def _move(self, task: _SlabTask) -> None:
         """Bring a slab into the tensor's order, digest and cast it, and bring it into the sink's order."""
-        start_s, slab = time.perf_counter(), task.slab
+        start_s = time.perf_counter()
+        slab = task.slab
         if not slab.reads:
-            task.data = self.fills.make_rows(slab, page_offset_view(slab, task.buffers[0], nbytes=slab.nbytes))
+            task.data = self.fills.make_rows(slab, task.first_buffer(slab.nbytes))
         elif needs_permute(slab.reads):
-            task.data = scatter(
-                slab,
-                task.data,
-                out=page_offset_view(slab, task.swap_buffers(), nbytes=slab.nbytes),
-                pool=self.permute_pool,
-            )
+            out = task.swap_buffers(slab.nbytes)
+            task.data = scatter(slab, task.data, out=out, pool=self.permute_pool)
             self.result.copied_nbytes += slab.nbytes
+        # Here the bytes are in the tensor's C order, which is the order of digests, casts and means.
         self.fills.add_slab(slab, task.data)
         self._digest(task)
         if task.needs_gather:
-            task.data = gather(
-                slab,
-                task.data,
-                out=page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes),
-                pool=self.permute_pool,
-            )
+            out = task.swap_buffers(slab.written_nbytes)
+            task.data = gather(slab, task.data, out=out, pool=self.permute_pool)
             self.result.copied_nbytes += slab.written_nbytes
-        self.result.seconds.move += time.perf_counter() - start_s
+        self.result.seconds["move"] += time.perf_counter() - start_s
 
     def _digest(self, task: _SlabTask) -> None:
         """Update the stream's digest with a slab, cast the slab, and finish the digest after the last one."""
-        number, slab, stream = task.slab.stream_number, task.slab, self.streams[task.slab.stream_number]
+        slab = task.slab
+        number = slab.stream_number
+        stream = self.streams[number]
+        # The digest of the read bytes comes before the cast. The cast adds a digest of the written
+        # bytes.
         self.hash_state.update(task.data.data)
+        # One transform per stream: it keeps the digest and the counts of the cast over all slabs.
         if slab.start == stream.byte_range[0]:
             self.change = value_change(stream, self.source)
         if self.change:
-            task.data = self.change.apply(
-                task.data, page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes)
-            )
+            task.data = self.change.apply(task.data, task.swap_buffers(slab.written_nbytes))
             self.result.copied_nbytes += slab.written_nbytes
         if slab.start + slab.nbytes == stream.byte_range[1]:
             task.digests = {number: str(self._finish_stream_digest())}
@@ -330,14 +357,19 @@ class _PipelineRun:
 
     def _finish_stream_digest(self) -> StreamDigest:
         """Return the digests of the stream that ended, and reset the hash state."""
-        read = self.hash_state.hexdigest()
+        digest = self.hash_state.hexdigest()
         self.hash_state.reset()
-        return StreamDigest(read, self.change.digest(), self.change.counts) if self.change else StreamDigest(read, read)
+        if self.change:
+            return StreamDigest(digest, self.change.digest(), self.change.counts)
+        return StreamDigest(digest, digest)
 
     def _write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
-        start_s, slab = time.perf_counter(), task.slab
-        with self.checksums.recording(slab.writes, task.data) if self.checksums else contextlib.nullcontext():
+        start_s = time.perf_counter()
+        recording = contextlib.nullcontext()
+        if self.checksums:
+            recording = self.checksums.recording(task.slab.writes, task.data)
+        with recording:
             if task.new_nbytes:
                 self._write_new(task)
         if (
@@ -347,14 +379,16 @@ class _PipelineRun:
         ):
             self.background_sync.submit(self._take_sync_point())
         self.result.peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
-        self.result.seconds.write += time.perf_counter() - start_s
+        self.result.seconds["write"] += time.perf_counter() - start_s
 
     def _shares_pages_with_next(self, task: _SlabTask) -> bool:
         """Whether later slabs write short runs to the pages of this slab.
 
         A sync between them would write each page to disk several times and read it back.
         """
-        return not task.digests and any(copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes)
+        return not task.digests and any(
+            copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes
+        )
 
     def _write_new(self, task: _SlabTask) -> None:
         """Write a slab, and advance the writer's position."""
@@ -370,15 +404,17 @@ class _PipelineRun:
 
     def _take_sync_point(self) -> SyncPoint:
         """Return the writer's position, and start collecting the next sync point."""
+        # The new dict matters: the sync thread still reads the old one.
         point = SyncPoint(self.done_nbytes, self.unsynced_digests, self.prefix)
-        self.unsynced_digests, self.unsynced_nbytes = {}, 0
+        self.unsynced_digests = {}
+        self.unsynced_nbytes = 0
         return point
 
 
 def _make_background_sync(
     sink: Files | None, journal: Journal | None, budget: Budget, checksums: ChecksumRecorder | None
 ) -> BackgroundSync | None:
-    """Create the background sync of a run; None without a sink or a journal."""
+    """Create the background sync of a run, or None without a sink or a journal."""
     if sink is None or journal is None:
         return None
     max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
@@ -393,3 +429,18 @@ def _make_background_sync(
 def _as_single_run(copy: StridedCopy) -> StridedCopy:
     """Return a copy of one run without dims."""
     return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, copy.run_nbytes)
+
+
+def needs_gather(slab: Slab, is_aligned: bool) -> bool:
+    """Whether the sink needs a slab's bytes in another order or, for aligned writes, at another page offset."""
+    if not slab.writes:
+        return False
+    if needs_permute(slab.writes):
+        return True
+    if not is_aligned:
+        return False
+    # A single run keeps its page offset of the source from the read to the write. Any copy on the
+    # way already brings it to the page offset of the sink.
+    if not slab.reads or needs_permute(slab.reads) or slab.is_cast:
+        return False
+    return (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE != 0

@@ -7,21 +7,25 @@ from collections.abc import Iterable, Iterator
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.boxes import slices
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.shard_copies import shard_copies
 from prepcli.planning.strided_copies import StridedCopy
+from trainer.models.boxes import slices
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 
+# A sync between shards bounds the dirty pages in the page cache, which count as memory of the job.
 MAX_UNSYNCED_NBYTES = 256 << 20
 
 
 def write_shards(
-    leaves: Iterable[tuple[OutputLeaf, HostLeaf]], sink: Files, *, checksums: ChecksumRecorder | None
+    leaves: Iterable[tuple[OutputLeaf, HostLeaf]],
+    sink: Files,
+    *,
+    checksums: ChecksumRecorder | None,
 ) -> None:
     """Write the shards of leaves to an output, and make them durable.
 
-    Host memory holds one shard and a copy of one chunk beside the shards that are there already.
+    Beyond the existing shards, host memory holds one more shard and a copy of one chunk.
 
     Args:
         leaves: Leaves of the output, each with the shards to write.
@@ -50,7 +54,11 @@ def _chunk_data(leaf: OutputLeaf, shard: HostShard) -> Iterator[tuple[StridedCop
     values = shard.fetch()
     shape = tuple(stop - start for start, stop in shard.box)
     if (values.shape, values.dtype) != (shape, numpy_dtype(leaf.dtype)):
-        raise ValueError(f"a shard of {leaf.name} was fetched as {values.shape} {values.dtype}, not {shape}")
+        raise ValueError(
+            f"a shard of {leaf.name} was fetched as {values.shape} {values.dtype}, not {shape}"
+        )
+    # A shard may cover parts of chunks, e.g. where shards are smaller than the least chunk. The copies
+    # of two shards of one chunk then write disjoint bytes of it.
     buffer = allocate_buffer(min(values.nbytes, leaf.chunk_nbytes) + 2 * PAGE)
     for part, copy in shard_copies(leaf, shard.box):
         page_offset = copy.file_offset % PAGE

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
-from prepcli.engine.permute import scatter
-from prepcli.engine.slab_buffers import needs_permute
+from prepcli.engine.permute import needs_permute, scatter
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_stream_evenly
 
@@ -34,7 +33,7 @@ def read_values(
     """
     read_buffer, ordered_buffer = buffers
     for slab in split_stream_evenly(0, stream, max_nbytes=read_buffer.size):
+        data = files.read_runs(slab.reads, read_buffer)
         if needs_permute(slab.reads):
-            yield slab.start, scatter(slab, files.read_runs(slab.reads, read_buffer), out=ordered_buffer[: slab.nbytes])
-        else:
-            yield slab.start, files.read_runs(slab.reads, read_buffer)
+            data = scatter(slab, data, out=ordered_buffer[: slab.nbytes])
+        yield slab.start, data

@@ -4,7 +4,7 @@ Python may raise the exception of a signal, such as KeyboardInterrupt, in the ma
 Inside a lock written in Python (`threading.Condition`, and with it `ThreadPoolExecutor.submit` and `Future.result`) the
 exception can leave the lock acquired, and another thread then waits for it forever. After an interrupted `Thread.join`,
 a running thread counts as ended. The main thread and its worker threads therefore share only `queue.SimpleQueue`, which
-is written in C, and threads are started without `threading.Thread`, whose `start` waits for such a lock.
+is written in C, and threads are started without `threading.Thread`: its `start` waits for such a lock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class WorkerThread:
         self._calls.put(None)
 
 
-def wait_for_threads(threads: Iterable[WorkerThread], on_interruption: Callable[[BaseException], object]) -> None:
+def wait_for_threads(
+    threads: Iterable[WorkerThread], on_interruption: Callable[[BaseException], object]
+) -> None:
     """Wait until all submitted calls of threads have ended, one thread after another, even if signals interrupt it.
 
     Args:
@@ -70,7 +72,7 @@ def run_in_threads(
         on_interruption: Called if an exception of a signal interrupts the wait, to end the calls early.
 
     Returns:
-        The exceptions of signals, and then those of the calls.
+        The exceptions of signals, and then the exceptions of the calls.
     """
     interruptions: list[BaseException] = []
 
@@ -86,10 +88,13 @@ def run_in_threads(
         wait_for_threads(threads, interrupt)
     except BaseException as error:
         interrupt(error)
-        wait_for_threads(threads, interrupt)  # files and arrays of a call must not be closed while it runs
+        # files and arrays of a call must not be closed while it runs
+        wait_for_threads(threads, interrupt)
+    errors = interruptions
     for thread in threads:
         thread.stop()
-    return interruptions + [error for thread in threads for error in thread.errors]
+        errors += thread.errors
+    return errors
 
 
 def _run_calls(calls: _Calls, errors: list[BaseException]) -> None:
@@ -98,4 +103,5 @@ def _run_calls(calls: _Calls, errors: list[BaseException]) -> None:
             call()
         except BaseException as error:
             errors.append(error)
-        del call  # its arrays must not live until the next call
+        # its arrays must not live until the next call
+        del call

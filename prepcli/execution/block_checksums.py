@@ -7,17 +7,25 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.engine.checksum_recorder import ChecksumArray, ChecksumRecorder, compute_unknown, load_checksums
+from prepcli.engine.checksum_recorder import (
+    ChecksumArray,
+    ChecksumRecorder,
+    compute_unknown,
+    load_checksums,
+)
 from prepcli.execution.staging import Staging
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, leaf_blocks
 from prepcli.planning.plan import Plan
 
-CHECKSUMS_STEM = "checksums"  # `checksums.I` in the work folder belongs to process I
+# `checksums.I` in the work folder belongs to process I
+CHECKSUMS_STEM = "checksums"
 
 
 def checksum_recorder(plan: Plan, stage: Staging, *, index: int = 0) -> ChecksumRecorder | None:
-    """Return a recorder of the bytes that process `index` writes; None for an output without leaves."""
-    return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", _extents(plan)) if plan.leaves else None
+    """Return a recorder of the bytes that process `index` writes, or None without leaves."""
+    if not plan.leaves:
+        return None
+    return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", _extents(plan))
 
 
 def delete_checksums(stage: Staging) -> None:
@@ -40,7 +48,9 @@ def collect_checksums(plan: Plan, stage: Staging, *, files: Sequence[Path]) -> C
         One uint64 per block.
     """
     blocks = leaf_blocks(plan.leaves)
-    checksums: ChecksumArray = np.zeros(max((leaf.stop_number for leaf in blocks.values()), default=0), np.uint64)
+    num_blocks = max((leaf.stop_number for leaf in blocks.values()), default=0)
+    checksums: ChecksumArray = np.zeros(num_blocks, np.uint64)
+    # Each process has recorded the blocks of its chunks. Zeros are unknown.
     for path in sorted(stage.work.glob(f"{CHECKSUMS_STEM}.*")):
         checksums = np.where(checksums == 0, load_checksums(path, checksums.size), checksums)
     compute_unknown(checksums, _extents(plan), files=files)

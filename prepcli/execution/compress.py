@@ -1,6 +1,6 @@
 """Compression of an output's chunks, one after another, once all raw chunks are in its staging folder.
 
-The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned; the bytes depend
+The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned. The bytes depend
 only on the raw bytes and the level. A chunk is compressed in pieces, because it may be of any size. A line of the
 journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it
 continues.
@@ -27,16 +27,20 @@ from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import seal_line, unseal_line
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 
 PIECE_NBYTES = 1 << 20
-MARK_NBYTES = 256 << 20  # raw bytes compressed between two marks
-METHOD, DEFAULT_LEVEL, MAX_LEVEL = "zstd", 1, 19  # Orbax compresses with level 1; levels above 19 need much memory
+# raw bytes compressed between two marks
+MARK_NBYTES = 256 << 20
+METHOD = "zstd"
+DEFAULT_LEVEL = 1  # as Orbax
+# higher levels need much memory
+MAX_LEVEL = 19
 
-
-_ChunkTable = npt.NDArray[np.int64]  # [chunks, 3]: file, offset, bytes. Objects would need too much memory
+# [chunks, 3]: file, offset, bytes. An object per chunk would need too much memory.
+_ChunkTable = npt.NDArray[np.int64]
 
 
 class _ByteRange(NamedTuple):
@@ -66,14 +70,21 @@ class CompressedChunks:
             yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
 
 
-def parse_compress(text: str | None) -> int | None:
-    """Return the level of `zstd` or `zstd:LEVEL`; raise UsageError for any other text."""
-    if text is None:
+def parse_compress(value: str | None) -> int | None:
+    """Return the level of `zstd` or `zstd:LEVEL`. Raise UsageError for any other text."""
+    if value is None:
         return None
-    method, colon, level = text.partition(":")
-    number = int(level) if level.isdecimal() and len(level) < 3 else DEFAULT_LEVEL if not colon else 0
+    method, colon, level = value.partition(":")
+    number = 0
+    if level.isdecimal() and len(level) < 3:
+        number = int(level)
+    elif not colon:
+        number = DEFAULT_LEVEL
     if method != METHOD or not 1 <= number <= MAX_LEVEL:
-        raise usage_error(f"`--compress {text}` is invalid", f"valid values are zstd, and zstd:1 to zstd:{MAX_LEVEL}")
+        raise usage_error(
+            text("{} is invalid", Option("compress", value)),
+            f"valid values are zstd, and zstd:1 to zstd:{MAX_LEVEL}",
+        )
     return number
 
 
@@ -108,8 +119,8 @@ def compress_chunks(
     order = _storage_order(table)
     (folder / "d").mkdir(parents=True, exist_ok=True)
     compressor = _Compressor(table[order], raw_files, folder, journal, level)
-    total, done = int(table[:, 2].sum()), int(compressor.chunks[: len(compressor.lengths), 2].sum())
-    progress.begin("compress", total, done)
+    durable_chunks = compressor.chunks[: len(compressor.lengths)]
+    progress.begin("compress", int(table[:, 2].sum()), int(durable_chunks[:, 2].sum()))
     try:
         compressor.run(progress)
     finally:
@@ -118,18 +129,21 @@ def compress_chunks(
     places = np.empty_like(table)
     places[order] = _chunk_places(compressor.lengths)
     sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
-    return CompressedChunks(places, tuple(_data_file_name(number) for number in range(len(sizes))), tuple(sizes))
+    names = tuple(map(_data_file_name, range(len(sizes))))
+    return CompressedChunks(places, names, tuple(sizes))
 
 
 def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:
     """Return the number of raw bytes still to compress. PrepError if the journal cannot be read."""
     table = _chunk_table(chunks)
-    return int(table[_storage_order(table)][sum(len(mark.lengths) for mark in _read_marks(journal)) :, 2].sum())
+    num_durable = sum(len(mark.lengths) for mark in _read_marks(journal))
+    pending = table[_storage_order(table)][num_durable:]
+    return int(pending[:, 2].sum())
 
 
 def _chunk_table(chunks: Iterable[WrittenChunk]) -> _ChunkTable:
-    flat = itertools.chain.from_iterable((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
-    return np.fromiter(flat, np.int64).reshape(-1, 3)
+    rows = ((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, 3)
 
 
 def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
@@ -140,37 +154,60 @@ def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
 class _Compressor:
     """A run that compresses chunks into data files and records them in the journal."""
 
-    def __init__(self, chunks: _ChunkTable, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
-        self.chunks, self.raw_files, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
+    def __init__(
+        self, chunks: _ChunkTable, raw: Sequence[Path], folder: Path, journal: Path, level: int
+    ) -> None:
+        self.chunks = chunks
+        self.raw_files = raw
+        self.folder = folder
+        self.journal = journal
+        self.level = level
         self.lengths = _durable_lengths(journal, folder, len(chunks))
-        self.digest = xxhash.xxh3_128()  # of the bytes compressed since the last mark
-        self.out_fd = -1  # the descriptor of the data file that is being written
-        self.source = (-1, -1)  # number and descriptor of the raw file that is being read
+        # of the bytes compressed since the last mark
+        self.digest = xxhash.xxh3_128()
+        # the descriptor of the data file that is being written
+        self.out_fd = -1
+        # number and descriptor of the raw file that is being read
+        self.source = (-1, -1)
 
     def run(self, progress: Progress) -> None:
         """Compress the remaining chunks."""
-        marked, unmarked, since_s = len(self.lengths), 0, time.monotonic()
-        last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1])) if marked else _ByteRange(0, 0, 0)
-        file, offset = last.file, last.offset + last.nbytes
+        marked = len(self.lengths)
+        unmarked_nbytes = 0
+        since_s = time.monotonic()
+        file = 0
+        offset = 0
+        if marked:
+            last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1]))
+            file = last.file
+            offset = last.offset + last.nbytes
         self._open(file, offset)
+        # Chunks follow each other without gaps, so that lengths alone give all locations.
         for row in self.chunks[marked:]:
             chunk = _ByteRange(*map(int, row))
             if offset >= FILE_NBYTES:
-                marked, unmarked = self._mark(marked), 0
-                file, offset = file + 1, 0
+                # a mark syncs one file, so the chunks of a full file are marked before the next
+                marked = self._mark(marked)
+                unmarked_nbytes = 0
+                file += 1
+                offset = 0
                 self._open(file, offset)
             self.lengths.append(self._compress(chunk, progress))
             offset += self.lengths[-1]
-            unmarked += chunk.nbytes
-            if unmarked >= MARK_NBYTES or time.monotonic() - since_s >= SYNC_INTERVAL_S:
-                marked, unmarked, since_s = self._mark(marked), 0, time.monotonic()
+            unmarked_nbytes += chunk.nbytes
+            is_due = time.monotonic() - since_s >= SYNC_INTERVAL_S
+            if is_due or unmarked_nbytes >= MARK_NBYTES:
+                marked = self._mark(marked)
+                unmarked_nbytes = 0
+                since_s = time.monotonic()
         self._mark(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
         """Open a data file for appending after its first `nbytes` bytes."""
         path = self.folder / _data_file_name(file)
         try:
-            previous_fd, self.out_fd = self.out_fd, open_no_follow(path, os.O_WRONLY | os.O_CREAT)
+            previous_fd = self.out_fd
+            self.out_fd = open_no_follow(path, os.O_WRONLY | os.O_CREAT)
             if previous_fd >= 0:
                 os.close(previous_fd)
             os.ftruncate(self.out_fd, nbytes)
@@ -179,7 +216,8 @@ class _Compressor:
             raise io_error(path, error) from error
 
     def _compress(self, chunk: _ByteRange, progress: Progress) -> int:
-        import zstandard  # imported late: most outputs are raw
+        # imported late: most outputs are raw
+        import zstandard
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
         length = 0
@@ -198,7 +236,11 @@ class _Compressor:
                 count = min(PIECE_NBYTES, chunk.nbytes - start)
                 piece = os.pread(self.source[1], count, chunk.offset + start)
                 if len(piece) < count:
-                    raise PrepError(f"{path.name} is cut short", f"{count - len(piece):,} bytes are missing")
+                    raise PrepError(
+                        f"{path.name} is cut short",
+                        f"{count - len(piece):,} bytes are missing",
+                        RESUME_HINT,
+                    )
                 yield piece
             os.posix_fadvise(self.source[1], chunk.offset, chunk.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -215,7 +257,9 @@ class _Compressor:
         return len(data)
 
     def _mark(self, marked: int) -> int:
-        """Sync the data file and record the chunks since the last mark; return the number of durable chunks."""
+        """Sync the data file and record the chunks since the last mark. Return the number of durable chunks."""
+        # The chunks are durable before the line that lists them. A kill between the two leaves bytes
+        # after the last listed chunk, which `_open` truncates.
         try:
             os.fdatasync(self.out_fd)
             fd = open_no_follow(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -244,27 +288,35 @@ class _Compressor:
 
 
 def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
-    """Return [chunks, 3] file, offset and bytes; a new file begins once the last one exceeds FILE_NBYTES."""
-    places, file, offset = np.empty((len(lengths), 3), np.int64), 0, 0
+    """Return [chunks, 3] file, offset and bytes. A new file begins once the last one exceeds FILE_NBYTES."""
+    places = np.empty((len(lengths), 3), np.int64)
+    file = 0
+    offset = 0
     for position, nbytes in enumerate(lengths):
         if offset >= FILE_NBYTES:
-            file, offset = file + 1, 0
+            file += 1
+            offset = 0
         places[position] = file, offset, nbytes
         offset += nbytes
     return places
 
 
 def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
-    """Return the lengths of the intact chunks in the data files; truncate the journal after them."""
+    """Return the lengths of the intact chunks in the data files. Truncate the journal after them."""
     marks = _read_marks(journal)
-    lengths = [length for mark in marks for length in mark.lengths]
-    places, count, nbytes = _chunk_places(lengths), 0, 0
+    lengths: list[int] = []
+    for mark in marks:
+        lengths += mark.lengths
+    places = _chunk_places(lengths)
+    count = 0
+    nbytes = 0
     try:
         for mark in marks:
             stop = count + len(mark.lengths)
             if stop > max_chunks or _read_digest(folder, places[count:stop]) != mark.digest:
                 break
-            count, nbytes = stop, nbytes + mark.nbytes
+            count = stop
+            nbytes += mark.nbytes
         if journal.exists():
             os.truncate(journal, nbytes)
     except OSError as error:
@@ -322,4 +374,5 @@ def _parse_mark(line: bytes) -> _Mark | None:
 
 def _data_file_name(number: int) -> str:
     """Return the name of a data file, in the form that OCDBT uses."""
-    return f"d/{hashlib.md5(f'prep packed file {number}'.encode(), usedforsecurity=False).hexdigest()}"
+    name = hashlib.md5(f"prep packed file {number}".encode(), usedforsecurity=False)
+    return f"d/{name.hexdigest()}"

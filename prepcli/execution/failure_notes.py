@@ -3,8 +3,8 @@
 `failed.I` says why process I failed. It stays until process I joins again. `heard.J` lists the notes that existed when
 process J last ended. To process J, a note of process I is
 
-- `NEW` if it was written after J joined: a failure of this attempt;
-- `OLD` if `heard.J` lists it: a failure of an earlier attempt, which J has reported already;
+- `NEW` if it was written after J joined: a failure of this attempt,
+- `OLD` if `heard.J` lists it: a failure of an earlier attempt, which J has reported already,
 - `UNSURE` otherwise: either J joined after I had failed, or all processes are started again and I has not joined yet.
 """
 
@@ -26,7 +26,8 @@ from prepcli.planning.shares import Share
 from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file
 
-FAILED_STEM, HEARD_STEM = "failed", "heard"
+FAILED_STEM = "failed"
+HEARD_STEM = "heard"
 MAX_NOTE_NBYTES = 1 << 16
 
 
@@ -51,7 +52,8 @@ class FailureNotes:
 
     def __init__(self, folder: Path, plan: str, *, share: Share) -> None:
         """Delete this process's own note, and remember the existing notes. Raises OSError."""
-        self._folder, self._share = folder, share
+        self._folder = folder
+        self._share = share
         self._identity = {"plan": plan, "count": share.count}
         (folder / f"{FAILED_STEM}.{share.index}").unlink(missing_ok=True)
         heard = _read_note(folder / f"{HEARD_STEM}.{share.index}")
@@ -60,14 +62,17 @@ class FailureNotes:
         self.joined_at_s = time.monotonic()
 
     def find(self, index: int) -> Failure | None:
-        """Return the failure of process `index`, None if it left no note about this plan."""
+        """Return the failure of process `index`, or None if it left no note about this plan."""
         name = f"{FAILED_STEM}.{index}"
         note = _read_note(self._folder / name)
         if note is None or (error := self._to_error(note, index)) is None:
             return None
         if note.stamp == self._heard_stamps.get(name):
             return Failure(error, FailureAge.OLD)
-        return Failure(error, FailureAge.UNSURE if note.stamp == self._stamps_at_join.get(name) else FailureAge.NEW)
+        return Failure(
+            error,
+            FailureAge.UNSURE if note.stamp == self._stamps_at_join.get(name) else FailureAge.NEW,
+        )
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -87,8 +92,15 @@ class FailureNotes:
     def _write_failure(self, error: Exception) -> None:
         if self._share.count == 1:
             return
-        prep_error = error if isinstance(error, PrepError) else PrepError(f"{type(error).__name__}: {error}")
-        content = {**self._identity, "what": prep_error.what, "why": prep_error.why, "hint": prep_error.hint}
+        prep_error = (
+            error if isinstance(error, PrepError) else PrepError(f"{type(error).__name__}: {error}")
+        )
+        content = {
+            **self._identity,
+            "what": prep_error.what,
+            "why": prep_error.why,
+            "hint": prep_error.hint,
+        }
         path = self._folder / f"{FAILED_STEM}.{self._share.index}"
         try:
             _write_note(path, content)
@@ -99,33 +111,42 @@ class FailureNotes:
     def _to_error(self, note: _Note, index: int) -> PrepError | None:
         content = note.content
         if not isinstance(content, dict):
-            return PrepError(f"process {index} failed", "its note is damaged: see the output of that process")
+            return PrepError(
+                f"process {index} failed", "its note is damaged: see the output of that process"
+            )
         if any(content.get(key) != value for key, value in self._identity.items()):
             return None
         return PrepError(
-            f"process {index} failed: {content.get('what')}", str(content.get("why")), str(content.get("hint"))
+            f"process {index} failed: {content.get('what')}",
+            str(content.get("why")),
+            str(content.get("hint")),
         )
 
     def _stamps(self) -> dict[str, str]:
         """Return a stamp of each note, unique among all notes of the same process."""
         own_name = f"{FAILED_STEM}.{self._share.index}"
-        notes = {path.name: _read_note(path) for path in self._folder.glob(f"{FAILED_STEM}.*") if path.name != own_name}
+        notes = {
+            path.name: _read_note(path)
+            for path in self._folder.glob(f"{FAILED_STEM}.*")
+            if path.name != own_name
+        }
         return {name: note.stamp for name, note in notes.items() if note is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A JSON file with its stamp; `content` is None if it is damaged."""
+    """A JSON file with its stamp. `content` is None if it is damaged."""
 
     stamp: str
     content: Any
 
 
 def _read_note(path: Path) -> _Note | None:
-    """Return a note, None if it does not exist."""
+    """Return a note, or None if it does not exist."""
     try:
         with open_regular_file(path) as file:
-            file_stat, data = os.fstat(file.fileno()), file.read(MAX_NOTE_NBYTES)
+            file_stat = os.fstat(file.fileno())
+            data = file.read(MAX_NOTE_NBYTES)
     except (OSError, PrepError):
         return None
     try:

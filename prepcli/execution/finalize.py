@@ -1,11 +1,11 @@
-"""Finish an output whose tensors are written: compressed chunks, index, settings, checksums and manifest."""
+"""Finish an output after its tensors are written: compressed chunks, index, settings, checksums and manifest."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,38 @@ from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
-from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
 from prepcli.formats.file_records import FileRecord, record_file, record_files
-from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, encode_manifest
+from prepcli.formats.manifest import (
+    FILES_KEY,
+    HEADER_KEY,
+    MANIFEST_FILE,
+    SIZE_KEY,
+    XXH3_KEY,
+    encode_manifest,
+)
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from trainer.files.reading import not_regular_error
 
+# Small files are written from their first byte again, also after an interruption.
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-RAW_FOLDER, COMPRESS_JOURNAL = "raw", "packed"  # in the work folder of an output whose chunks are compressed
+# In the work folder of an output with compressed chunks
+RAW_FOLDER = "raw"
+COMPRESS_JOURNAL = "packed"
 
 
 def data_folder(plan: Plan, folder: Path) -> Path:
     """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
-    return folder / WORK_FOLDER / RAW_FOLDER if plan.zstd_level else folder / plan.item
+    if plan.zstd_level:
+        return folder / WORK_FOLDER / RAW_FOLDER
+    return folder / plan.item
 
 
 def finalize_output(
@@ -43,68 +54,102 @@ def finalize_output(
     stage: Staging,
     *,
     run_identity: dict[str, object],
-    outcome: PipelineResult,
+    digests: Mapping[int, str],
     progress: Progress | None = None,
 ) -> None:
     """Write all files except the data files: compressed chunks, index, settings, checksums and manifest.
 
     Args:
         plan: The plan of the output.
-        stage: The staging folder, whose data files are complete.
+        stage: The staging folder, with complete data files.
         run_identity: Keys of the manifest that identify the run.
-        outcome: Digests of all streams.
+        digests: Digests of all streams, by number.
         progress: Receives the number of compressed bytes.
 
     Raises:
         PrepError: The system refused to read or write.
     """
-    folder = stage.folder / plan.item
-    check_no_symlinks(stage.folder)  # in the folders' names; files are opened without following links
-    compressed = _compress_output(plan, stage, progress or NullProgress()) if plan.zstd_level else None
+    # files themselves are opened without following links
+    check_no_symlinks(stage.folder)
+    compressed = None
+    if plan.zstd_level:
+        compressed = _compress_output(plan, stage, progress or NullProgress())
     try:
         if plan.leaves:
-            array_metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk_shape) for x in plan.leaves]
-            names = compressed.files if compressed else [file.path for file in plan.files]
-            chunks = compressed.relocate(_raw_chunks(plan.leaves)) if compressed else _raw_chunks(plan.leaves)
-            write_item_metadata(
-                folder, array_metas, chunks, names, now_ns=newest_source_ns(plan), zstd_level=plan.zstd_level
-            )
+            _write_index(plan, stage.folder / plan.item, compressed)
         if plan.item:
             write_step_metadata(stage.folder, plan.item, newest_source_ns(plan))
         for file in plan.small_files:
-            _write_small_file(file, folder / file.path)
-        extra_fields: dict[str, Any] = {"packed": dict(zip(compressed.files, compressed.sizes))} if compressed else {}
+            _write_small_file(file, stage.folder / plan.item / file.path)
+        manifest = _build_manifest(plan, run_identity, digests)
+        if compressed:
+            manifest["packed"] = dict(zip(compressed.files, compressed.sizes))
         if plan.leaves:
             data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-            extra_fields["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, files=data_files))
-        extra_fields[FILES_KEY] = _file_records(plan, stage.folder, compressed.files if compressed else None)
-        write_no_follow(
-            stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | extra_fields)
-        )
+            checksums = collect_checksums(plan, stage, files=data_files)
+            manifest["checksums"] = write_checksums(stage.folder, checksums)
+        # The manifest is the last file. It lists all other files, and an output without it is
+        # incomplete.
+        packed_files = compressed.files if compressed else None
+        manifest[FILES_KEY] = _file_records(plan, stage.folder, packed_files)
+        write_no_follow(stage.folder / MANIFEST_FILE, encode_manifest(manifest))
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
 
 
-def _file_records(plan: Plan, folder: Path, packed_files: Sequence[str] | None) -> dict[str, FileRecord]:
+def _write_index(plan: Plan, folder: Path, compressed: CompressedChunks | None) -> None:
+    """Write the index of an Orbax item: the metadata of each leaf, and the location of each chunk."""
+    array_metas: list[ArrayMeta] = []
+    for leaf in plan.leaves:
+        meta = ArrayMeta(leaf.path, leaf.grid.shape, leaf.dtype, leaf.grid.chunk_shape)
+        array_metas.append(meta)
+    chunks = _raw_chunks(plan.leaves)
+    names: Sequence[str] = [file.path for file in plan.files]
+    if compressed:
+        chunks = compressed.relocate(chunks)
+        names = compressed.files
+    write_item_metadata(
+        folder,
+        array_metas,
+        chunks,
+        names,
+        now_ns=newest_source_ns(plan),
+        zstd_level=plan.zstd_level,
+    )
+
+
+def _file_records(
+    plan: Plan, folder: Path, packed_files: Sequence[str] | None
+) -> dict[str, FileRecord]:
     """Return the records of all files without tensors, and of the headers of safetensors and msgpack files.
 
     Args:
         plan: The plan of the output.
         folder: Folder of the output, with complete files.
-        packed_files: Names of the data files of a compressed output; None for the plan's.
+        packed_files: Names of the data files of a compressed output, or None for the plan's.
     """
-    headers = {} if plan.leaves else {file.path: _header_record(file) for file in plan.files}
+    # Headers are not part of any tensor digest.
+    headers: dict[str, FileRecord] = {}
+    if not plan.leaves:
+        headers = {file.path: _header_record(file) for file in plan.files}
     data_files = packed_files or [file.path for file in plan.files]
-    # the manifest is written later; it has the digest of the checksums, and `--no-verify` does not read them
-    unlisted = {MANIFEST_FILE, CHECKSUMS_FILE, *(Path(plan.item, name).as_posix() for name in data_files)}
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    small = {name for name in names - unlisted if not name.startswith(f"{WORK_FOLDER}/")}
-    return headers | record_files(folder, small)
+    # The manifest is written later. It has the digest of the checksums, and `--no-verify` does not
+    # read them.
+    unlisted = {MANIFEST_FILE, CHECKSUMS_FILE}
+    unlisted.update(Path(plan.item, name).as_posix() for name in data_files)
+    small_files: set[str] = set()
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if name in unlisted or name.startswith(f"{WORK_FOLDER}/"):
+            continue
+        if path.is_file():
+            small_files.add(name)
+    return headers | record_files(folder, small_files)
 
 
 def _header_record(file: OutputFile) -> FileRecord:
     """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
-    constant_bytes = b"".join((file.header, *(data for _, data in file.constant_ranges)))
+    constant_bytes = b"".join([file.header, *[data for _, data in file.constant_ranges]])
     return {SIZE_KEY: file.size, HEADER_KEY: digest(constant_bytes)}
 
 
@@ -128,6 +173,7 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
         ):
             shutil.copyfileobj(source, target)
+        # The copy is read back instead of the source, which may change again.
         _check_copy(file, path)
     else:
         write_no_follow(path, file.content)
@@ -135,13 +181,14 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
 
 def _check_copy(file: SmallFile, path: Path) -> None:
     """Raise PrepError if the copied bytes differ from the recorded digest: the file changed after it was checked."""
-    if file.xxh3 and record_file(path)[XXH3_KEY] != file.xxh3:
+    if file.xxh3 and record_file(path).get(XXH3_KEY) != file.xxh3:
         why = "its bytes differ from the digest that its manifest records"
         raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    # The path was resolved: a link there is a later replacement. O_NONBLOCK: so is a FIFO, which would wait.
+    # The path was resolved: a link there is a later replacement. So is a FIFO, for which a plain open
+    # would wait without end: O_NONBLOCK.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -151,27 +198,28 @@ def _open_without_links(path: str, flags: int) -> int:
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-    folder, journal = stage.folder / plan.item, stage.folder / WORK_FOLDER / COMPRESS_JOURNAL
     return compress_chunks(
         _raw_chunks(plan.leaves),
         data_files,
-        folder=folder,
-        journal=journal,
+        folder=stage.folder / plan.item,
+        journal=stage.folder / WORK_FOLDER / COMPRESS_JOURNAL,
         level=plan.zstd_level or 0,
         progress=progress,
     )
 
 
 def newest_source_ns(plan: Plan) -> int:
-    """Return the time stamp for the output's metadata, that of the source, so that equal runs write equal bytes."""
-    return max((0, *(fact.mtime_ns for fact in plan.source_files)))  # metadata cannot hold times before 1970
+    """Return the newest time stamp of the source's files, for the output's metadata: equal runs write equal bytes."""
+    newest_ns = max((file.mtime_ns for file in plan.source_files), default=0)
+    # metadata cannot hold times before 1970
+    return max(0, newest_ns)
 
 
 def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
     """Return the number of bytes still to compress."""
-    return (
-        nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL) if plan.zstd_level else 0
-    )
+    if not plan.zstd_level:
+        return 0
+    return nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL)
 
 
 def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
@@ -182,38 +230,63 @@ def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
                 yield WrittenChunk(number, index, *box.placement.find(index), leaf.chunk_nbytes)
 
 
-def _build_manifest(plan: Plan, run_identity: dict[str, object], outcome: PipelineResult) -> dict[str, Any]:
-    return {
+def _build_manifest(
+    plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
+) -> dict[str, Any]:
+    manifest: dict[str, Any] = {
         **run_identity,
         "command": plan.command,
-        "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.source_files]},
+        "source": {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]},
         **plan.settings,
-        "dropped": [{**asdict(d), "name": plan.display_names.get(d.name, d.name)} for d in plan.dropped],
-        **({"casts": casts} if (casts := report_casts(plan.streams, outcome.digests)) else {}),
-        **_tensor_records(plan, outcome),
-        "leaves": {
-            leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk_shape}
-            for leaf in plan.leaves
-        },
+        "dropped": [],
     }
+    for tensor in plan.dropped:
+        name = plan.display_names.get(tensor.name, tensor.name)
+        manifest["dropped"].append({**asdict(tensor), "name": name})
+    if casts := report_casts(plan.streams, digests):
+        manifest["casts"] = casts
+    manifest |= _tensor_records(plan, digests)
+    manifest["leaves"] = {}
+    for leaf in plan.leaves:
+        manifest["leaves"][leaf.name] = {
+            "shape": leaf.grid.shape,
+            "dtype": leaf.dtype,
+            "chunk": leaf.grid.chunk_shape,
+        }
+    return manifest
 
 
-def _tensor_records(plan: Plan, outcome: PipelineResult) -> dict[str, Any]:
+def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, Any]:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
-    Records of a training state are grouped by slot; leaves outside of slots are under `others`.
+    Records of a training state are grouped by slot. Leaves outside of slots are under `others`.
     """
     tensors: dict[str, Any] = {}
     slots: dict[str, dict[str, Any]] = {}
     unslotted: dict[str, Any] = {}
     for number, stream in enumerate(plan.streams):
-        if stream.writes:
-            slot = split_name(stream.name)[0] if plan.item else PARAMS
-            display_name = plan.display_names.get(stream.name, stream.name)
-            name = display_name.removeprefix(qualify(slot, "")) if slot else display_name
-            records = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else unslotted
-            record = records.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
-            record["digests"].append([*stream.rows, parse_stream_digest(outcome.digests[number]).written])
-            if stream.shape:
-                record["shape"] = (stream.rows[1], *stream.shape[1:])
-    return {"tensors": tensors, **({"slots": slots, "others": unslotted} if plan.item else {})}
+        if not stream.writes:
+            continue
+        slot = PARAMS
+        if plan.item:
+            slot, _ = split_name(stream.name)
+        name = plan.display_names.get(stream.name, stream.name)
+        if not slot:
+            records = unslotted
+        elif slot == PARAMS:
+            records = tensors
+        else:
+            records = slots.setdefault(slot, {})
+        if slot:
+            name = name.removeprefix(qualify(slot, ""))
+        record = records.setdefault(
+            name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []}
+        )
+        written_digest = parse_stream_digest(digests[number]).written
+        record["digests"].append([*stream.rows, written_digest])
+        if stream.shape:
+            # the streams of a tensor come in the order of their rows: the last one has them all
+            record["shape"] = (stream.rows[1], *stream.shape[1:])
+    if not plan.item:
+        return {"tensors": tensors}
+    return {"tensors": tensors, "slots": slots, "others": unslotted}

@@ -1,4 +1,7 @@
-"""Upload of a finished export to the Hugging Face hub in one commit; no file is visible before the commit."""
+"""Upload of a finished export to the Hugging Face hub in one commit.
+
+No file is visible before the commit.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ if TYPE_CHECKING:
 
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION_PATTERN = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
-_WEIGHT_FILE_PATTERNS = tuple(  # for each format: a single file, one of several files, and their index
-    re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
-    for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
+_WEIGHT_FILE_PATTERNS = (
+    tuple(  # for each format: a single file, one of several files, and their index
+        re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
+        for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
+    )
 )
 
 
@@ -46,12 +51,16 @@ class PushTarget:
 
 
 def parse_push_target(text: str, private: bool) -> PushTarget:
-    """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`; raise UsageError for any other text."""
+    """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`. Raise UsageError for any other text."""
     repo, separator, revision = text.partition("@")
     if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
-        raise usage_error(f"`--push {text}` is invalid", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
+        raise usage_error(
+            f"`--push {text}` is invalid", "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
+        )
     if separator and (
-        not _REVISION_PATTERN.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))
+        not _REVISION_PATTERN.fullmatch(revision)
+        or ".." in revision
+        or revision.endswith(("/", ".", ".lock"))
     ):
         raise usage_error(f"`--push {text}` is invalid", f"`{revision}` is not a valid branch name")
     return PushTarget(repo, revision or None, private)
@@ -80,23 +89,31 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
             HfApi().whoami()
         except LocalTokenNotFoundError:
             why = "no token is configured"
-            raise PrepError(f"cannot push to {target.repo}", why, "`hf auth login`, or set HF_TOKEN") from None
+            raise PrepError(
+                f"cannot push to {target.repo}", why, "`hf auth login`, or set HF_TOKEN"
+            ) from None
         try:
             is_public = HfApi().model_info(target.repo).private is False
         except RepositoryNotFoundError:
             return
     if target.private and is_public:
         why = "`--private` makes new repositories private, but this one exists"
-        raise PrepError(f"{target.repo} is public", why, "make it private on its page, or omit `--private`")
+        raise PrepError(
+            f"{target.repo} is public", why, "make it private on its page, or omit `--private`"
+        )
 
 
 def push_folder(
-    folder: Path, target: PushTarget, *, progress: Progress, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+    folder: Path,
+    target: PushTarget,
+    *,
+    progress: Progress,
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY,
 ) -> str:
     """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 
-    Large files are uploaded one by one before the commit; files already on the hub are not sent again. The repository
-    is listed afterwards to verify the commit.
+    Large files are uploaded one by one before the commit; files already on the hub are skipped. The
+    repository is listed afterwards to verify the commit.
 
     Args:
         folder: The finished export, which does not change.
@@ -108,13 +125,14 @@ def push_folder(
         URL of the commit.
 
     Raises:
-        PrepError: The hub refused a request, or the commit lacks files.
+        PrepError: The hub refused a request, or files are missing in the commit.
     """
     _set_variables()
     install_retrying_client(retry_policy)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api, names = HfApi(), _file_names(folder)
+    api = HfApi()
+    names = _file_names(folder)
     with _hub_errors(target):
         api.create_repo(target.repo, private=target.private or None, exist_ok=True)
         if target.revision:
@@ -124,7 +142,10 @@ def push_folder(
         _upload_files(api, target, additions, progress)
         deletions = [CommitOperationDelete(name) for name in stale_names]
         commit = api.create_commit(
-            target.repo, [*additions, *deletions], commit_message=f"{folder.name} by prep", revision=target.revision
+            target.repo,
+            [*additions, *deletions],
+            commit_message=f"{folder.name} by prep",
+            revision=target.revision,
         )
         _check_pushed(commit.commit_url, names, _list_repo(api, target), target)
     return commit.commit_url
@@ -138,7 +159,9 @@ def _list_repo(api: HfApi, target: PushTarget) -> list[str]:
     return names
 
 
-def _check_pushed(url: object, names: Sequence[str], remote_names: Sequence[str], target: PushTarget) -> None:
+def _check_pushed(
+    url: object, names: Sequence[str], remote_names: Sequence[str], target: PushTarget
+) -> None:
     """Raise PrepError unless the commit has a URL and the repository holds all files."""
     if not isinstance(url, str):
         raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
@@ -151,15 +174,23 @@ def _check_pushed(url: object, names: Sequence[str], remote_names: Sequence[str]
 def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return weights of an earlier push in the same format, which readers would mix with the new ones."""
     patterns = [pattern for pattern in _WEIGHT_FILE_PATTERNS if any(map(pattern.fullmatch, names))]
-    return [name for name in remote_names if name not in names and any(pattern.fullmatch(name) for pattern in patterns)]
+    return [
+        name
+        for name in remote_names
+        if name not in names and any(pattern.fullmatch(name) for pattern in patterns)
+    ]
 
 
-def _upload_files(api: HfApi, target: PushTarget, added: Sequence[CommitOperationAdd], progress: Progress) -> None:
+def _upload_files(
+    api: HfApi, target: PushTarget, added: Sequence[CommitOperationAdd], progress: Progress
+) -> None:
     """Upload files one after another, so that progress can be reported."""
     progress.begin("push", sum(addition.upload_info.size for addition in added))
     try:
         for addition in added:
-            api.preupload_lfs_files(target.repo, [addition], revision=target.revision, free_memory=False)
+            api.preupload_lfs_files(
+                target.repo, [addition], revision=target.revision, free_memory=False
+            )
             progress.advance(addition.upload_info.size)
     finally:
         progress.end()
@@ -185,7 +216,10 @@ def _set_variables() -> None:
 
 @contextmanager
 def _hub_errors(target: PushTarget) -> Iterator[None]:
-    """Convert errors of the hub library to PrepErrors, without URLs and tokens; other errors pass."""
+    """Convert errors of the hub library to PrepErrors, without URLs and tokens.
+
+    Other errors pass.
+    """
     try:
         yield
     except PrepError:
@@ -198,18 +232,24 @@ def _hub_errors(target: PushTarget) -> Iterator[None]:
 
 
 def _explain(error: BaseException | None, what: str) -> PrepError | None:
-    """Return the PrepError for the first known error in the chain of causes, None if there is none."""
+    """Return the PrepError for the first known error in the chain of causes, or None without one."""
     from huggingface_hub.errors import HfHubHTTPError
 
     while error is not None:
         if isinstance(error, NoAnswerError):
-            return _status_error(what, error.status) if error.status else PrepError(what, str(error), RESUME_HINT)
+            return (
+                _status_error(what, error.status)
+                if error.status
+                else PrepError(what, str(error), RESUME_HINT)
+            )
         if type(error).__name__ == "TooManyRedirects":
             return PrepError(what, "the hub answers with a redirect loop", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
             return _status_error(what, error.response.status_code)
         if is_network_error(error):
-            return PrepError(what, "the hub cannot be reached, or closed the connection", RESUME_HINT)
+            return PrepError(
+                what, "the hub cannot be reached, or closed the connection", RESUME_HINT
+            )
         if is_malformed_answer(error):
             return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
         error = error.__cause__
@@ -219,13 +259,23 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
 def _status_error(what: str, status: int) -> PrepError:
     """Return the error for an HTTP status."""
     if status == 401:
-        return PrepError(what, "HTTP 401 from the hub: the token is invalid", "`hf auth login`, or set HF_TOKEN")
+        return PrepError(
+            what, "HTTP 401 from the hub: the token is invalid", "`hf auth login`, or set HF_TOKEN"
+        )
     if status == 403:
-        return PrepError(what, "HTTP 403 from the hub: the token has no write access", "use a token with write access")
+        return PrepError(
+            what,
+            "HTTP 403 from the hub: the token has no write access",
+            "use a token with write access",
+        )
     if status == 404:
-        return PrepError(what, "HTTP 404 from the hub: unknown owner, repository or branch", "check the spelling")
+        return PrepError(
+            what, "HTTP 404 from the hub: unknown owner, repository or branch", "check the spelling"
+        )
     if status == 409:
         return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", RESUME_HINT)
     if status == 413:
-        return PrepError(what, "HTTP 413 from the hub: a file is too large", "`prep export --shard-size 5GB`")
+        return PrepError(
+            what, "HTTP 413 from the hub: a file is too large", "`prep export --shard-size 5GB`"
+        )
     return PrepError(what, f"HTTP {status} from the hub", RESUME_HINT)

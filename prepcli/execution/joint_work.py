@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
 
     Args:
         group: The processes.
-        name: Name of the work; other threads use other names.
+        name: Name of the work, unique among the threads of this process.
 
     Raises:
         PrepError: The block raised in another process.
@@ -27,7 +26,9 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         own_error = error
-    failures = group.gather(name, "" if own_error is None else _encode_error(own_error, group.index))
+    failures = group.gather(
+        name, "" if own_error is None else _encode_error(own_error, group.index)
+    )
     failure = group.broadcast(f"{name}-outcome", next(filter(None, failures), ""))
     if own_error is not None:
         raise own_error
@@ -39,4 +40,4 @@ def _encode_error(error: Exception, index: int) -> str:
     """Return the fields of a PrepError that names the process, as JSON."""
     if not isinstance(error, PrepError):
         error = PrepError("the work failed", f"{type(error).__name__}: {error}")
-    return json.dumps({**dataclasses.asdict(error), "what": f"process {index}: {error.what}"})
+    return json.dumps({**error.fields(), "what": f"process {index}: {error.what}"})

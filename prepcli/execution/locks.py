@@ -20,7 +20,7 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
     """Return a descriptor that holds the lock until it is closed.
 
     Raises:
-        PrepError: Another process holds the lock; the error names it and `locked_path`.
+        PrepError: Another process holds the lock. The error names it and `locked_path`.
         OSError: The file system has no locks, or the file cannot be opened.
     """
     fd = _open(path)
@@ -49,6 +49,8 @@ def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int
     Raises:
         PrepError: The lock is held exclusively, or by a process while `count` is 1.
     """
+    # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
+    # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
     fd = _open(path)
     is_first = _try_flock(fd, fcntl.LOCK_EX)
     if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
@@ -68,7 +70,8 @@ def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
     """
     fd = _open(path)
     while not _try_flock(fd, fcntl.LOCK_EX):
-        # A probe holds a shared lock until its process runs again, which may take long. The holder's is exclusive.
+        # A probe holds a shared lock until its process runs again, which may take long. The holder's
+        # is exclusive, so a shared lock that succeeds means that only probes are in the way.
         if not _try_flock(fd, fcntl.LOCK_SH):
             raise _locked_error(fd, locked_name)
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -78,9 +81,13 @@ def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock. Raises OSError; FileNotFoundError without the file."""
+    """Return whether a process holds the lock.
+
+    Raise OSError, e.g. FileNotFoundError without the file.
+    """
     fd = open_no_follow(path, os.O_RDWR)
     try:
+        # A shared lock never makes another probe fail. `close` releases it.
         return not _try_flock(fd, fcntl.LOCK_SH)
     finally:
         os.close(fd)
@@ -117,6 +124,10 @@ def _open(path: Path) -> int:
     return open_no_follow(path, os.O_RDWR | os.O_CREAT)
 
 
+# `flock` belongs to the open file, not to the process: the kernel releases it when the last descriptor is
+# closed, however the process ends. File systems of a network may show it to one machine only.
+
+
 def _try_flock(fd: int, operation: int) -> bool:
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
@@ -127,13 +138,21 @@ def _try_flock(fd: int, operation: int) -> bool:
 
 def _write_holder(fd: int) -> None:
     """Write this process's id, host and time into the lock file."""
+    # The text is only for error messages. `flock` decides, so a kill between these calls is
+    # harmless.
     os.ftruncate(fd, 0)
     start_time = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {start_time}\n".encode(), 0)
+    os.pwrite(
+        fd, f"process {os.getpid()} on {socket.gethostname()} since {start_time}\n".encode(), 0
+    )
 
 
 def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
     """Return the error for a lock that another process holds, and close the descriptor."""
+    # Any program may have written to the file: 200 bytes are enough for the line of
+    # `_write_holder`.
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
     os.close(fd)
-    return PrepError(f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends")
+    return PrepError(
+        f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends"
+    )

@@ -1,7 +1,7 @@
 """Integrity checks of an output's data files before it is published.
 
 Reading all of them back would cost as much as writing them. A file truncated during the writes has holes or another
-size; a changed file has another change time. Only the streams next to a hole are read back.
+size. A changed file has another change time. Only the streams next to a hole are read back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan
 
-HOLE_MARGIN_NBYTES = 1 << 17  # on each side of a hole: file systems truncate in the middle of a block
+# On each side of a hole: file systems truncate in the middle of a block.
+HOLE_MARGIN_NBYTES = 1 << 17
 
 FileStamps = dict[Path, tuple[int, ...]]
 
 
-def check_data_files(plan: Plan, files: Sequence[Path], *, digests: Mapping[int, str], reader: StreamReader) -> None:
+def check_data_files(
+    plan: Plan, files: Sequence[Path], *, digests: Mapping[int, str], reader: StreamReader
+) -> None:
     """Check the sizes of the data files, and read streams next to holes back.
 
     Args:
@@ -35,13 +38,18 @@ def check_data_files(plan: Plan, files: Sequence[Path], *, digests: Mapping[int,
     Raises:
         PrepError: A file has another size, or lost bytes of a stream.
     """
-    holes = [hole for number, file in enumerate(plan.files) for hole in _holes(number, files[number], file.size)]
+    # A hole inside written bytes means that another program truncated the file while it was written:
+    # later writes extend it again. Planned gaps and bytes of zeros are holes too, which is harmless.
+    holes: list[FileSpan] = []
+    for number, file in enumerate(plan.files):
+        holes += _holes(number, files[number], file.size)
     if not holes:
         return
-    touched_streams = {
-        n for n, stream in enumerate(plan.streams) if n in digests and _overlaps(holes, stream_write_spans(stream))
-    }
-    if find_damaged(reader, {number: digests[number] for number in touched_streams}, files=files):
+    touched: dict[int, str] = {}
+    for number, stream in enumerate(plan.streams):
+        if number in digests and _overlaps(holes, stream_write_spans(stream)):
+            touched[number] = digests[number]
+    if find_damaged(reader, touched, files=files):
         raise _changed_error(files[0].parent)
 
 
@@ -52,9 +60,8 @@ def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
         try:
             if os.fstat(fd).st_size != size:
                 raise _changed_error(path)
-            yield from (
-                (number, low - HOLE_MARGIN_NBYTES, high + HOLE_MARGIN_NBYTES) for low, high in _hole_ranges(fd, size)
-            )
+            for low, high in _hole_ranges(fd, size):
+                yield number, low - HOLE_MARGIN_NBYTES, high + HOLE_MARGIN_NBYTES
         finally:
             os.close(fd)
     except OSError as error:
@@ -62,7 +69,7 @@ def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
 
 
 def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each hole of a file; none if the file system does not report holes."""
+    """Yield (start, stop) of each hole of a file, or none if the file system does not report holes."""
     position = 0
     while position < size:
         try:
@@ -74,21 +81,22 @@ def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 return
-            position = size  # the rest of the file is a hole
+            # the rest of the file is a hole
+            position = size
         if start < position:
             yield start, position
 
 
 def _overlaps(holes: Sequence[FileSpan], spans: Iterator[FileSpan]) -> bool:
-    return any(
-        file == hole_file and low < stop and start < high
-        for file, low, high in spans
-        for hole_file, start, stop in holes
-    )
+    for file, low, high in spans:
+        for hole_file, start, stop in holes:
+            if file == hole_file and low < stop and start < high:
+                return True
+    return False
 
 
 def read_stamps(files: Sequence[Path]) -> FileStamps:
-    """Return one stamp per file. Writes change a stamp; reads and syncs do not."""
+    """Return one stamp per file. Writes change a stamp, reads and syncs do not."""
     return {path: _stamp(path) for path in files}
 
 
@@ -108,4 +116,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _changed_error(path: Path) -> PrepError:
-    return PrepError(f"{path} was changed by another program", "it changed while it was written", RESUME_HINT)
+    return PrepError(
+        f"{path} was changed by another program", "it changed while it was written", RESUME_HINT
+    )

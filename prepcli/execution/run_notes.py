@@ -9,31 +9,38 @@ from typing import Any
 
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from trainer.files.json_values import load_json
 from trainer.files.writing import write_file
 
-CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
+CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 
 
-def read_note(path: Path) -> dict[str, Any] | None:
-    """Return the content of a note; None if it does not exist. PrepError if it is damaged."""
+def read_json_record(path: Path) -> dict[str, Any] | None:
+    """Return the content of a note, or None if it does not exist.
+
+    Raise PrepError if it is damaged.
+    """
     try:
         content = decode_note(read_no_follow(path))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise PrepError(f"{path} is damaged", str(error), "`--restart` drops it") from error
+        hint = text("{} drops it", Option("restart", True))
+        raise PrepError(f"{path} is damaged", str(error), hint) from error
     return content
 
 
 def decode_note(data: bytes) -> dict[str, Any]:
-    """Return the content of a note's bytes; raise ValueError if they are damaged."""
+    """Return the content of a note's bytes. Raise ValueError if they are damaged."""
     try:
         content = load_json(data)
     except ValueError:
         content = None
-    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
+    if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (
+        None,
+        _checksum(content),
+    ):
         raise ValueError("it is not a file that prep wrote")
     return content
 
@@ -43,8 +50,8 @@ def encode_note(content: Mapping[str, object]) -> bytes:
     return json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode()
 
 
-def write_note(path: Path, content: Mapping[str, object]) -> None:
-    """Write a note; it is durable on return."""
+def write_json_record(path: Path, content: Mapping[str, object]) -> None:
+    """Write a note, durable on return."""
     write_file(path, encode_note(content))
 
 

@@ -1,4 +1,4 @@
-"""Signal handling: a signal stops a conversion at once, and training at the end of a step; both can be resumed."""
+"""Signal handling: a signal stops a conversion at once, and training at the end of a step. Both can be resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PARENT_VARIABLE = "PREP_PARENT"  # environment variable with the parent's process id
+# environment variable with the parent's process id
+PARENT_VARIABLE = "PREP_PARENT"
+# from <linux/prctl.h>
 PR_SET_PDEATHSIG = 1
 
 
@@ -30,7 +32,8 @@ def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
     """Add a note of the durable work to an exception that stops the block.
 
     Args:
-        describe_durable: Returns a description of the work that a later run continues from; empty if there is none.
+        describe_durable: Returns a description of the work that a later run continues from, or an
+            empty text.
     """
     try:
         yield
@@ -47,7 +50,7 @@ def notes_of(error: BaseException) -> list[str]:
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Raise Stopped in the main thread at the first signal; a second signal ends the process at once.
+    """Raise Stopped in the main thread at the first signal. A second signal ends the process at once.
 
     Python drops an exception that a handler raises inside a destructor. Stopped is then raised at the end of the block.
     """
@@ -59,13 +62,14 @@ def raise_on_signal() -> Iterator[None]:
 
     with _handle_first(STOP_SIGNALS, stop):
         yield
+    # the exception was raised in a destructor, and Python dropped it
     if received:
         raise Stopped(received[0])
 
 
 @contextmanager
 def remember_signal() -> Iterator[Callable[[], str]]:
-    """Remember the first signal or Ctrl-C inside the context; a second one ends the process at once.
+    """Remember the first signal or Ctrl-C inside the context. A second one ends the process at once.
 
     Yields:
         A function that returns the name of the signal, empty before it arrives.
@@ -78,6 +82,7 @@ def remember_signal() -> Iterator[Callable[[], str]]:
 @contextmanager
 def block_signals() -> Iterator[None]:
     """Block signals that end a run, also in processes created inside the context: see `die_with_parent`."""
+    # A child inherits the mask. It unblocks the signals once its own handlers are in place.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
         yield
@@ -94,15 +99,19 @@ def die_with_parent() -> None:
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
+    # the parent may have ended before the call of prctl
     if os.getppid() != int(parent):
         raise Stopped("the end of its parent")
 
 
 @contextmanager
-def _handle_first(signals: Sequence[signal.Signals], on_signal: Callable[[str], None]) -> Iterator[None]:
+def _handle_first(
+    signals: Sequence[signal.Signals], on_signal: Callable[[str], None]
+) -> Iterator[None]:
     """Call `on_signal` with the name of the first signal, after restoring the default handlers."""
 
     def handle(number: int, frame: FrameType | None) -> None:
+        # Restored first, so that a second signal during `on_signal` ends the process.
         for stop_signal in signals:
             signal.signal(stop_signal, signal.SIG_DFL)
         on_signal(signal.Signals(number).name)

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import RERUN_HINT, PrepError
+from prepcli.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.planning.plan import Plan
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.source import Source
 
-SOURCE_STATE_FILE = "source.json"  # in the work folder: the state of the source when the run began
+# in the work folder: the state of the source when the run began
+SOURCE_STATE_FILE = "source.json"
 
-SourceState = list[list[int]]  # inode and change time of each file
+# inode and change time of each file
+SourceState = list[list[int]]
 
 
 def read_source_state(plan: Plan, source: Source) -> SourceState:
-    """Return the inode and change time of each file of a source; an empty list for a remote source.
+    """Return the inode and change time of each file of a source, or an empty list for a remote source.
 
     The state is not part of the plan: a copied or touched source is the same source, but its bytes are
     compared again.
@@ -33,6 +35,8 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
     Raises:
         PrepError: The size or time of a file differs from the plan.
     """
+    # Sizes and times are in the plan. Inode and change time differ after a copy or a `touch` as well,
+    # where the bytes are equal, so that a difference only leads to a comparison.
     stats = [_stat(path) for path in source.files]
     for expected, path, file_stat in zip(plan.source_files, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
@@ -46,13 +50,19 @@ def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
     """Return the error for files that were written to."""
     names = ", ".join(path.name for path in paths)
     return PrepError(
-        f"{names} changed while it was read", f"in {source.display_name}", f"{RERUN_HINT} with `--restart`"
+        f"{names} changed while it was read",
+        f"in {source.display_name}",
+        text("{} with {}", RERUN_HINT, Option("restart", True)),
     )
 
 
 def touched_files(source: Source, before: SourceState, *, now: SourceState) -> list[Path]:
-    """Return the files whose inode or change time differs."""
-    return [path for path, state_before, state_now in zip(source.files, before, now) if state_before != state_now]
+    """Return the files with another inode or change time than before."""
+    touched: list[Path] = []
+    for path, state_before, state_now in zip(source.files, before, now):
+        if state_before != state_now:
+            touched.append(path)
+    return touched
 
 
 def _stat(path: Path) -> os.stat_result:

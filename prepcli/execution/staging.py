@@ -16,7 +16,7 @@ from typing import Any
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow
-from prepcli.errors import RERUN_HINT, OutputExistsError, PrepError, usage_error
+from prepcli.errors import RERUN_HINT, Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.execution.failure_notes import FAILED_STEM, HEARD_STEM, FailureNotes
 from prepcli.execution.locks import (
     acquire_lock_with_retries,
@@ -27,66 +27,97 @@ from prepcli.execution.locks import (
     is_locked,
 )
 from prepcli.execution.paths import is_same_file, remove_path
-from prepcli.execution.run_notes import read_note, write_note
+from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
+from prepcli.planning.shares import SINGLE_PROCESS, Share
 from trainer.files.writing import MAX_NAME_NBYTES, fsync_path
 
+# Files in the work folder
 WORK_FOLDER = ".prep"
 RUN_FILE = "run.json"  # identity of the run
 DIVISION_FILE = "division.json"
-JOURNAL_STEM = "journal"  # `journal.I` belongs to process I
-LOCK_FILE = "lock"  # `lock.I` belongs to process I of several
+# `journal.I` belongs to process I
+JOURNAL_STEM = "journal"
+# all processes share it; `lock.I` belongs to process I of several
+LOCK_FILE = "lock"
 JOIN_LOCK_FILE = "door"
-MOVING_LOCK_FILE = "moving"  # shared lock of the processes that still move their shares
-MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-9999.partial")  # the longest suffix of a staging folder
-MAX_JOIN_TRIES = 100  # other processes may publish or remove the folder meanwhile
+# shared lock of the processes that still move their shares
+MOVING_LOCK_FILE = "moving"
+# the replaced output, until the new one has its name
+REPLACED_NAME = "replaced"
+
 PARTIAL_SUFFIX = ".partial"
-REPLACED_NAME = "replaced"  # the replaced output, until the new one has its name
+# The longest suffix of a staging folder is `.unused-I.partial` of `Staging.discard`.
+MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-9999.partial")
+# other processes may publish or remove the folder meanwhile
+MAX_JOIN_TRIES = 100
 
 
 class Staging:
-    """The staging folder of an output. `publish` gives it its final name, once all its files are durable."""
+    """The staging folder of an output. `publish` gives it its final name, once all its files are durable.
+
+    Leaving the context releases its locks.
+
+    Attributes:
+        out: Final path of the output.
+        folder: `NAME.partial`, next to `out`.
+        work: `NAME.partial/.prep`, the folder of journals, locks and records.
+        share: Share of this process.
+        durable_digests: Digests, by stream number, of streams that were durable before the streams were divided
+            among the processes. These streams are only read back.
+        session: Text of the lock file, equal for all running processes of the run.
+    """
 
     def __init__(self, out: Path) -> None:
-        """Set the paths, without creating them; raise UsageError if the output's name is missing or too long."""
+        """Set the paths, without creating them. Raise UsageError if the output's name is missing or too long."""
         if out.name in ("", ".."):
             raise usage_error(
-                f"`--out {out}` is invalid", "an output is a folder with a name of its own", "`--out NAME`"
+                text("{} is invalid", Option("out", out)),
+                "an output is a folder with a name of its own",
+                text("{}", Option("out", "NAME")),
             )
         name_nbytes = len(os.fsencode(out.name))
         if name_nbytes > MAX_OUT_NAME_NBYTES:
-            why = f"its name has {name_nbytes} bytes, and its partial folder needs a longer one"
-            raise usage_error(f"`--out {out}` is too long", why, f"a name of at most {MAX_OUT_NAME_NBYTES} bytes")
+            raise usage_error(
+                text("{} is too long", Option("out", out)),
+                f"its name has {name_nbytes} bytes, and its partial folder needs a longer one",
+                f"a name of at most {MAX_OUT_NAME_NBYTES} bytes",
+            )
         self.out = out
         self.folder = out.with_name(out.name + PARTIAL_SUFFIX)
         self.work = self.folder / WORK_FOLDER
         self.share = SINGLE_PROCESS
-        self.session = ""  # equal for all running processes of the run
+        self.durable_digests: Mapping[int, str] = {}
+        self.session = ""
         self._locks: list[int] = []
         self._moving_fd = -1
         self._folder_stat: os.stat_result | None = None
         self._failures: FailureNotes | None = None
 
-    @property
-    def journal_path(self) -> Path:
-        """Path of this process's journal."""
-        return self.journal_path_of(self.share.index)
+    def __enter__(self) -> Staging:
+        return self
 
-    def journal_path_of(self, index: int) -> Path:
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def journal_path(self, index: int) -> Path:
         """Return the path of the journal of process `index`."""
         return self.work / f"{JOURNAL_STEM}.{index}"
 
-    def open(self, run_identity: dict[str, object], restart: bool, *, share: Share = SINGLE_PROCESS) -> Division:
-        """Create or join the folder, and lock it.
+    @property
+    def division_label(self) -> str:
+        """Text that identifies, in journals, how the streams are divided among the processes."""
+        return division_label(self.share.count, self.durable_digests)
+
+    def open(
+        self, run_identity: dict[str, object], restart: bool, *, share: Share = SINGLE_PROCESS
+    ) -> None:
+        """Create or join the folder, lock it, and divide the streams among the processes.
 
         Args:
-            run_identity: Identity of the run; a folder of another run is an error.
+            run_identity: Identity of the run. A folder of another run is an error.
             restart: Drop an earlier run, unless processes of the same run are running.
             share: Share of this process.
-
-        Returns:
-            How the plan's streams are divided among the processes.
 
         Raises:
             PrepError: The folder belongs to another run, or processes outside of this run hold its lock.
@@ -94,36 +125,39 @@ class Staging:
         self.share = share
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            division = self._join(run_identity, restart)
+            self._join(run_identity, restart)
             self.session = self._read_session()
             on_error.pop_all()
-        return division
 
-    def _join(self, run_identity: dict[str, object], restart: bool) -> Division:
-        share = self.share
+    def _join(self, run_identity: dict[str, object], restart: bool) -> None:
+        # All processes of a run hold LOCK_FILE shared until they end. JOIN_LOCK_FILE is held for
+        # moments: joining and publishing exclude each other, so the first holder of LOCK_FILE may
+        # drop or divide an earlier run before a second process reads it.
         try:
             with self._holding_join_lock():
-                fd, is_first = acquire_team_lock(self.work / LOCK_FILE, self.folder, count=share.count)
+                fd, is_first = acquire_team_lock(
+                    self.work / LOCK_FILE, self.folder, count=self.share.count
+                )
                 self._locks.append(fd)
-                if restart and is_first and any((self.work / name).exists() for name in (RUN_FILE, DIVISION_FILE)):
+                if restart and is_first and self._has_earlier_run():
                     self._drop_earlier_run()
-                earlier_identity = read_note(self.work / RUN_FILE)
+                earlier_identity = read_json_record(self.work / RUN_FILE)
                 if earlier_identity is None:
-                    write_note(self.work / RUN_FILE, run_identity)
+                    write_json_record(self.work / RUN_FILE, run_identity)
                 elif earlier_identity != run_identity:
                     raise _other_run_error(self.folder, earlier_identity, run_identity)
-                division = self._load_division(str(run_identity["plan"]), is_first)
+                run_id = str(run_identity["plan"])
+                self.durable_digests = self._load_division(run_id, is_first)
                 self._lock_share()
-                self._failures = FailureNotes(self.work, str(run_identity["plan"]), share=share)
+                self._failures = FailureNotes(self.work, run_id, share=self.share)
         except OSError as error:
             raise io_error(self.folder, error) from error
-        return division
 
     @contextlib.contextmanager
     def _holding_join_lock(self) -> Iterator[None]:
         """Hold the join lock of an existing folder.
 
-        The folder may be published or removed while this process waits for the lock; it is then created again.
+        The folder may be published or removed while this process waits for the lock. It is then created again.
         """
         with contextlib.ExitStack() as stack:
             for tries_left in reversed(range(MAX_JOIN_TRIES)):
@@ -141,62 +175,84 @@ class Staging:
             yield
 
     def _lock_share(self) -> None:
-        """Lock this process's share; PrepError if another process has the same share."""
-        if self.share.count > 1:
-            locked_name = f"share {self.share.index} of {self.share.count} of {self.folder}"
-            self._locks.append(acquire_lock_with_retries(self.work / f"{LOCK_FILE}.{self.share.index}", locked_name))
-            self._moving_fd = acquire_shared_lock(self.work / MOVING_LOCK_FILE)
+        """Lock this process's share. Raise PrepError if another process has the same share."""
+        if self.share.count == 1:
+            return
+        index = self.share.index
+        locked_name = f"share {index} of {self.share.count} of {self.folder}"
+        fd = acquire_lock_with_retries(self.work / f"{LOCK_FILE}.{index}", locked_name)
+        self._locks.append(fd)
+        self._moving_fd = acquire_shared_lock(self.work / MOVING_LOCK_FILE)
 
-    def _load_division(self, run_id: str, is_first: bool) -> Division:
-        """Return the division of the plan; divide it again if the earlier processes were of another number."""
-        division = _parse_division(read_note(self.work / DIVISION_FILE))
+    def _load_division(self, run_id: str, is_first: bool) -> Mapping[int, str]:
+        """Return the digests of streams that were durable before the streams were divided among the processes.
+
+        The streams are divided again if the number of processes has changed.
+        """
+        path = self.work / DIVISION_FILE
         count = self.share.count
-        if division is None or division.count != count:
-            if division is not None and not is_first:
-                why = f"{division.count} processes work on it, this is one of {count}"
-                hint = f"wait for them, or join them: `--processes {division.count}/I`"
-                raise PrepError(f"{self.folder} is locked", why, hint)
-            division = Division(count, self._durable_digests(run_id, division or Division()))
-            # written before the journals it was derived from are removed
-            write_note(self.work / DIVISION_FILE, {"count": count, "done": division.durable_digests})
-            for path in self.work.glob(f"{JOURNAL_STEM}.*"):
-                remove_path(path)
-        return division
+        earlier_count, earlier_digests = _parse_division(read_json_record(path))
+        if earlier_count == count:
+            return earlier_digests
+        if earlier_count and not is_first:
+            raise PrepError(
+                f"{self.folder} is locked",
+                f"{earlier_count} processes work on it, this is one of {count}",
+                text("wait for them, or join them: {}", Option("processes", f"{earlier_count}/I")),
+            )
+        digests = self._digests_in_journals(run_id, earlier_count or 1, earlier_digests)
+        # The digests are recorded before their journals are removed. A kill between the two leaves
+        # journals with the label of the earlier division, which `read_journal` ignores.
+        write_json_record(path, {"count": count, "done": digests})
+        for journal in self.work.glob(f"{JOURNAL_STEM}.*"):
+            remove_path(journal)
+        return digests
 
-    def _durable_digests(self, run_id: str, division: Division) -> dict[int, str]:
-        """Return the digests of all complete, durable streams."""
-        digests = dict(division.durable_digests)
-        for index in range(division.count):
-            digests |= read_journal(self.journal_path_of(index), run_id, division=division.label).digests
+    def _digests_in_journals(
+        self, run_id: str, count: int, durable_digests: Mapping[int, str]
+    ) -> dict[int, str]:
+        """Return the digests of all streams that `count` earlier processes completed, and of earlier ones."""
+        digests = dict(durable_digests)
+        label = division_label(count, durable_digests)
+        for index in range(count):
+            digests |= read_journal(self.journal_path(index), run_id, division=label).digests
         return digests
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):
             check_not_symlink(folder)
+        names: list[str] = []
         try:
-            names = os.listdir(self.folder)  # a single call: another process may be creating or publishing it
+            # a single call: another process may be creating or publishing it
+            names = os.listdir(self.folder)
         except FileNotFoundError:
-            names = []
+            pass
         except NotADirectoryError:
-            names = [self.folder.name] if os.path.lexists(self.folder) else []
+            if os.path.lexists(self.folder):
+                names = [self.folder.name]
         if names and WORK_FOLDER not in names:
-            raise PrepError(f"{self.folder} exists", "prep did not create it", "`--out NAME`, or move it away")
+            hint = text("{}, or move it away", Option("out", "NAME"))
+            raise PrepError(f"{self.folder} exists", "prep did not create it", hint)
         self.work.mkdir(parents=True, exist_ok=True)
 
+    def _has_earlier_run(self) -> bool:
+        return (self.work / RUN_FILE).exists() or (self.work / DIVISION_FILE).exists()
+
     def _drop_earlier_run(self) -> None:
-        """Drop an earlier run: first the journals, then the recorded bytes.
+        """Drop an earlier run.
 
         Failure notes stay: one may be of a process started together with this one.
         """
         self._restore_replaced()
-        for path in [*self.work.glob(f"{JOURNAL_STEM}.*"), self.work / DIVISION_FILE, self.work / RUN_FILE]:
+        # Journals go first, and durably: a kill while the data files are removed must not leave a
+        # journal that lists their bytes as durable.
+        records = [self.work / DIVISION_FILE, self.work / RUN_FILE]
+        for path in [*self.work.glob(f"{JOURNAL_STEM}.*"), *records]:
             remove_path(path)
         fsync_path(self.work)
+        kept_paths = (self.work, self.work / LOCK_FILE, self.work / JOIN_LOCK_FILE)
         for path in [*self.folder.iterdir(), *self.work.iterdir()]:
-            if path not in (self.work, self.work / LOCK_FILE, self.work / JOIN_LOCK_FILE) and path.stem not in (
-                FAILED_STEM,
-                HEARD_STEM,
-            ):
+            if path not in kept_paths and path.stem not in (FAILED_STEM, HEARD_STEM):
                 remove_path(path)
 
     def _restore_replaced(self) -> None:
@@ -206,12 +262,13 @@ class Staging:
             replaced.rename(self.out)
 
     def read_or_write_note(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
-        """Return the content of a file of the run; create the file with `content` if it does not exist."""
+        """Return the content of a file of the run. Create the file with `content` if it does not exist."""
         with exclusive_lock(self.work / JOIN_LOCK_FILE):
-            existing = read_note(self.work / name)
+            existing = read_json_record(self.work / name)
             if existing is None:
-                write_note(self.work / name, content)
-        return dict(content) if existing is None else existing
+                write_json_record(self.work / name, content)
+                return dict(content)
+        return existing
 
     def _read_session(self) -> str:
         """Return the lock file's text, equal for all running processes."""
@@ -247,7 +304,7 @@ class Staging:
         return self._folder_stat is not None and is_same_file(self._folder_stat, self.out)
 
     def mark_moved(self) -> None:
-        """Release the moving lock: this process has moved its share, and only publishes from now on."""
+        """Release the lock that says this process is still writing."""
         if self._moving_fd >= 0:
             os.close(self._moving_fd)
             self._moving_fd = -1
@@ -269,7 +326,7 @@ class Staging:
 
     @property
     def failures(self) -> FailureNotes:
-        """Failure notes of the processes that share the work; set once this process has joined."""
+        """Failure notes of the processes that share the work, set once this process has joined."""
         assert self._failures is not None
         return self._failures
 
@@ -285,9 +342,6 @@ class Staging:
     def publish(self, overwrite: bool = False) -> None:
         """Sync all files and folders bottom-up, then rename the folder to its final name.
 
-        A replaced output is moved to the work folder, and removed after the rename. A kill between the two renames
-        leaves both in NAME.partial.
-
         Args:
             overwrite: Replace an existing output.
 
@@ -296,14 +350,22 @@ class Staging:
         """
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(self.out) and not overwrite:
-            why = f"it was created while {self.folder} was written, which is complete"
-            hint = f"move it away and {RERUN_HINT}, or pass `--overwrite`"
-            raise OutputExistsError(f"{self.out} already exists", why, hint)
+            raise OutputExistsError(
+                f"{self.out} already exists",
+                f"it was created while {self.folder} was written, which is complete",
+                text("move it away and {}, or pass {}", RERUN_HINT, Option("overwrite", True)),
+            )
+        # A replaced output moves into the work folder, and is removed after the new one has its
+        # name. What a kill leaves:
+        #   before the first rename:  OUT (old) and OUT.partial (new, complete)
+        #   between the two renames:  OUT.partial only, the old output in OUT.partial/.prep/replaced
+        #                             the next run publishes the new one, `--restart` restores the old
+        #   after the second rename:  OUT (new) with a work folder, which `remove_leftover` removes
         try:
-            remove_path(replaced)  # left by a kill between the two renames
-            for folder, _, names in os.walk(self.folder, topdown=False):
-                for name in [*names, "."] if self.work not in (Path(folder), *Path(folder).parents) else ():
-                    fsync_path(Path(folder, name))
+            # of a run that was killed between the two renames
+            remove_path(replaced)
+            # Durable before the rename: the name OUT never leads to files that a power cut could empty.
+            self._sync_files()
             if os.path.lexists(self.out):
                 self.out.rename(replaced)
             self.folder.rename(self.out)
@@ -314,8 +376,16 @@ class Staging:
         self.close()
         remove_work_folder(self.out)
 
+    def _sync_files(self) -> None:
+        """Sync the files, then the entries of each folder, of the output without its work folder."""
+        for folder, _, names in os.walk(self.folder, topdown=False):
+            if self.work in (Path(folder), *Path(folder).parents):
+                continue
+            for name in [*names, "."]:
+                fsync_path(Path(folder, name))
+
     def leave(self) -> None:
-        """Record the failure notes and release the locks; this process no longer writes to the folder."""
+        """Record the failure notes and release the locks. This process no longer writes to the folder."""
         if self._failures is not None and self._is_same_folder():
             self._failures.record_heard()
         self.close()
@@ -327,22 +397,30 @@ class Staging:
             os.close(self._locks.pop())
 
 
-def _parse_division(content: Mapping[str, Any] | None) -> Division | None:
+def division_label(count: int, durable_digests: Mapping[int, str]) -> str:
+    """Return the text that identifies, in journals, how streams are divided, e.g. `2 without 0,3`."""
+    return f"{count} without {','.join(map(str, sorted(durable_digests)))}"
+
+
+def _parse_division(content: Mapping[str, Any] | None) -> tuple[int, dict[int, str]]:
+    """Return the number of processes and the digests in `division.json`, or 0 and no digests."""
     match content:
-        case {"count": int(count), "done": dict(done)} if count > 0 and all(map(str.isdecimal, done)):
-            return Division(count, {int(number): str(digest) for number, digest in done.items()})
-    return None
+        case {"count": int(count), "done": dict(done)} if count > 0 and all(
+            map(str.isdecimal, done)
+        ):
+            return count, {int(number): str(digest) for number, digest in done.items()}
+    return 0, {}
 
 
 def remove_work_folder(out: Path) -> None:
-    """Remove the work folder from a published output; a kill after the rename may leave it there."""
+    """Remove the work folder from a published output. A kill after the rename may leave it there."""
     shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
 
 
 def remove_leftover(out: Path) -> None:
     """Remove the work folder of a complete output after a kill, unless a process still uses it."""
     work = out / WORK_FOLDER
-    # NAME.partial has a manifest too, shortly before it is renamed; its work folder is needed to resume
+    # NAME.partial has a manifest too, shortly before the rename. A resumed run needs its work folder.
     is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX
     if is_output and work.is_dir() and not work.is_symlink() and not _is_in_use(work):
         remove_work_folder(out)
@@ -356,17 +434,9 @@ def _is_in_use(work: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def open_staging(out: Path) -> Iterator[Staging]:
-    """Yield the staging folder of an output; its locks are released at the end."""
-    stage = Staging(out)
-    try:
-        yield stage
-    finally:
-        stage.leave()
-
-
-def _other_run_error(folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]) -> PrepError:
+def _other_run_error(
+    folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]
+) -> PrepError:
     is_same_request = earlier_identity.get("request") == run_identity.get("request")
     if is_same_request and earlier_identity.get("source") != run_identity.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
@@ -374,4 +444,5 @@ def _other_run_error(folder: Path, earlier_identity: dict[str, object], run_iden
         why = "it was started by another version of prep"
     else:
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
-    return PrepError(f"{folder} belongs to another run", why, "`--restart` drops it")
+    hint = text("{} drops it", Option("restart", True))
+    return PrepError(f"{folder} belongs to another run", why, hint)

@@ -1,4 +1,4 @@
-"""Exports of a run's steps, in a thread beside the training steps."""
+"""Exports of a run's steps, in a thread that runs during the training steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ class StepExports:
         warn: Callable[[str], None],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Set the interval; no thread is started before the first export.
+        """Set the interval. The thread starts with the first export.
 
         Args:
             every: Steps between two exports.
-            export: Exports a step; does nothing if its export is complete.
+            export: Exports a step. Has no effect if its export is complete.
             warn: Called with a message for a step whose export failed, which does not end the run.
             note: Called with a message about the exports that `wait` waits for.
         """
-        self._every, self._export, self._warn, self._note = every, export, warn, note
+        self._every = every
+        self._export = export
+        self._warn = warn
+        self._note = note
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -54,7 +57,10 @@ class StepExports:
         return frozenset(self._waiting)
 
     def abandon(self) -> None:
-        """Start no further export, and do not wait for the present one; the next start makes them."""
+        """Start no further export, and do not wait for the present one.
+
+        The next start makes them.
+        """
         self._is_abandoned = True
         self._queue.put(None)
         self._thread = None
@@ -63,7 +69,9 @@ class StepExports:
         """Wait until all exports have ended, unless they are abandoned."""
         if self._thread is not None:
             if steps := sorted(self.in_use()):
-                self._note(f"exporting step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}")
+                self._note(
+                    f"exporting step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+                )
             self._queue.put(None)
             self._thread.join()
             self._thread = None
@@ -72,8 +80,12 @@ class StepExports:
         while (step := self._queue.get()) is not None and not self._is_abandoned:
             try:
                 self._export(step)
-            except Exception as raised:  # it would end the thread, and no step would be exported any more
+            except (
+                Exception
+            ) as raised:  # it would end the thread, and no step would be exported any more
                 error = as_prep_error(raised)
-                self._warn(f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}")
+                self._warn(
+                    f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}"
+                )
             finally:
                 self._waiting.discard(step)

@@ -1,7 +1,8 @@
 """Write a training step, alone or together with the other processes of the run.
 
 Each process writes the shards that it owns into the data files that process 0 has created, at the offsets of the plan.
-The files therefore do not depend on the number of processes. A tensor may lie in shards of several processes: after
+The files therefore do not depend on the number of processes. Several processes may have shards of
+one tensor: after
 all bytes are durable, the tensors are divided among the processes, which read them back for their digests.
 """
 
@@ -12,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.console.progress import NullProgress
-from prepcli.engine import pipeline
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
-from prepcli.engine.pipeline import PipelineResult
+from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
 from prepcli.errors import PrepError
 from prepcli.execution.block_checksums import checksum_recorder
@@ -25,10 +25,10 @@ from prepcli.execution.finalize import data_folder, finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
 from prepcli.execution.resume import StreamReader
-from prepcli.execution.run_notes import read_note, write_note
+from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import Division, divide_streams
+from prepcli.planning.shares import divide_streams
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf
 
@@ -51,21 +51,21 @@ class StepWriter:
     leaves: Mapping[str, HostLeaf]
 
     def write(self) -> None:
-        """Write the step from the leaves of this process alone; PrepError if it cannot be written."""
+        """Write the step from the leaves of this process alone. Raise PrepError if this fails."""
         stage = self._create()
         with open_sink(self.plan, stage) as sink:
             checksums = checksum_recorder(self.plan, stage)
-            outcome = pipeline.run(
+            outcome = Pipeline(
                 self.plan.streams,
                 HostLeafReader(list(self.leaves.values())),
                 sink=sink,
                 budget=make_budget(MEMORY_NBYTES),
                 progress=NullProgress(),
                 checksums=checksums,
-            )
+            ).run()
         if checksums:
             checksums.save()
-        self._publish(stage, outcome)
+        self._publish(stage, outcome.digests)
 
     def write_together(self, group: ProcessGroup, name: str) -> None:
         """Write the step together with the other processes, which call this too.
@@ -88,10 +88,10 @@ class StepWriter:
             self._write_own_digests(stage, group)
         with joint_work(group, f"{name}-published"):
             if group.index == 0:
-                self._publish(stage, PipelineResult(_read_digests(stage, group.count)))
+                self._publish(stage, _read_digests(stage, group.count))
 
     def _create(self) -> Staging:
-        """Create the staging folder; an older one is removed."""
+        """Create the staging folder. Remove an older one first."""
         stage = Staging(self.out)
         try:
             remove_path(stage.folder)
@@ -104,25 +104,31 @@ class StepWriter:
     def _write_own_shards(self, stage: Staging, index: int) -> None:
         checksums = checksum_recorder(self.plan, stage, index=index)
         with open_sink(self.plan, stage) as sink:
-            write_shards([(leaf, self.leaves[leaf.name]) for leaf in self.plan.leaves], sink, checksums=checksums)
+            write_shards(
+                [(leaf, self.leaves[leaf.name]) for leaf in self.plan.leaves],
+                sink,
+                checksums=checksums,
+            )
         if checksums:
             checksums.save()
 
     def _write_own_digests(self, stage: Staging, group: ProcessGroup) -> None:
         """Read this process's part of the tensors back, and write their digests to a file."""
-        numbers = divide_streams(self.plan, Division(group.count))[group.index]
+        numbers = divide_streams(self.plan, group.count)[group.index]
         files = [data_folder(self.plan, stage.folder) / file.path for file in self.plan.files]
         reader = StreamReader(self.plan.streams, make_budget(MEMORY_NBYTES), NullProgress())
         digests = reader.written_digests(numbers, files)
         path = stage.work / f"{DIGESTS_STEM}-{group.index}"
         try:
-            write_note(path, {str(number): digest for number, digest in digests.items()})
+            write_json_record(path, {str(number): digest for number, digest in digests.items()})
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _publish(self, stage: Staging, outcome: PipelineResult) -> None:
-        run_identity = identify_run(replace(self.plan, small_files=()))  # their paths differ after each save
-        finalize_output(self.plan, stage, run_identity=run_identity, outcome=outcome)
+    def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
+        run_identity = identify_run(
+            replace(self.plan, small_files=())
+        )  # their paths differ after each save
+        finalize_output(self.plan, stage, run_identity=run_identity, digests=digests)
         stage.publish()
 
 
@@ -131,8 +137,10 @@ def _read_digests(stage: Staging, count: int) -> dict[int, str]:
     digests: dict[int, str] = {}
     for index in range(count):
         path = stage.work / f"{DIGESTS_STEM}-{index}"
-        note = read_note(path)
+        note = read_json_record(path)
         if note is None:
-            raise PrepError(f"{path} does not exist", f"process {index} wrote it to a folder of the same name")
+            raise PrepError(
+                f"{path} does not exist", f"process {index} wrote it to a folder of the same name"
+            )
         digests |= {int(number): str(digest) for number, digest in note.items()}
     return digests

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from prepcli.console.progress import Progress
-from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
-from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError, usage_error
-from prepcli.execution.execute import ConversionResult
+from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
+from prepcli.engine.pipeline import ConversionResult
+from prepcli.errors import (
+    INTERRUPTED,
+    OK,
+    RESUME_HINT,
+    STOPPED,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
 
-MAX_BASELINE_NBYTES = 64 * MIB  # more than a Python process that has imported prep holds
-STOP_GRACE_S = 60.0  # for a worker that was asked to stop
+# more than a Python process that has imported prep holds
+MAX_BASELINE_NBYTES = 64 * MIB
+# for a worker that was asked to stop
+STOP_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class ProcessOptions:
     """Process options of the command line.
 
     Attributes:
-        processes: Value of `--processes`; None to ask the launcher's variables.
+        processes: Value of `--processes`, or None to ask the launcher's variables.
         num_workers: Value of `--workers`.
         argv: All arguments of the command, for the workers.
     """
@@ -42,7 +52,8 @@ class ProcessOptions:
     argv: tuple[str, ...] = ()
 
 
-ONE_PROCESS = ProcessOptions("1/0")  # ignores variables of launchers
+# ignores variables of launchers
+ONE_PROCESS = ProcessOptions("1/0")
 
 
 def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbytes: int) -> int:
@@ -52,7 +63,8 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbyte
         memory_nbytes: Value of `--memory`, for all workers together.
         num_workers: Number of workers, including this process.
         baseline_nbytes: Memory of this process before it has done any work. A worker needs as much, but no more than
-            MAX_BASELINE_NBYTES: a program that calls prep may hold more. That of this process does not count.
+            MAX_BASELINE_NBYTES: a program that calls prep may hold more. The baseline of this
+                process does not count.
 
     Returns:
         Bytes for each worker.
@@ -63,55 +75,86 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbyte
     baseline_nbytes = min(baseline_nbytes, MAX_BASELINE_NBYTES)
     worker_nbytes = (memory_nbytes - (num_workers - 1) * baseline_nbytes) // num_workers
     if num_workers > 1 and worker_nbytes < MIN_MEMORY_NBYTES:
-        max_workers = max(1, (memory_nbytes + baseline_nbytes) // (MIN_MEMORY_NBYTES + baseline_nbytes))
+        fitting = (memory_nbytes + baseline_nbytes) // (MIN_MEMORY_NBYTES + baseline_nbytes)
         needed_nbytes = num_workers * MIN_MEMORY_NBYTES + (num_workers - 1) * baseline_nbytes
-        why = f"a worker needs {MIN_MEMORY_NBYTES // MIB} MiB, and {-(-baseline_nbytes // MIB)} MiB for Python"
-        hint = f"`--memory {-(-needed_nbytes // MIB)}MiB`, or `--workers {max_workers}`"
-        raise usage_error(f"`--workers {num_workers}` with `--memory {memory_nbytes // MIB}MiB` is too many", why, hint)
+        minimum = f"{MIN_MEMORY_NBYTES // MIB} MiB"
+        raise usage_error(
+            text(
+                "{} with {} is too many",
+                Option("workers", num_workers),
+                Option("memory", f"{memory_nbytes // MIB}MiB"),
+            ),
+            f"a worker needs {minimum}, and {-(-baseline_nbytes // MIB)} MiB for Python",
+            text(
+                "{}, or {}",
+                Option("memory", f"{-(-needed_nbytes // MIB)}MiB"),
+                Option("workers", max(1, fitting)),
+            ),
+        )
     return worker_nbytes
 
 
 def worker_argv(argv: Sequence[str], share: Share, *, memory_nbytes: int) -> list[str]:
     """Return the arguments of a worker: this process's arguments, overridden by the worker's own."""
+    # The last occurrence of an option counts. After `--` there are only names.
     end = argv.index("--") if "--" in argv else len(argv)
     worker_options = ["--workers", "1", "--processes", str(share), "--memory", str(memory_nbytes)]
     return [*argv[:end], *worker_options, "--json", "--quiet", "--progress", "json", *argv[end:]]
 
 
-def add_worker_reports(
-    result: ConversionResult, reports: Iterable[dict[str, Any]], *, baseline_nbytes: int
-) -> ConversionResult:
-    """Return the result plus the bytes and memory of the workers' reports."""
-    outcome, peak_nbytes = result.outcome, result.peak_nbytes
-    for report in reports:
-        nbytes = report["bytes"]
-        outcome = dataclasses.replace(
-            outcome,
-            read_nbytes=outcome.read_nbytes + nbytes["read"],
-            written_nbytes=outcome.written_nbytes + nbytes["written"],
-            copied_nbytes=outcome.copied_nbytes + nbytes["moved"] - nbytes["read"] - nbytes["written"],
-            resumed_nbytes=outcome.resumed_nbytes + nbytes["resumed"],
-        )
-        peak_nbytes += baseline_nbytes + report["memory"]["peak"]
-    return dataclasses.replace(result, outcome=outcome, peak_nbytes=peak_nbytes)
-
-
 class WorkerPool:
-    """The workers of a command. Leaving the context by an error stops them."""
+    """The workers of a command on this machine. Leaving the context by an error stops them.
 
-    def __init__(self, argv: Sequence[str], shares: Iterable[Share], *, memory_nbytes: int, progress: Progress) -> None:
-        """Prepare the arguments of the workers, without starting them."""
-        self._worker_argvs = [worker_argv(argv, share, memory_nbytes=memory_nbytes) for share in shares]
+    Attributes:
+        share: Share of this process.
+        indices: Indices of this process and its workers.
+        memory_nbytes: Memory budget of each process.
+        progress: Progress of this process and its workers together.
+    """
+
+    def __init__(
+        self,
+        options: ProcessOptions,
+        share: Share,
+        *,
+        memory_nbytes: int,
+        progress: Progress,
+    ) -> None:
+        """Divide a share and its memory among this process and its workers, without starting them.
+
+        Args:
+            options: Number of workers, and the arguments of the command.
+            share: Share of this process and its workers together.
+            memory_nbytes: Memory budget of this process and its workers together.
+            progress: Progress of this process.
+        """
+        self._baseline_nbytes = anonymous_nbytes()
+        self.memory_nbytes = worker_memory_nbytes(
+            memory_nbytes, options.num_workers, baseline_nbytes=self._baseline_nbytes
+        )
+        self.share, *worker_shares = share.split(options.num_workers)
+        self.indices = range(self.share.index, self.share.index + options.num_workers)
+        self._worker_argvs: list[list[str]] = []
+        for worker_share in worker_shares:
+            argv = worker_argv(options.argv, worker_share, memory_nbytes=self.memory_nbytes)
+            self._worker_argvs.append(argv)
         self._running: list[_Worker] = []
         self._shared_progress = _SharedProgress(progress, self.check)
-        self.progress: Progress = self._shared_progress if self._worker_argvs else progress
+        self.progress: Progress = progress
+        if self._worker_argvs:
+            self.progress = self._shared_progress
 
     def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
+        # a signal to all workers first, so that they stop at the same time: each keeps its durable
+        # bytes
         for worker in self._running:
             worker.process.terminate()
         for worker in self._running:
@@ -122,7 +165,8 @@ class WorkerPool:
     def start(self) -> None:
         """Start all workers."""
         for argv in self._worker_argvs:
-            with block_signals():  # a signal between creation and append would leave the worker running
+            # a signal between creation and append would leave the worker running
+            with block_signals():
                 self._running.append(_Worker(argv, self._shared_progress.add))
 
     def check(self) -> None:
@@ -131,12 +175,20 @@ class WorkerPool:
             if worker.process.poll() not in (None, OK):
                 raise worker.failure()
 
-    def wait_for_reports(self) -> list[dict[str, Any]]:
-        """Wait until all workers have ended, and return the JSON report of each."""
+    def add_reports(self, result: ConversionResult) -> None:
+        """Wait until all workers have ended, and add their bytes and memory to this process's result."""
         for worker in self._running:
             worker.process.wait()
         self.check()
-        return [worker.report() for worker in self._running]
+        for worker in self._running:
+            report = worker.report()
+            nbytes = report["bytes"]
+            result.read_nbytes += nbytes["read"]
+            result.written_nbytes += nbytes["written"]
+            # a report counts all moved bytes: read, copied in memory, and written
+            result.copied_nbytes += nbytes["moved"] - nbytes["read"] - nbytes["written"]
+            result.resumed_nbytes += nbytes["resumed"]
+            result.peak_nbytes += self._baseline_nbytes + report["memory"]["peak"]
 
 
 class _Worker:
@@ -144,15 +196,19 @@ class _Worker:
 
     def __init__(self, argv: Sequence[str], on_progress: Callable[[int], None]) -> None:
         self._report = b""
-        self._last_message = b""  # last line on stderr that is not progress
+        # last line on stderr that is not progress
+        self._last_message = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "prepcli", *argv],  # -P: no imports from the current folder
+            # -P: no imports from the current folder
+            [sys.executable, "-P", "-m", "prepcli", *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            start_new_session=True,  # Ctrl-C goes to this process, which stops its workers
+            # Ctrl-C goes to the foreground session only: this process, which then stops its workers
+            start_new_session=True,
         )
+        # A worker that fills a pipe would wait for ever, so both pipes are read all the time.
         self._listeners = [
             threading.Thread(target=self._read_report, daemon=True),
             threading.Thread(target=self._read_progress, args=(on_progress,), daemon=True),
@@ -165,20 +221,27 @@ class _Worker:
             self._report = self.process.stdout.read()
 
     def _read_progress(self, on_progress: Callable[[int], None]) -> None:
-        task, done = None, 0  # unknown until the first event; bytes that were durable before are counted already
+        # The first task is the conversion. Its bytes that were durable before are counted already,
+        # by `Team.own_nbytes`.
+        task = None
+        done = 0
         for line in self.process.stderr or ():
             match _parse_json(line):
-                case {"event": "begin", "task": str(name), "done": int(now)} if task is None and name != CHECK_TASK:
-                    task, done = name, now
+                case {"event": "begin", "task": str(name), "done": int(now)} if (
+                    task is None and name != CHECK_TASK
+                ):
+                    task = name
+                    done = now
                 case {"event": str(), "task": str(name), "done": int(now)}:
-                    if name == task and now > done:  # later tasks of the worker are not counted
+                    # later tasks of the worker are not counted
+                    if name == task and now > done:
                         on_progress(now - done)
                         done = now
                 case _:
                     self._last_message = line
 
     def report(self) -> dict[str, Any]:
-        """Return the worker's JSON report; empty if there is none."""
+        """Return the worker's JSON report, or empty if there is none."""
         for listener in self._listeners:
             listener.join()
         report = _parse_json(self._report)
@@ -197,7 +260,8 @@ class _Worker:
                 RESUME_HINT,
             )
         error = self.report().get("error", {})
-        what = error.get("what") or self._last_message.decode(errors="replace").strip() or f"a worker ended with {code}"
+        last_message = self._last_message.decode(errors="replace").strip()
+        what = error.get("what") or last_message or f"a worker ended with {code}"
         return PrepError(what, error.get("why", ""), error.get("hint", ""), code)
 
     def end(self) -> None:
@@ -228,7 +292,7 @@ class _SharedProgress:
             self.inner.begin(task, total_bytes, done_bytes)
 
     def advance(self, written_bytes: int) -> None:
-        """Count bytes written by this process; raise if a worker has failed."""
+        """Count bytes written by this process. Raise if a worker has failed."""
         self.add(written_bytes)
         self.check()
 

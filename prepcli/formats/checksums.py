@@ -1,7 +1,7 @@
 """Read and write `prep-checksums.bin`, the XXH3-64 checksum of every checksum block.
 
 A reader of part of a checkpoint checks only the blocks of that part. The file holds little-endian uint64 values in the
-order of `planning.checksum_blocks`; the manifest records the digest of the file.
+order of `planning.checksum_blocks`. The manifest records the digest of the file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
@@ -24,7 +25,8 @@ from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_bl
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"
 REBUILD_HINT = "create the checkpoint again, or pass `--no-verify`"
-MAX_CHECKSUMS_NBYTES = 1 << 30  # size of the file: checksums of 128 TiB in blocks of 1 MiB
+# Size of the file: checksums of 128 TiB in blocks of 1 MiB.
+MAX_CHECKSUMS_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +48,15 @@ class BlockChecksums:
             data: Whole blocks of the chunk.
 
         Returns:
-            Start and stop offset of the block in the chunk; None if all blocks match.
+            Start and stop offset of the block in the chunk. None if all blocks match.
         """
         blocks = self.leaves[leaf_name]
         first_number = blocks.first_in_chunk(chunk_index)
         for block in blocks.per_chunk.overlapping(start, start + data.size):
-            if checksum(data[block.start - start : block.stop - start].data) != self.sums[first_number + block.number]:
+            if (
+                checksum(data[block.start - start : block.stop - start].data)
+                != self.sums[first_number + block.number]
+            ):
                 return block.start, block.stop
         return None
 
@@ -60,10 +65,17 @@ def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any
     """Write the checksum file into `folder` and return its record for the manifest."""
     data = sums.astype(CHECKSUM_DTYPE).tobytes()
     write_no_follow(folder / CHECKSUMS_FILE, data)
-    return {"file": CHECKSUMS_FILE, "method": CHECKSUM_METHOD, "block": BLOCK_NBYTES, "digest": digest(data)}
+    return {
+        "file": CHECKSUMS_FILE,
+        "method": CHECKSUM_METHOD,
+        "block": BLOCK_NBYTES,
+        "digest": digest(data),
+    }
 
 
-def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> BlockChecksums | None:
+def read_checksums(
+    folder: Path, manifest: Manifest, arrays: Sequence[ArrayMeta]
+) -> BlockChecksums | None:
     """Read the block checksums of an Orbax item.
 
     Args:
@@ -72,7 +84,7 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
         arrays: Arrays of the item.
 
     Returns:
-        The checksums; None if the manifest records no checksum file.
+        The checksums. None if the manifest records no checksum file.
 
     Raises:
         PrepError: The file is missing, differs from its digest, or has an unsupported format.
@@ -84,39 +96,52 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
     expected_nbytes = np.dtype(CHECKSUM_DTYPE).itemsize * max(
         (blocks.stop_number for blocks in leaves.values()), default=0
     )
+    # Block numbers come from the shapes in the index, sums from this file: a length that differs
+    # would compare blocks with the checksums of others.
     if len(data) != expected_nbytes:
         raise DamagedError(
-            f"{folder / CHECKSUMS_FILE} is broken", f"it has {len(data):,} bytes, not {expected_nbytes:,}", REBUILD_HINT
+            f"{folder / CHECKSUMS_FILE} is broken",
+            f"it has {len(data):,} bytes, not {expected_nbytes:,}",
+            REBUILD_HINT,
         )
     return BlockChecksums(leaves, np.frombuffer(data, CHECKSUM_DTYPE))
 
 
-def read_checksum_bytes(folder: Path, manifest: Mapping[str, Any]) -> bytes | None:
-    """Return the bytes of the checksum file, checked against the manifest's digest; None if the manifest has none."""
-    record = manifest.get("checksums")
+def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
+    """Return the bytes of the checksum file, checked against the manifest's digest. None if the manifest has none."""
+    record = manifest.checksums
     if record is None:
         return None
     path = folder / CHECKSUMS_FILE
-    stored_format = [record.get(key) for key in ("file", "method", "block")] if isinstance(record, dict) else record
+    fields: dict[str, Any] = {}
+    stored_format: object = record
+    if isinstance(record, dict):
+        fields = record
+        stored_format = [fields.get(key) for key in ("file", "method", "block")]
     if stored_format != [CHECKSUMS_FILE, CHECKSUM_METHOD, BLOCK_NBYTES]:
         why = f"the manifest says {stored_format!r:.80}, this prep reads {CHECKSUM_METHOD} of {BLOCK_NBYTES:,} bytes"
-        raise PrepError(f"{path} has another format", why, "install a later prep, or pass `--no-verify`")
+        raise PrepError(
+            f"{path} has another format", why, "install a later prep, or pass `--no-verify`"
+        )
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
-    if digest(data) != record.get("digest"):
+    if digest(data) != fields.get("digest"):
         raise DamagedError(
-            f"{path} is damaged", "its bytes differ from the digest that the manifest records", REBUILD_HINT
+            f"{path} is damaged",
+            "its bytes differ from the digest that the manifest records",
+            REBUILD_HINT,
         )
     return data
 
 
 def _number_leaf_blocks(
-    folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]
+    folder: Path, manifest: Manifest, arrays: Sequence[ArrayMeta]
 ) -> dict[str, LeafBlocks]:
     """Return the numbered blocks of each array, in the order of the manifest's leaves."""
-    metas, manifest_leaves = {meta.name: meta for meta in arrays}, manifest.get("leaves")
-    if not isinstance(manifest_leaves, dict) or {*manifest_leaves} != {*metas}:
+    metas = {meta.name: meta for meta in arrays}
+    if manifest.leaves is None or manifest.leaves.keys() != metas.keys():
         why = "its manifest lists other leaves than it holds"
         raise DamagedError(f"{folder} is damaged", why, GET_AGAIN_HINT)
     return number_blocks(
-        (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype) for name in manifest_leaves
+        (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype)
+        for name in manifest.leaves
     )

@@ -19,16 +19,18 @@ COMPRESSORS = ("zstd", "gzip", "zlib")
 CRC32C = "crc32c"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_HEADER_NBYTES = 18  # maximum size of a zstd frame header
-_MAX_WINDOW_NBYTES = 1 << 27  # default limit of zstd; only its --ultra levels exceed it
+# Default limit of zstd. Only its --ultra levels exceed it.
+_MAX_WINDOW_NBYTES = 1 << 27
 _ZLIB_WINDOW_BITS = {"gzip": 31, "zlib": 15}
-_DECODER_NBYTES = 512 << 10  # memory of a decoder besides its window, read blocks included
+# Memory of a decoder besides its window, read blocks included.
+_DECODER_NBYTES = 512 << 10
 
 
 class ByteReader(Protocol):
     """Sequential reader of bytes."""
 
     def read(self, count: int) -> bytes:
-        """Return at most `count` more bytes, none at the end; raise ValueError if the stream is invalid."""
+        """Return at most `count` more bytes, none at the end. Raise ValueError if the stream is invalid."""
         ...
 
 
@@ -36,7 +38,9 @@ class StoredBytesReader:
     """Sequential reader of `nbytes` stored bytes, which `read_at(offset, count)` returns."""
 
     def __init__(self, read_at: Callable[[int, int], bytes], nbytes: int) -> None:
-        self._read_at, self._nbytes, self._offset = read_at, nbytes, 0
+        self._read_at = read_at
+        self._nbytes = nbytes
+        self._offset = 0
 
     def read(self, count: int) -> bytes:
         """Return at most `count` more bytes."""
@@ -57,19 +61,22 @@ def decoder_memory_nbytes(codec_names: Sequence[str], header: bytes, decoded_nby
         ValueError: The header is not a zstd frame, or the frame has another content size.
     """
     return _DECODER_NBYTES + (
-        _zstd_window_nbytes(header, decoded_nbytes) if codec_names and codec_names[0] == "zstd" else 0
+        _zstd_window_nbytes(header, decoded_nbytes)
+        if codec_names and codec_names[0] == "zstd"
+        else 0
     )
 
 
 def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
-    """Return a reader of the decoded bytes; `codec_names` are in encoding order."""
+    """Return a reader of the decoded bytes. `codec_names` are in encoding order."""
     for codec_name in reversed(codec_names):
         stored = _DECODERS[codec_name](stored)
     return stored
 
 
 def _zstd_window_nbytes(header: bytes, decoded_nbytes: int) -> int:
-    import zstandard  # imported late: items without compression do not need it
+    # Imported late: items without compression do not need it.
+    import zstandard
 
     if header[:4] != _ZSTD_MAGIC:
         raise ValueError("it is not a zstd frame")
@@ -78,9 +85,13 @@ def _zstd_window_nbytes(header: bytes, decoded_nbytes: int) -> int:
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     if frame.content_size not in (decoded_nbytes, zstandard.CONTENTSIZE_UNKNOWN):
-        raise ValueError(f"its frame has a content size of {frame.content_size:,} bytes, not {decoded_nbytes:,}")
+        raise ValueError(
+            f"its frame has a content size of {frame.content_size:,} bytes, not {decoded_nbytes:,}"
+        )
     if frame.window_size > _MAX_WINDOW_NBYTES:
-        raise ValueError(f"its window has {frame.window_size:,} bytes, the limit is {_MAX_WINDOW_NBYTES:,}")
+        raise ValueError(
+            f"its window has {frame.window_size:,} bytes, the limit is {_MAX_WINDOW_NBYTES:,}"
+        )
     if frame.dict_id:
         raise ValueError("it needs a dictionary, which is not supported")
     return min(frame.window_size, decoded_nbytes)
@@ -94,7 +105,9 @@ class _ZstdReader:
 
         self._error = zstandard.ZstdError
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
-        self._reader = decompressor.stream_reader(cast(BinaryIO, stored), read_size=READ_BLOCK_NBYTES)
+        self._reader = decompressor.stream_reader(
+            cast(BinaryIO, stored), read_size=READ_BLOCK_NBYTES
+        )
 
     def read(self, count: int) -> bytes:
         try:
@@ -126,16 +139,19 @@ class _ZlibReader:
 
 
 class _Crc32cReader:
-    """Reader of bytes that a CRC-32C checksum follows; it checks the checksum at the end."""
+    """Reader of bytes that a CRC-32C checksum follows. It checks the checksum at the end."""
 
     def __init__(self, stored: ByteReader) -> None:
-        self._stored, self._pending, self._crc = stored, b"", 0
+        self._stored = stored
+        self._pending = b""
+        self._crc = 0
 
     def read(self, count: int) -> bytes:
         while len(self._pending) < count + CRC32C_NBYTES and (more := self._stored.read(count)):
             self._pending += more
         data_nbytes = min(count, max(0, len(self._pending) - CRC32C_NBYTES))
-        data, self._pending = self._pending[:data_nbytes], self._pending[data_nbytes:]
+        data = self._pending[:data_nbytes]
+        self._pending = self._pending[data_nbytes:]
         self._crc = google_crc32c.extend(self._crc, data)
         if not data and count and self._pending != struct.pack("<I", self._crc):
             raise ValueError("its checksum does not match")

@@ -1,34 +1,48 @@
 """The record of an output's files in its manifest: `files: {path: {bytes, xxh3}}`.
 
 It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. The digests of tensors cover
-the payload of a safetensors or msgpack file; its entry has `header`, the digest of all other bytes, instead of `xxh3`.
+the payload of a safetensors or msgpack file. Its entry has `header`, the digest of all other bytes, instead of `xxh3`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, accept_hint
+from prepcli.formats.manifest import (
+    HEADER_KEY,
+    MANIFEST_FILE,
+    SIZE_KEY,
+    XXH3_KEY,
+    FileRecord,
+    Manifest,
+    accept_hint,
+    read_manifest,
+)
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 from trainer.files.reading import open_regular_file, resolve_named_path
 
 READ_NBYTES = 1 << 20
-ITEM_FILES = {METADATA_FILE, OCDBT_MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"}  # of Orbax
+# Files that Orbax, not prep, names in an item.
+ITEM_FILES = {
+    METADATA_FILE,
+    OCDBT_MANIFEST,
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+}
 ITEM_DATA_FOLDER = "d"
-
-FileRecord = dict[str, Any]
+NO_RECORD: FileRecord = {"bytes": 0}
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and XXH3-128 of a file; raise PrepError if it cannot be read."""
-    state, nbytes = xxhash.xxh3_128(), 0
+    """Return size and XXH3-128 of a file. Raise PrepError if it cannot be read."""
+    state = xxhash.xxh3_128()
+    nbytes = 0
     try:
         with open_regular_file(path) as file:
             while block := file.read(READ_NBYTES):
@@ -52,25 +66,47 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     return {name: record_file(folder / name) for name in sorted(names)}
 
 
-def check_files(folder: Path, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+def read_manifest_of_file(file: Path) -> Manifest | None:
+    """Read the manifest in the folder of a single file, if it records the file.
+
+    A file of another model may be in the folder of an output: a name alone does not make it a
+    part of the output.
+
+    Raises:
+        PrepError: The manifest is invalid or damaged.
+    """
+    manifest = read_manifest(file.parent)
+    if manifest is None or file.name not in manifest.files:
+        return None
+    return manifest
+
+
+def check_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    hint: Callable[[str], str] | None = None,
+) -> None:
     """Check the listed files of an output. Other files are ignored.
 
     Args:
         folder: Folder of the manifest.
-        manifest: The manifest; one of an earlier version of prep lists no files.
+        manifest: The manifest. One of an earlier version of prep lists no files.
         names: Names of the listed files to check. None checks all.
+        hint: Returns the hint for a damaged file. None proposes `--accept` for settings.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.
         PrepError: A file cannot be read, or its path leaves the folder.
     """
-    for name, record in manifest.get(FILES_KEY, {}).items():
+    for name, record in manifest.files.items():
         is_selected = names is None or name in names
         if XXH3_KEY in record and is_selected:
-            _check_file(folder, name, record)
+            _check_file(folder, name, record, hint(name) if hint else _hint(folder, name))
 
 
-def are_files_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
+def are_files_intact(folder: Path, manifest: Manifest) -> bool:
     """Return whether all listed files of an output exist and are equal to their records."""
     try:
         check_files(folder, manifest)
@@ -79,29 +115,34 @@ def are_files_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_file(folder: Path, name: str, record: FileRecord) -> None:
+def _check_file(folder: Path, name: str, record: FileRecord, hint: str) -> None:
     path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
     if not path.exists():
-        raise DamagedError(f"{path} does not exist", "the manifest lists it", _hint(folder, name))
+        raise DamagedError(f"{path} does not exist", "the manifest lists it", hint)
     actual = record_file(path)
-    if any(actual[key] != record[key] for key in (SIZE_KEY, XXH3_KEY)):
+    # a later version may add keys to a record, so only these two are compared
+    is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
+    if not is_equal_size or actual.get(XXH3_KEY) != record.get(XXH3_KEY):
         why = f"it has {_describe(actual)}, the manifest records {_describe(record)}"
-        raise DamagedError(f"{path} is damaged", why, _hint(folder, name))
+        raise DamagedError(f"{path} is damaged", why, hint)
 
 
 def _hint(folder: Path, name: str) -> str:
-    return accept_hint(folder, name) if is_settings_file(name) else GET_AGAIN_HINT
+    if is_settings_file(name):
+        return accept_hint(folder, name)
+    return GET_AGAIN_HINT
 
 
 def _describe(record: FileRecord) -> str:
-    return f"{record[SIZE_KEY]:,} bytes with the digest {record[XXH3_KEY]:.40}"
+    return f"{record[SIZE_KEY]:,} bytes with the digest {record.get(XXH3_KEY, ''):.40}"
 
 
-def recorded_xxh3(path: Path, folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the recorded digest of a file; empty if the manifest in `folder` lists no such file."""
+def recorded_xxh3(path: Path, folder: Path, manifest: Manifest) -> str:
+    """Return the recorded digest of a file. Empty if the manifest in `folder` lists no such file."""
     if not path.is_relative_to(folder):
         return ""
-    return manifest.get(FILES_KEY, {}).get(path.relative_to(folder).as_posix(), {}).get(XXH3_KEY, "")
+    record = manifest.files.get(path.relative_to(folder).as_posix(), NO_RECORD)
+    return record.get(XXH3_KEY, "")
 
 
 def is_settings_file(name: str) -> bool:
@@ -110,7 +151,7 @@ def is_settings_file(name: str) -> bool:
     return file not in ITEM_FILES and ITEM_DATA_FOLDER not in folders
 
 
-def check_header(path: Path, manifest: Mapping[str, Any], header_digest: str) -> None:
+def check_header(path: Path, manifest: Manifest, header_digest: str) -> None:
     """Check the bytes of a data file outside of its tensors.
 
     Args:
@@ -121,7 +162,8 @@ def check_header(path: Path, manifest: Mapping[str, Any], header_digest: str) ->
     Raises:
         DamagedError: They differ from the record.
     """
-    expected = manifest.get(FILES_KEY, {}).get(path.name, {}).get(HEADER_KEY, header_digest)
+    # an earlier version of prep lists no files, and another library's file has no record
+    expected = manifest.files.get(path.name, NO_RECORD).get(HEADER_KEY, header_digest)
     if header_digest != expected:
         why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"
         raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)

@@ -19,7 +19,13 @@ from prepcli.formats.untrusted import list_folder
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
-FLAX_FILES = (SINGLE_FILE, INDEX_FILE, "params.msgpack", "train_state.msgpack")  # in order of precedence
+# In order of precedence.
+FLAX_FILES = (
+    SINGLE_FILE,
+    INDEX_FILE,
+    "params.msgpack",
+    "train_state.msgpack",
+)
 STREAM_FILE = "streaming_params"
 STREAM_FILES = (STREAM_FILE, "streaming_train_state")
 _SHARD_FILE = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
@@ -27,16 +33,20 @@ _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
 def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
-    """Return the kind of checkpoint that a folder with these file names holds; None if neither."""
+    """Return the kind of checkpoint that a folder with these file names holds. None if neither."""
     if any(name in names for name in FLAX_FILES):
         return "flax"
-    return "easylm" if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names) else None
+    if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names):
+        return "easylm"
+    return None
 
 
 def select_flax_files(names: Sequence[str]) -> list[str]:
     """Return the file names of a Flax model in a repository, with its index if it has one."""
     if SINGLE_FILE in names or INDEX_FILE not in names:
-        return [SINGLE_FILE] if SINGLE_FILE in names else []
+        if SINGLE_FILE in names:
+            return [SINGLE_FILE]
+        return []
     return [INDEX_FILE, *(name for name in names if _SHARD_FILE.fullmatch(name))]
 
 
@@ -58,7 +68,9 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     first = next(name for name in FLAX_FILES if name in names)
     if first != INDEX_FILE:
         return (path / first,)
-    return tuple(path / name for name in list_indexed_files(path, read_weight_map(path / INDEX_FILE, SUFFIX)))
+    return tuple(
+        path / name for name in list_indexed_files(path, read_weight_map(path / INDEX_FILE, SUFFIX))
+    )
 
 
 def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
@@ -66,8 +78,13 @@ def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
     names = {header.path.name for header in headers}
     if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
         return
-    pairs = [("/".join(array.path), header.path.name) for header in headers for array in header.arrays]
-    check_index_matches_files(folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs))
+    pairs: list[tuple[str, str]] = []
+    for header in headers:
+        for array in header.arrays:
+            pairs.append(("/".join(array.path), header.path.name))
+    check_index_matches_files(
+        folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs)
+    )
 
 
 def _find_stream(folder: Path, names: list[str]) -> str:

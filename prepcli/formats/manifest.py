@@ -1,11 +1,18 @@
-"""Read and write the manifest of an output: its source, model and layout, which later commands read from it."""
+"""The manifest of an output, `prep-manifest.json`: its source, model, layout and digests.
+
+prep writes it last, so an output without a manifest is incomplete. Later commands read from it what the files of
+other libraries do not say: how leaves map to tensors, and which bytes each of them must have.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NotRequired, TypedDict
 
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
@@ -14,8 +21,23 @@ from prepcli.formats.untrusted import read_small_file
 from trainer.files.json_values import load_json
 
 MANIFEST_FILE = "prep-manifest.json"
-STATE_ITEM = "state"  # item of a training step; the step's manifest is beside it
+# Item of a training step. The step's manifest is in the parent folder.
+STATE_ITEM = "state"
 FORMAT_VERSION = 1
+
+FILES_KEY: Final = "files"
+DIGEST_KEY: Final = "digest"
+BASE_KEY: Final = "base"
+LORA_KEY: Final = "lora"
+SIZE_KEY: Final = "bytes"
+XXH3_KEY: Final = "xxh3"
+HEADER_KEY: Final = "header"
+# in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
+SAMPLE_DIGEST_KEY = "sample_digest"
+# keys of a checkpoint of adapters: their settings, and the model that they belong to
+ADAPTER_KEYS = (LORA_KEY, BASE_KEY)
+
+# Keys that later commands read without a check, with the type that each must have.
 REQUIRED_KEYS = {
     "kind": str,
     "request": str,
@@ -26,81 +48,339 @@ REQUIRED_KEYS = {
     "tied": bool,
 }
 LAYOUT_KEYS = {"scan": bool, "scan_axis": int, "rules": list}
-KEYS_BY_KIND = {
-    "init": LAYOUT_KEYS,
-    "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
-}  # additional required keys by kind
-FILES_KEY = "files"  # records of the files without tensors; see `formats.file_records`
-SIZE_KEY, XXH3_KEY, HEADER_KEY = "bytes", "xxh3", "header"  # of such a record
-DIGEST_KEY = "digest"  # of the manifest itself; outputs of earlier versions have neither of both
-BASE_KEY = "base"  # of adapters: name and digests of the frozen parameters
+STATE_KEYS = {"step": int, "slots": dict, "others": dict}
+# The kinds of a manifest that describes an Orbax tree, with the keys that they add.
+KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
 OPTIONAL_KEYS = {BASE_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
-SAMPLE_DIGEST_KEY = "sample_digest"  # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
-LORA_KEY = "lora"
-ADAPTER_KEYS = (LORA_KEY, BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
+# Keys that prep writes. Further keys of a training step belong to the trainer.
 PREP_KEYS = {
-    *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
-    *(
-        "mesh",
-        "rules",
-        "scan",
-        "scan_axis",
-        "prefixed",
-        "tied",
-        "step",
-        "dropped",
-        "tensors",
-        "leaves",
-        "slots",
-        "others",
-        "compress",
-        "casts",
-        "packed",
-        "checksums",
-        FILES_KEY,
-        DIGEST_KEY,
-    ),
-}  # keys that prep writes; further keys of a training step belong to the trainer
+    "format",
+    "kind",
+    "request",
+    "plan",
+    "prep",
+    "source",
+    "command",
+    "name",
+    "family",
+    "config",
+    "vocab",
+    "layout",
+    "mesh",
+    "rules",
+    "scan",
+    "scan_axis",
+    "prefixed",
+    "tied",
+    "step",
+    "dropped",
+    "tensors",
+    "leaves",
+    "slots",
+    "others",
+    "compress",
+    "casts",
+    "packed",
+    "checksums",
+    FILES_KEY,
+    DIGEST_KEY,
+}
+
+JsonObject = Mapping[str, Any]
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a folder; return None if there is none, raise PrepError if it is invalid or damaged."""
+class TensorRecord(TypedDict):
+    """Record of a tensor: its values, and the digest of each range of rows.
+
+    `digests` has one entry [first row, one past the last, digest] per range, e.g. [[0, 512, "9f..."]].
+    """
+
+    dtype: NotRequired[str]
+    shape: NotRequired[list[int]]
+    digests: list[tuple[int, int, str]]
+
+
+class FileRecord(TypedDict):
+    """Record of a file: `bytes`, and either `xxh3` of the whole file or `header`.
+
+    The digests of tensors cover the payload of a safetensors or msgpack file. Its record has
+    `header`, the digest of all other bytes, instead of `xxh3`.
+    """
+
+    bytes: int
+    xxh3: NotRequired[str]
+    header: NotRequired[str]
+
+
+TensorRecords = Mapping[str, TensorRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Content of a manifest, with a typed attribute for each key that commands read.
+
+    `fields` is the JSON object as it is stored, in its order, with the keys of later versions.
+    The attributes read from it, so the stored content and its digest never depend on this class.
+    An attribute has a default where earlier versions of prep wrote no such key.
+
+    Only `read_manifest` and its like check the types of the keys: construct a manifest from
+    their result, or from fields that prep is about to write.
+
+    Example:
+        >>> Manifest({"kind": "init", "scan": False, "mesh": "1,2,1"}).mesh
+        '1,2,1'
+        >>> NO_MANIFEST.scan, bool(NO_MANIFEST)
+        (True, False)
+    """
+
+    fields: JsonObject
+
+    def __bool__(self) -> bool:
+        """Return whether there is a manifest. Only NO_MANIFEST is false."""
+        return bool(self.fields)
+
+    @property
+    def kind(self) -> str:
+        """`init`, `train`, or the kind of a folder without an Orbax tree. Empty without a manifest."""
+        return self.fields.get("kind", "")
+
+    @property
+    def is_tree(self) -> bool:
+        """Return whether the manifest describes an Orbax tree: an init or a training step."""
+        return self.kind in KEYS_BY_KIND
+
+    @property
+    def is_training_step(self) -> bool:
+        """Return whether the checkpoint has a training state in addition to the parameters."""
+        return self.kind == "train"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether the parameters belong to an adapter."""
+        return LORA_KEY in self.fields
+
+    @property
+    def request(self) -> str:
+        """Command line that made the output."""
+        return self.fields["request"]
+
+    @property
+    def plan(self) -> str:
+        """Digest of the plan that made the output. Empty in a damaged manifest."""
+        return self.fields.get("plan", "")
+
+    @property
+    def command(self) -> str | None:
+        """Name of the command that made the output."""
+        return self.fields.get("command")
+
+    @property
+    def name(self) -> object:
+        """Name of the model. Its type is not checked."""
+        return self.fields.get("name")
+
+    @property
+    def config(self) -> JsonObject:
+        """Return the model's config.json. Empty without a manifest."""
+        return self.fields.get("config", {})
+
+    @property
+    def layout(self) -> str | None:
+        """Name of the layout of the tree."""
+        return self.fields.get("layout")
+
+    @property
+    def mesh(self) -> str | None:
+        """Mesh that the chunks were divided for."""
+        return self.fields.get("mesh")
+
+    @property
+    def rules(self) -> Sequence[str]:
+        """Partition rules that replace the default ones."""
+        return self.fields.get("rules", ())
+
+    @property
+    def scan(self) -> bool:
+        """Return whether layers are stacked."""
+        return self.fields.get("scan", True)
+
+    @property
+    def scan_axis(self) -> int:
+        """Axis on which layers are stacked."""
+        return self.fields.get("scan_axis", 0)
+
+    @property
+    def is_prefixed(self) -> bool:
+        """Return whether names of tensors have the family's prefix."""
+        return self.fields["prefixed"]
+
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the output head is the embedding."""
+        return self.fields["tied"]
+
+    @property
+    def step(self) -> int | None:
+        """Number of a training step."""
+        return self.fields.get("step")
+
+    @property
+    def tensors(self) -> TensorRecords:
+        """Records of the parameters, by the names of the Hugging Face layout."""
+        return self.fields.get("tensors", {})
+
+    @property
+    def slots(self) -> Mapping[str, TensorRecords]:
+        """Records of the optimizer's tensors, by slot (`opt.mu`) and name of the parameter."""
+        return self.fields.get("slots", {})
+
+    @property
+    def others(self) -> TensorRecords:
+        """Records of the leaves of a training state that belong to no parameter."""
+        return self.fields.get("others", {})
+
+    @property
+    def leaves(self) -> JsonObject | None:
+        """Shape and chunk shape of each leaf, in the order of their checksums."""
+        leaves = self.fields.get("leaves")
+        if isinstance(leaves, dict):
+            return leaves
+        return None
+
+    @property
+    def has_file_records(self) -> bool:
+        """Return whether the manifest lists its files. Manifests of early versions do not."""
+        return FILES_KEY in self.fields
+
+    @property
+    def files(self) -> Mapping[str, FileRecord]:
+        """Records of the files, by path in the output."""
+        return self.fields.get(FILES_KEY, {})
+
+    @property
+    def digest(self) -> str | None:
+        """Recorded digest of the manifest itself."""
+        return self.fields.get(DIGEST_KEY)
+
+    @property
+    def checksums(self) -> object:
+        """Record of the checksum file. None if there is no such file. Its type is not checked."""
+        return self.fields.get("checksums")
+
+    @property
+    def casts(self) -> list[dict[str, Any]]:
+        """Counts of the values that casts changed."""
+        return self.fields.get("casts", [])
+
+    @property
+    def compress(self) -> str | None:
+        """Method and level of compression, e.g. `zstd:3`."""
+        return self.fields.get("compress")
+
+    @property
+    def packed(self) -> Mapping[str, int]:
+        """Stored size of each compressed data file. Empty without compression."""
+        return self.fields.get("packed", {})
+
+    @property
+    def base(self) -> JsonObject:
+        """Name and digests of the model that an adapter belongs to."""
+        return self.fields.get(BASE_KEY, {})
+
+
+# The manifest of a checkpoint that prep did not write: every attribute has its default.
+NO_MANIFEST = Manifest({})
+
+
+# The folder and the bytes of `unwritten_manifest`.
+_UNWRITTEN: ContextVar[tuple[Path, bytes] | None] = ContextVar("unwritten_manifest", default=None)
+
+
+@contextmanager
+def unwritten_manifest(folder: Path, data: bytes) -> Iterator[None]:
+    """Read `data` as the manifest of `folder` inside the `with` block.
+
+    An output can so be checked against records that are written only after the check.
+
+    Args:
+        folder: Folder of an output.
+        data: Bytes of its next manifest.
+    """
+    token = _UNWRITTEN.set((folder.resolve(), data))
+    try:
+        yield
+    finally:
+        _UNWRITTEN.reset(token)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a folder, if there is one.
+
+    Raises:
+        PrepError: The manifest is invalid or damaged.
+    """
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
+    unwritten = _UNWRITTEN.get()
+    if unwritten is not None and unwritten[0] == folder.resolve():
+        return decode_manifest(path, unwritten[1])
     return decode_manifest(path, read_small_file(path))
 
 
-def decode_manifest(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the content of a manifest file; raise PrepError if it is invalid or damaged."""
+def decode_manifest(path: Path, data: bytes) -> Manifest:
+    """Decode the bytes of a manifest file and check its digest.
+
+    Raises:
+        PrepError: The manifest is invalid or damaged.
+    """
     manifest = parse_manifest(path, data)
-    if DIGEST_KEY in manifest and manifest[DIGEST_KEY] != manifest_digest(manifest):
-        why = f"its content differs from the digest {manifest[DIGEST_KEY]:.40} that it records"
+    # Outputs of early versions have no digest to compare.
+    recorded = manifest.digest
+    if recorded is not None and recorded != manifest_digest(manifest.fields):
+        why = f"its content differs from the digest {recorded:.40} that it records"
         raise DamagedError(f"{path} is damaged", why, accept_hint(path.parent, MANIFEST_FILE))
     return manifest
 
 
-def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the content of a manifest file, without a check of its digest.
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    """Decode the bytes of a manifest file without a check of its digest.
 
     Raises:
-        PrepError: It is no manifest, or of another format.
+        PrepError: The file is no manifest, or has another format version.
     """
     try:
-        manifest = load_json(data)
+        fields = load_json(data)
     except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
-        stored_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise PrepError(f"{path} has another format", f"it says {stored_format!r}, this prep reads {FORMAT_VERSION}")
-    _check_manifest(path, manifest)
-    return manifest
+    if not isinstance(fields, dict):
+        raise _version_error(path, type(fields).__name__)
+    if fields.get("format") != FORMAT_VERSION:
+        raise _version_error(path, fields.get("format"))
+    _check_manifest(path, fields)
+    return Manifest(fields)
 
 
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
+def _version_error(path: Path, version: object) -> PrepError:
+    why = f"it says {version!r}, this prep reads {FORMAT_VERSION}"
+    return PrepError(f"{path} has another format", why)
+
+
+def manifest_digest(fields: JsonObject) -> str:
     """Return the XXH3-128 of the canonical JSON of a manifest without its digest: sorted keys, no spaces, ASCII."""
-    content = {key: value for key, value in manifest.items() if key != DIGEST_KEY}
+    content = {key: value for key, value in fields.items() if key != DIGEST_KEY}
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def encode_manifest(fields: JsonObject) -> bytes:
+    """Return the bytes of the manifest file, with its own digest if it lists files."""
+    text = json.dumps({"format": FORMAT_VERSION, **fields}, indent=1)
+    if FILES_KEY in fields:
+        # JSON turns tuples into lists and keys into text. The digest is one of the stored
+        # content, which a reader gets back, so it is computed from the text and not from `fields`.
+        stored = json.loads(text)
+        text = json.dumps({**stored, DIGEST_KEY: manifest_digest(stored)}, indent=1)
+    return text.encode() + b"\n"
 
 
 def accept_hint(folder: Path, name: str) -> str:
@@ -111,47 +391,77 @@ def accept_hint(folder: Path, name: str) -> str:
 def foreign_output_error(output: str) -> PrepError:
     """Return the error for an output path at which something exists that prep did not write."""
     why = f"it has no {MANIFEST_FILE}: prep only replaces its own outputs"
-    return PrepError(f"{output} exists and is something else", why, "choose another `--out`, or remove it")
+    return PrepError(
+        f"{output} exists and is something else", why, "choose another `--out`, or remove it"
+    )
 
 
 def find_manifest_folder(path: Path) -> Path:
-    """Return the folder with the manifest of `path`: its item, training step or last step of a run; else `path`."""
+    """Return the folder with the manifest of `path`: its item, training step or last step of a run.
+
+    Return `path` itself if it has no item.
+    """
     item = find_item(path)
-    if item is None or (item / MANIFEST_FILE).exists():
-        return item or path
-    return item.parent if item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists() else item
+    if item is None:
+        return path
+    if (item / MANIFEST_FILE).exists():
+        return item
+    # A training step has its manifest beside the item: RUN/10/state and RUN/10/prep-manifest.json.
+    is_state_of_step = item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists()
+    if is_state_of_step:
+        return item.parent
+    return item
 
 
-def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+def _check_manifest(path: Path, fields: JsonObject) -> None:
     """Raise PrepError unless the manifest has all keys that later commands read, of the right types."""
-    optional = {key: expected_type for key, expected_type in OPTIONAL_KEYS.items() if key in manifest}
-    for key, expected_type in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(manifest.get("kind")), {}) | optional).items():
-        if not isinstance(manifest.get(key), expected_type):
-            why = f"`{key}` is {manifest.get(key)!r:.60}" if key in manifest else f"`{key}` is missing"
-            raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-    if (FILES_KEY in manifest) != (DIGEST_KEY in manifest):
-        why = f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`"
-        raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-    for name, record in manifest.get(FILES_KEY, {}).items():
+    expected_types = REQUIRED_KEYS | KEYS_BY_KIND.get(str(fields.get("kind")), {})
+    for key, expected_type in OPTIONAL_KEYS.items():
+        if key in fields:
+            expected_types[key] = expected_type
+    for key, expected_type in expected_types.items():
+        if key not in fields:
+            raise _broken_error(path, f"`{key}` is missing")
+        if not isinstance(fields[key], expected_type):
+            raise _broken_error(path, f"`{key}` is {fields[key]!r:.60}")
+    # files and digest came in one version of prep: one alone was removed by hand
+    if (FILES_KEY in fields) != (DIGEST_KEY in fields):
+        raise _broken_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
+    for name, record in fields.get(FILES_KEY, {}).items():
         if not _is_file_record(record):
-            why = f"the record of {name!r:.60} has no size and digest"
-            raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
-    state_records = (manifest["others"], *manifest["slots"].values()) if manifest["kind"] == "train" else ()
-    for records in (manifest["tensors"], *state_records):
-        _check_records(path, records)
+            raise _broken_error(path, f"the record of {name!r:.60} has no size and digest")
+    _check_records(path, fields["tensors"])
+    if fields["kind"] == "train":
+        _check_records(path, fields["others"])
+        for records in fields["slots"].values():
+            _check_records(path, records)
 
 
 def _check_records(path: Path, records: Any) -> None:
     """Raise PrepError unless each tensor has a list of digests."""
-    for name, record in records.items() if isinstance(records, dict) else [("the state", records)]:
-        row_digests = record.get("digests") if isinstance(record, dict) else None
-        if not isinstance(row_digests, list) or not all(_is_row_digest(row_digest) for row_digest in row_digests):
-            raise DamagedError(f"{path} is broken", f"{name!r:.60} has no list of digests", GET_AGAIN_HINT)
+    if not isinstance(records, dict):
+        raise _broken_error(path, "'the state' has no list of digests")
+    for name, record in records.items():
+        if isinstance(record, dict):
+            row_digests = record.get("digests")
+        else:
+            row_digests = None
+        if not _are_row_digests(row_digests):
+            raise _broken_error(path, f"{name!r:.60} has no list of digests")
 
 
-def _is_row_digest(value: Any) -> bool:
-    """Return whether a value is [first row, stop row, digest]."""
-    return isinstance(value, list) and [type(part) for part in value] == [int, int, str]
+def _broken_error(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
+
+
+def _are_row_digests(values: Any) -> bool:
+    """Return whether a value is a list of [first row, stop row, digest]."""
+    if not isinstance(values, list):
+        return False
+    for value in values:
+        if not isinstance(value, list) or [type(part) for part in value] != [int, int, str]:
+            return False
+    return True
 
 
 def _is_file_record(record: Any) -> bool:
@@ -159,13 +469,3 @@ def _is_file_record(record: Any) -> bool:
     if not isinstance(record, dict) or type(record.get(SIZE_KEY)) is not int:
         return False
     return isinstance(record.get(XXH3_KEY, record.get(HEADER_KEY)), str)
-
-
-def encode_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the manifest file, with its own digest if it lists files."""
-    text = json.dumps({"format": FORMAT_VERSION, **content}, indent=1)
-    if FILES_KEY in content:
-        # tuples and keys that are not text become lists and text: the digest is that of the stored content
-        manifest = json.loads(text)
-        text = json.dumps({**manifest, DIGEST_KEY: manifest_digest(manifest)}, indent=1)
-    return text.encode() + b"\n"

@@ -30,10 +30,13 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> dict[str, 
         ValueError: A parameter is unknown, missing or out of range.
     """
     params = _read_params(document)
-    hidden_size, num_heads, num_layers = (_read_positive_int(params, key) for key in ("dim", "n_heads", "n_layers"))
+    hidden_size, num_heads, num_layers = (
+        _read_positive_int(params, key) for key in ("dim", "n_heads", "n_layers")
+    )
     if hidden_size % (2 * num_heads):
         raise ValueError(f"dim {hidden_size} is not an even number for each of {num_heads} heads")
-    rope_theta, is_llama_3 = _read_positive(params, "rope_theta", 10000.0), vocab_size >= MIN_LLAMA_3_VOCAB_SIZE
+    rope_theta = _read_positive(params, "rope_theta", 10000.0)
+    is_llama_3 = vocab_size >= MIN_LLAMA_3_VOCAB_SIZE
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -55,7 +58,9 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> dict[str, 
         "bos_token_id": 128000 if is_llama_3 else 1,
         "eos_token_id": 128001 if is_llama_3 else 2,
     }
-    return config | ({"rope_scaling": _rope_scaling(params)} if params.get("use_scaled_rope") is True else {})
+    return config | (
+        {"rope_scaling": _rope_scaling(params)} if params.get("use_scaled_rope") is True else {}
+    )
 
 
 def is_small_llama_3_2(document: object) -> bool:
@@ -65,12 +70,17 @@ def is_small_llama_3_2(document: object) -> bool:
 
 
 def _read_params(document: object) -> Mapping[str, Any]:
-    """Return the parameters, which some files nest under `model`; raise ValueError for unknown keys."""
-    params = document.get("model", document) if isinstance(document, Mapping) else None
+    """Return the parameters, which some files nest under `model`. Raise ValueError for unknown keys."""
+    if isinstance(document, Mapping):
+        params = document.get("model", document)
+    else:
+        params = None
     if not isinstance(params, Mapping):
         raise ValueError("it is not a JSON object")
     if unknown := sorted(set(params) - KNOWN_KEYS):
-        raise ValueError(f"it has {', '.join(unknown[:4])}, which LLaMA 1 to 3.2 do not have: another kind of model")
+        raise ValueError(
+            f"it has {', '.join(unknown[:4])}, which LLaMA 1 to 3.2 do not have: another kind of model"
+        )
     return params
 
 
@@ -90,8 +100,14 @@ def _read_positive(params: Mapping[str, Any], key: str, default: float | None) -
 
 def _intermediate_size(params: Mapping[str, Any], hidden_size: int) -> int:
     """Return `8/3 * hidden_size * ffn_dim_multiplier`, rounded up to a multiple of `multiple_of`."""
-    multiple = _read_positive_int(params, "multiple_of") if "multiple_of" in params else 256
-    factor = 1.0 if params.get("ffn_dim_multiplier") is None else _read_positive(params, "ffn_dim_multiplier", None)
+    if "multiple_of" in params:
+        multiple = _read_positive_int(params, "multiple_of")
+    else:
+        multiple = 256
+    if params.get("ffn_dim_multiplier") is None:
+        factor = 1.0
+    else:
+        factor = _read_positive(params, "ffn_dim_multiplier", None)
     if factor > 1000:
         raise ValueError(f"ffn_dim_multiplier is {factor:g}, it must be at most 1000")
     return -(-int(factor * int(8 * hidden_size / 3)) // multiple) * multiple
@@ -102,14 +118,23 @@ def _max_position_embeddings(params: Mapping[str, Any], rope_theta: float, is_ll
     if params.get("use_scaled_rope") is True:
         return 131072
     if rope_theta > 10000:
-        return 8192 if is_llama_3 else CODE_LLAMA_CONTEXT
-    is_llama_1 = params["norm_eps"] < 1e-5 or (params["dim"] >= 8192 and params.get("n_kv_heads") is None)
-    return 2048 if is_llama_1 else 4096
+        if is_llama_3:
+            return 8192
+        return CODE_LLAMA_CONTEXT
+    is_llama_1 = params["norm_eps"] < 1e-5 or (
+        params["dim"] >= 8192 and params.get("n_kv_heads") is None
+    )
+    if is_llama_1:
+        return 2048
+    return 4096
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary scaling of LLaMA 3.1, or of 3.2, whose models are narrower and have a larger factor."""
-    factor = 32.0 if _read_positive_int(params, "dim") < 4096 else 8.0
+    """Return the rotary scaling of LLaMA 3.1, or of 3.2: its models are narrower and have a larger factor."""
+    if _read_positive_int(params, "dim") < 4096:
+        factor = 32.0
+    else:
+        factor = 8.0
     return {
         "rope_type": "llama3",
         "factor": _read_positive(params, "rope_scaling_factor", factor),

@@ -1,6 +1,6 @@
 """Read the headers of Flax msgpack files and EasyLM streams: arrays and the byte ranges of their payloads.
 
-A Flax file is a nested map whose leaves are arrays. An array is extension 1 with [shape, dtype, bytes]; an array above
+A Flax file is a nested map with arrays as leaves. An array is extension 1 with [shape, dtype, bytes]. An array above
 1 GiB is a map of such pieces. An EasyLM stream is a sequence of records [path, bytes], where the bytes are a Flax file
 of one leaf. Payloads are skipped. Files are untrusted: nesting depth, number of entries and length of names are
 bounded before they are read.
@@ -24,9 +24,13 @@ from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
 
-EXT_ARRAY, EXT_SCALAR = 1, 3  # extension codes of flax.serialization: array and NumPy scalar
+# Extension codes of flax.serialization: array and NumPy scalar.
+EXT_ARRAY = 1
+EXT_SCALAR = 3
 CHUNKED_MARKER = "__msgpack_chunked_array__"
 SUFFIX = "msgpack"
+# Limits on untrusted input. They are far above any model, and bound time and memory: a file of a
+# few bytes may claim 2^32 entries.
 MAX_DEPTH = 32  # nesting of maps; parts of a record's path
 MAX_ENTRIES = 1 << 17  # maps, leaves and numbers in a file
 MAX_DIMS = 64
@@ -53,7 +57,8 @@ class MsgpackNonArray:
     """A leaf other than an array."""
 
     path: KeyPath
-    value: object  # int, float, bool or None; else a description
+    # A number, bool or None as it is, any other value as a description.
+    value: object
 
     def __str__(self) -> str:
         return f"{'.'.join(self.path)} is {self.value if isinstance(self.value, str) else repr(self.value)}"
@@ -61,7 +66,7 @@ class MsgpackNonArray:
 
 @dataclass(frozen=True, slots=True)
 class MsgpackHeader:
-    """Leaves of a file, in file order, without payloads; `digest` is the XXH3-128 of the bytes outside of payloads."""
+    """Leaves of a file, in file order, without payloads. `digest` is the XXH3-128 of the bytes outside of payloads."""
 
     path: Path
     arrays: tuple[MsgpackArray, ...]
@@ -72,7 +77,7 @@ class MsgpackHeader:
 
 
 def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
-    """Return the kind of a regular file by its first bytes; None for any other file."""
+    """Return the kind of a regular file by its first bytes. None for any other file."""
     try:
         stat_file(path)
         with path.open("rb") as file:
@@ -81,11 +86,11 @@ def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
         return None
     if first_bytes[:1] == b"\x92" and len(first_bytes) > 1 and 0x90 < first_bytes[1] < 0xA0:
         return "easylm"
-    is_map, key = (
-        first_bytes[:1] in _MAP_FIRST_BYTES,
-        first_bytes[{0xDE: 3, 0xDF: 5}.get(first_bytes[0], 1) :] if first_bytes else b"",
-    )
-    return "flax" if is_map and (not key or _is_text_byte(key[0])) else None
+    is_map = first_bytes[:1] in _MAP_FIRST_BYTES
+    key = first_bytes[{0xDE: 3, 0xDF: 5}.get(first_bytes[0], 1) :] if first_bytes else b""
+    if is_map and (not key or _is_text_byte(key[0])):
+        return "flax"
+    return None
 
 
 def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
@@ -109,14 +114,32 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
-        what = "EasyLM stream" if kind == "easylm" else "Flax msgpack file"
-        raise DamagedError(f"{path.name} is not a usable {what}", str(error), download_again_hint(path)) from error
+        if kind == "easylm":
+            what = "EasyLM stream"
+        else:
+            what = "Flax msgpack file"
+        raise DamagedError(
+            f"{path.name} is not a usable {what}", str(error), download_again_hint(path)
+        ) from error
     finally:
         os.close(fd)
     digest = state.cursor.digest_state.hexdigest()
-    return MsgpackHeader(path, tuple(state.arrays), tuple(state.non_arrays), stat.st_size, stat.st_mtime_ns, digest)
+    return MsgpackHeader(
+        path, tuple(state.arrays), tuple(state.non_arrays), stat.st_size, stat.st_mtime_ns, digest
+    )
 
 
+# Format: https://github.com/msgpack/msgpack/blob/master/spec.md, and the extension types of
+# flax.serialization. The file of {"w": float32 [2]} has these bytes:
+#   81                       map of 1 entry
+#   a1 77                    text of 1 byte: "w"
+#   c7 15 01                 extension of 0x15 = 21 bytes, code 1: an array of Flax
+#     93                     array of 3 items: shape, dtype, bytes
+#     91 02                  shape [2]
+#     a7 66 6c 6f 61 74 33 32  dtype "float32"
+#     c4 08 <8 bytes>        payload, at offset 19
+# An EasyLM record is 92 (2 items), the path as an array of texts, and bytes (c4 to c6) that are
+# such a file of one leaf.
 # Bytes
 
 
@@ -124,15 +147,21 @@ class _Cursor:
     """Read position in a file: headers are read through a small window, payloads are skipped."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self.offset, self.size = 0, size
+        self.offset = 0
+        self.size = size
         self.digest_state = xxhash.xxh3_128()
-        self._fd, self._window, self._start = fd, b"", 0
+        self._fd = fd
+        self._window = b""
+        self._start = 0
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes; raise ValueError if the file is truncated."""
+        """Return the next `count` bytes. Raise ValueError if the file is truncated."""
         low = self.offset - self._start
         if low < 0 or low + count > len(self._window):
-            self._window, self._start = os.pread(self._fd, max(count, WINDOW_NBYTES), self.offset), self.offset
+            # A header is a few bytes, so a file of 1,000 leaves is read in about 1,000 windows. The
+            # payload between two headers is never in memory.
+            self._window = os.pread(self._fd, max(count, WINDOW_NBYTES), self.offset)
+            self._start = self.offset
             low = 0
         data = self._window[low : low + count]
         if len(data) < count:
@@ -156,7 +185,7 @@ class _Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Token:
+class _MsgpackHeader:
     """A msgpack header: `count` is a length in bytes or a number of items, `value` the value of a scalar."""
 
     kind: Literal["value", "map", "array", "text", "bytes", "extension"]
@@ -165,25 +194,34 @@ class _Token:
     value: object = None
 
 
-def _read_token(cursor: _Cursor) -> _Token:
+def _read_token(cursor: _Cursor) -> _MsgpackHeader:
     first_byte = cursor.take_uint(1)
     if first_byte < 0x80 or first_byte >= 0xE0:
-        return _Token("value", value=first_byte if first_byte < 0x80 else first_byte - 256)
+        return _MsgpackHeader("value", value=first_byte if first_byte < 0x80 else first_byte - 256)
     if first_byte < 0xC0:
         kind, mask = _FIX_TYPES[first_byte >> 4]
-        return _Token(kind, first_byte & mask)
+        return _MsgpackHeader(kind, first_byte & mask)
     if first_byte in _CONSTANTS:
-        return _Token("value", value=_CONSTANTS[first_byte])
+        return _MsgpackHeader("value", value=_CONSTANTS[first_byte])
     if first_byte in _NUMBER_FORMATS:
         struct_format = _NUMBER_FORMATS[first_byte]
-        return _Token("value", value=struct.unpack(struct_format, cursor.take(struct.calcsize(struct_format)))[0])
+        return _MsgpackHeader(
+            "value",
+            value=struct.unpack(struct_format, cursor.take(struct.calcsize(struct_format)))[0],
+        )
     if first_byte in _SIZED_TYPES:
         kind, width = _SIZED_TYPES[first_byte]
-        count = cursor.take_uint(width) if width else 1 << (first_byte - 0xD4)
-        return _Token(kind, count, cursor.take_uint(1) if kind == "extension" else 0)
-    raise ValueError(f"byte {cursor.offset - 1:,} is {first_byte:#x}, which msgpack does not define")
+        if width:
+            count = cursor.take_uint(width)
+        else:
+            count = 1 << (first_byte - 0xD4)
+        return _MsgpackHeader(kind, count, cursor.take_uint(1) if kind == "extension" else 0)
+    raise ValueError(
+        f"byte {cursor.offset - 1:,} is {first_byte:#x}, which msgpack does not define"
+    )
 
 
+# First bytes with a count in their low bits: 0x8N map, 0x9N array, 0xa0 to 0xbf text.
 _FIX_TYPES: dict[int, tuple[Literal["map", "array", "text"], int]] = {
     0x8: ("map", 15),
     0x9: ("array", 15),
@@ -199,9 +237,11 @@ _SIZED_TYPES: dict[int, tuple[Literal["map", "array", "text", "bytes", "extensio
     **{0xDE + i: ("map", 2 << i) for i in range(2)},
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_NUMBER_FORMATS = {0xCA: ">f", 0xCB: ">d", **{0xCC + i: form for i, form in enumerate((">B", ">H", ">I", ">Q"))}} | {
-    0xD0 + i: form for i, form in enumerate((">b", ">h", ">i", ">q"))
-}
+_NUMBER_FORMATS = {
+    0xCA: ">f",
+    0xCB: ">d",
+    **{0xCC + i: form for i, form in enumerate((">B", ">H", ">I", ">Q"))},
+} | {0xD0 + i: form for i, form in enumerate((">b", ">h", ">i", ">q"))}
 _MAP_FIRST_BYTES = {bytes([first]) for first in (*range(0x81, 0x90), 0xDE, 0xDF)}
 
 
@@ -223,11 +263,13 @@ class _ParseState:
     paths_nbytes: int = 0
 
     def count_entry(self, path: KeyPath) -> None:
-        """Count an entry; raise ValueError if the file exceeds a limit."""
+        """Count an entry. Raise ValueError if the file exceeds a limit."""
         self.entries += 1
         self.paths_nbytes += sum(map(len, path)) + len(path)
         if self.entries > MAX_ENTRIES or self.paths_nbytes > MAX_PATHS_NBYTES:
-            raise ValueError(f"it has more than {MAX_ENTRIES:,} entries or {MAX_PATHS_NBYTES >> 20} MiB of names")
+            raise ValueError(
+                f"it has more than {MAX_ENTRIES:,} entries or {MAX_PATHS_NBYTES >> 20} MiB of names"
+            )
         if len(path) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep, at {_quote_path(path)}")
 
@@ -236,12 +278,14 @@ def _parse_flax_file(state: _ParseState) -> None:
     """Parse a Flax file."""
     _parse_value(state, ())
     extra_nbytes = state.cursor.size - state.cursor.offset
+    # Bytes after the tree would be in no digest, and a longer file that was overwritten by a
+    # shorter one looks like this.
     if extra_nbytes:
         raise ValueError(f"{extra_nbytes:,} bytes follow its end at byte {state.cursor.offset:,}")
 
 
 def _parse_stream(state: _ParseState) -> None:
-    """Parse an EasyLM stream; raise ValueError for a path that occurs twice."""
+    """Parse an EasyLM stream. Raise ValueError for a path that occurs twice."""
     seen: set[KeyPath] = set()
     while state.cursor.offset < state.cursor.size:
         path = _read_record_path(state)
@@ -257,13 +301,21 @@ def _parse_stream(state: _ParseState) -> None:
             raise ValueError(f"it is cut short: {why}")
         _parse_value(state, path)
         value_end = state.cursor.offset
+        # The record states its length twice: as bytes, and by the value in these bytes. A reader
+        # of EasyLM uses the first one, so both must agree.
         if value_end != end:
-            raise ValueError(f"the record {_quote_path(path)} ends at byte {end:,}, its value at {value_end:,}")
+            raise ValueError(
+                f"the record {_quote_path(path)} ends at byte {end:,}, its value at {value_end:,}"
+            )
 
 
 def _read_record_path(state: _ParseState) -> KeyPath:
-    offset, record = state.cursor.offset, _read_token(state.cursor)
-    key = _read_token(state.cursor) if (record.kind, record.count) == ("array", 2) else record
+    offset = state.cursor.offset
+    record = _read_token(state.cursor)
+    if (record.kind, record.count) == ("array", 2):
+        key = _read_token(state.cursor)
+    else:
+        key = record
     if key is record or key.kind != "array" or key.count > MAX_DEPTH:
         raise ValueError(f"byte {offset:,} does not start a record [path, bytes]")
     return tuple(_read_key(state.cursor, allow_int=True) for _ in range(key.count))
@@ -280,7 +332,9 @@ def _read_key(cursor: _Cursor, allow_int: bool = False) -> str:
 
 def _read_text(cursor: _Cursor, count: int) -> str:
     if count > MAX_KEY_NBYTES:
-        raise ValueError(f"a name at byte {cursor.offset:,} has {count:,} bytes, the limit is {MAX_KEY_NBYTES:,}")
+        raise ValueError(
+            f"a name at byte {cursor.offset:,} has {count:,} bytes, the limit is {MAX_KEY_NBYTES:,}"
+        )
     try:
         return cursor.take(count).decode()
     except UnicodeError as error:
@@ -302,33 +356,51 @@ def _parse_value(state: _ParseState, path: KeyPath) -> None:
         state.non_arrays.append(MsgpackNonArray(path, token.value))
     else:
         state.cursor.skip(token.count)
-        state.non_arrays.append(MsgpackNonArray(path, f"{token.count:,} bytes that are not an array"))
+        state.non_arrays.append(
+            MsgpackNonArray(path, f"{token.count:,} bytes that are not an array")
+        )
 
 
 def _parse_map(state: _ParseState, path: KeyPath, count: int) -> None:
     keys: set[str] = set()
-    first_array, first_non_array = len(state.arrays), len(state.non_arrays)
+    first_array = len(state.arrays)
+    first_non_array = len(state.non_arrays)
     for _ in range(count):
         key = _read_key(state.cursor)
         if key in keys:
             raise ValueError(f"it has {_quote_path((*path, key))} twice")
         keys.add(key)
         _parse_value(state, (*path, key))
+    # msgpack limits an extension to 2^32 - 1 bytes, so flax.serialization stores an array above
+    # 1 GiB as {"__msgpack_chunked_array__": True, "shape": {"0": ...}, "chunks": {"0": ...}}.
     if CHUNKED_MARKER in keys:
         joined = _join_pieces(path, state.arrays[first_array:], state.non_arrays[first_non_array:])
         del state.arrays[first_array:], state.non_arrays[first_non_array:]
         state.arrays.append(joined)
 
 
-def _join_pieces(path: KeyPath, pieces: list[MsgpackArray], non_arrays: list[MsgpackNonArray]) -> MsgpackArray:
+def _join_pieces(
+    path: KeyPath, pieces: list[MsgpackArray], non_arrays: list[MsgpackNonArray]
+) -> MsgpackArray:
     """Join the pieces of a chunked array: 1-d arrays under `chunks`, extents under `shape`."""
     depth = len(path)
-    chunks = {piece.path[depth + 1]: piece for piece in pieces if _is_child_of(piece.path, depth, "chunks")}
-    extents = {leaf.path[depth + 1]: leaf.value for leaf in non_arrays if _is_child_of(leaf.path, depth, "shape")}
+    chunks = {
+        piece.path[depth + 1]: piece
+        for piece in pieces
+        if _is_child_of(piece.path, depth, "chunks")
+    }
+    extents = {
+        leaf.path[depth + 1]: leaf.value
+        for leaf in non_arrays
+        if _is_child_of(leaf.path, depth, "shape")
+    }
     chunks_in_order = [chunks.get(str(i)) for i in range(len(chunks))]
     shape = [extents.get(str(i)) for i in range(len(extents))]
-    flat_pieces = [piece for piece in chunks_in_order if piece is not None and len(piece.shape) == 1]
-    unknown_entries = len(pieces) - len(chunks) + len(non_arrays) - len(extents) - 1  # the marker itself
+    flat_pieces = [
+        piece for piece in chunks_in_order if piece is not None and len(piece.shape) == 1
+    ]
+    # The last 1 is the entry of CHUNKED_MARKER.
+    unknown_entries = len(pieces) - len(chunks) + len(non_arrays) - len(extents) - 1
     if (
         not flat_pieces
         or len(flat_pieces) != len(chunks_in_order)
@@ -337,9 +409,18 @@ def _join_pieces(path: KeyPath, pieces: list[MsgpackArray], non_arrays: list[Msg
     ):
         raise ValueError(f"the pieces of {_quote_path(path)} do not form an array")
     counts = tuple(extent for extent in shape[:MAX_DIMS] if type(extent) is int and extent >= 0)
-    if len(counts) != len(shape) or math.prod(counts) != sum(piece.shape[0] for piece in flat_pieces):
-        raise ValueError(f"the pieces of {_quote_path(path)} do not form an array of shape {str(shape)[:100]}")
-    return MsgpackArray(path, flat_pieces[0].dtype, counts, tuple(run for piece in flat_pieces for run in piece.runs))
+    if len(counts) != len(shape) or math.prod(counts) != sum(
+        piece.shape[0] for piece in flat_pieces
+    ):
+        raise ValueError(
+            f"the pieces of {_quote_path(path)} do not form an array of shape {str(shape)[:100]}"
+        )
+    return MsgpackArray(
+        path,
+        flat_pieces[0].dtype,
+        counts,
+        tuple(itertools.chain.from_iterable(piece.runs for piece in flat_pieces)),
+    )
 
 
 def _is_child_of(path: KeyPath, depth: int, key: str) -> bool:
@@ -351,9 +432,12 @@ def _read_array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
     end = cursor.offset + nbytes
     if (header := _read_token(cursor)).kind != "array" or header.count != 3:
         raise ValueError(f"{_quote_path(path)} is not an array of Flax")
-    shape, dtype = tuple(_iter_shape(cursor, path)), _read_key(cursor)
+    shape = tuple(_iter_shape(cursor, path))
+    dtype = _read_key(cursor)
     if ITEM_BITS.get(dtype, 0) % 8 or dtype not in ITEM_BITS:
-        raise ValueError(f"{_quote_path(path)} is {quote_name(dtype)}, a dtype that is not supported")
+        raise ValueError(
+            f"{_quote_path(path)} is {quote_name(dtype)}, a dtype that is not supported"
+        )
     data = _read_token(cursor)
     payload_nbytes = math.prod(shape) * ITEM_BITS[dtype] // 8
     if data.kind != "bytes" or cursor.offset + data.count != end or data.count != payload_nbytes:
@@ -373,4 +457,6 @@ def _iter_shape(cursor: _Cursor, path: KeyPath) -> Iterator[int]:
 
 
 def _quote_path(path: KeyPath) -> str:
-    return quote_name(".".join(path)) if path else "its root"
+    if path:
+        return quote_name(".".join(path))
+    return "its root"

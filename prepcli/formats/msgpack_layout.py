@@ -1,6 +1,6 @@
 """Lay out Flax msgpack files and EasyLM streams: compute the headers and the offsets of the payloads. Pure.
 
-The engine fills in the payloads. The bytes equal those that `flax.serialization` writes for a tree in the order of
+The engine fills in the payloads. The bytes equal the ones that `flax.serialization` writes for a tree in the order of
 JAX: the keys of every dict are sorted as text.
 """
 
@@ -53,24 +53,27 @@ _Segment = bytes | _Payload
 
 
 def lay_out_flax(leaves: Iterable[MsgpackLeaf]) -> MsgpackLayout:
-    """Lay out a Flax file of a tree with these leaves; raise PrepError for a sub-byte dtype."""
+    """Lay out a Flax file of a tree with these leaves. Raise PrepError for a sub-byte dtype."""
     return _place_segments(_encode_tree(_build_tree(leaves)))
 
 
 def lay_out_stream(leaves: Iterable[MsgpackLeaf]) -> MsgpackLayout:
-    """Lay out an EasyLM stream of these leaves; raise PrepError for a sub-byte dtype or a leaf above 4 GiB."""
-    return _place_segments(
-        segment for leaf in _iter_sorted_leaves(_build_tree(leaves)) for segment in _encode_record(leaf)
-    )
+    """Lay out an EasyLM stream of these leaves. Raise PrepError for a sub-byte dtype or a leaf above 4 GiB."""
+    segments: list[_Segment] = []
+    for leaf in _iter_sorted_leaves(_build_tree(leaves)):
+        segments.extend(_encode_record(leaf))
+    return _place_segments(segments)
 
 
 def sort_paths(paths: Iterable[KeyPath]) -> list[KeyPath]:
     """Return the paths in the order in which JAX flattens a tree."""
-    return [leaf.path for leaf in _iter_sorted_leaves(_build_tree(MsgpackLeaf(path, "bool", ()) for path in paths))]
+    tree = _build_tree(MsgpackLeaf(path, "bool", ()) for path in paths)
+    return [leaf.path for leaf in _iter_sorted_leaves(tree)]
 
 
 def _place_segments(segments: Iterable[_Segment]) -> MsgpackLayout:
-    offset, fixed = 0, []
+    offset = 0
+    fixed = []
     runs: dict[KeyPath, list[tuple[int, int]]] = {}
     pending = bytearray()
     for segment in segments:
@@ -84,7 +87,9 @@ def _place_segments(segments: Iterable[_Segment]) -> MsgpackLayout:
             offset += segment.nbytes
     if pending:
         fixed.append((offset, bytes(pending)))
-    return MsgpackLayout(offset + len(pending), tuple(fixed), {path: tuple(ranges) for path, ranges in runs.items()})
+    return MsgpackLayout(
+        offset + len(pending), tuple(fixed), {path: tuple(ranges) for path, ranges in runs.items()}
+    )
 
 
 _Tree = dict[str, "MsgpackLeaf | _Tree"]
@@ -122,10 +127,16 @@ def _encode_tree(tree: _Tree) -> Iterator[_Segment]:
 
 def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     value = list(_encode_leaf(leaf))
-    nbytes = sum(segment.nbytes if isinstance(segment, _Payload) else len(segment) for segment in value)
+    nbytes = sum(
+        segment.nbytes if isinstance(segment, _Payload) else len(segment) for segment in value
+    )
     if nbytes > MAX_RECORD_NBYTES:
         why = f"it takes {nbytes:,} bytes, a record holds {MAX_RECORD_NBYTES:,}"
-        raise PrepError(f"{'.'.join(leaf.path)} is too large for an EasyLM stream", why, "pass `--layout hf-flax`")
+        raise PrepError(
+            f"{'.'.join(leaf.path)} is too large for an EasyLM stream",
+            why,
+            "pass `--layout hf-flax`",
+        )
     yield (
         _container_header(0x90, 0xDC, 2)
         + _container_header(0x90, 0xDC, len(leaf.path))
@@ -137,7 +148,9 @@ def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 
 def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     if ITEM_BITS[leaf.dtype] % 8:
-        raise PrepError(f"{'.'.join(leaf.path)} is {leaf.dtype}", "dtypes smaller than a byte are not supported")
+        raise PrepError(
+            f"{'.'.join(leaf.path)} is {leaf.dtype}", "dtypes smaller than a byte are not supported"
+        )
     if leaf.nbytes <= MAX_PIECE_NBYTES:
         yield from _encode_array(leaf, leaf.shape)
         return
@@ -148,8 +161,11 @@ def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
         + _encode_text("shape")
         + _container_header(0x80, 0xDE, len(leaf.shape))
     )
-    yield b"".join(_encode_text(str(dim)) + _encode_uint(extent) for dim, extent in enumerate(leaf.shape))
-    piece_elements, num_elements = max(1, MAX_PIECE_NBYTES // itemsize(leaf.dtype)), math.prod(leaf.shape)
+    yield b"".join(
+        _encode_text(str(dim)) + _encode_uint(extent) for dim, extent in enumerate(leaf.shape)
+    )
+    piece_elements = max(1, MAX_PIECE_NBYTES // itemsize(leaf.dtype))
+    num_elements = math.prod(leaf.shape)
     yield _encode_text("chunks") + _container_header(0x80, 0xDE, -(-num_elements // piece_elements))
     for number, start in enumerate(range(0, num_elements, piece_elements)):
         yield _encode_text(str(number))
@@ -159,13 +175,17 @@ def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 def _encode_array(leaf: MsgpackLeaf, shape: tuple[int, ...]) -> Iterator[_Segment]:
     nbytes = math.prod(shape) * itemsize(leaf.dtype)
     dims = _container_header(0x90, 0xDC, len(shape)) + b"".join(map(_encode_uint, shape))
-    header = _container_header(0x90, 0xDC, 3) + dims + _encode_text(leaf.dtype) + _bytes_header(0xC4, nbytes)
-    total_nbytes = len(header) + nbytes
-    length_header = (
-        bytes([0xD3 + total_nbytes.bit_length()])
-        if total_nbytes in (1, 2, 4, 8, 16)
-        else _bytes_header(0xC7, total_nbytes)
+    header = (
+        _container_header(0x90, 0xDC, 3)
+        + dims
+        + _encode_text(leaf.dtype)
+        + _bytes_header(0xC4, nbytes)
     )
+    total_nbytes = len(header) + nbytes
+    if total_nbytes in (1, 2, 4, 8, 16):
+        length_header = bytes([0xD3 + total_nbytes.bit_length()])
+    else:
+        length_header = _bytes_header(0xC7, total_nbytes)
     yield length_header + bytes([EXT_ARRAY]) + header
     yield _Payload(leaf.path, nbytes)
 
@@ -174,7 +194,9 @@ def _container_header(short: int, long: int, count: int) -> bytes:
     """Return the header of a map or an array with `count` items."""
     if count < 16:
         return bytes([short | count])
-    return bytes([long]) + count.to_bytes(2, "big") if count < 1 << 16 else bytes([long + 1]) + count.to_bytes(4, "big")
+    if count < 1 << 16:
+        return bytes([long]) + count.to_bytes(2, "big")
+    return bytes([long + 1]) + count.to_bytes(4, "big")
 
 
 def _bytes_header(code: int, nbytes: int) -> bytes:
@@ -185,7 +207,9 @@ def _bytes_header(code: int, nbytes: int) -> bytes:
 
 def _encode_text(text: str) -> bytes:
     data = text.encode()
-    return bytes([0xA0 | len(data)]) + data if len(data) < 32 else _bytes_header(0xD9, len(data)) + data
+    if len(data) < 32:
+        return bytes([0xA0 | len(data)]) + data
+    return _bytes_header(0xD9, len(data)) + data
 
 
 def _encode_uint(number: int) -> bytes:

@@ -22,26 +22,37 @@ import numpy as np
 from prepcli.engine.no_follow import open_no_follow, write_no_follow
 
 OCDBT_MANIFEST = "manifest.ocdbt"
-NODE_NBYTES = 4 << 20  # decoded size of a node, about 37,000 chunks: bounds the memory of writing
-NODE_MAGIC, MANIFEST_MAGIC = 0x0CDB20DE, 0x0CDB3A2A
-_ENTRY_OVERHEAD_NBYTES = 32  # TensorStore's estimate of a decoded entry without key, path and inline value
-_MAX_INLINE_NBYTES, _MAX_NODE_NBYTES, _VERSION_ARITY_LOG2 = 1024, 100_000_000, 4  # as in databases of Orbax
+# Decoded size of a node, about 37,000 chunks: bounds the memory of writing.
+NODE_NBYTES = 4 << 20
+NODE_MAGIC = 0x0CDB20DE
+MANIFEST_MAGIC = 0x0CDB3A2A
+# TensorStore's estimate of a decoded entry without key, path and inline value.
+_ENTRY_OVERHEAD_NBYTES = 32
+# configuration as in databases of Orbax
+_MAX_INLINE_NBYTES = 1024
+_MAX_NODE_NBYTES = 100_000_000
+_VERSION_ARITY_LOG2 = 4
 
 
 class ValueLocation(NamedTuple):
-    """Byte range of a value or node in a data file; `path` is relative to the database's folder."""
+    """Byte range of a value or node in a data file. `path` is relative to the database's folder."""
 
     path: str
     offset: int
     nbytes: int
 
 
+# A database of two values of a tree, as Orbax lays it out:
+#   manifest.ocdbt   configuration and versions; refers to the root node of the newest version
+#   d/<hex>          B-tree nodes, and values that are not inline
+# The order in which they are made durable: data files, node file, manifest. A kill before the
+# manifest leaves unreferenced files.
 OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # key and value, inline or by its location
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedNode:
-    """An encoded B-tree node; `num_keys` and `value_nbytes` count the whole subtree."""
+    """An encoded B-tree node. `num_keys` and `value_nbytes` count the whole subtree."""
 
     first_key: bytes
     data: bytes
@@ -49,10 +60,12 @@ class _EncodedNode:
     value_nbytes: int
 
 
-def write_ocdbt_index(folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES) -> None:
+def write_ocdbt_index(
+    folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES
+) -> None:
     """Write the index of a database.
 
-    The data files need not exist yet. Equal arguments give equal bytes; only the manifest depends on `now_ns`. Memory
+    The data files need not exist yet. Equal arguments give equal bytes. Only the manifest depends on `now_ns`. Memory
     holds the entries of one node at a time and all encoded nodes.
 
     Args:
@@ -66,21 +79,33 @@ def write_ocdbt_index(folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, 
     for leaf in leaves:
         file_id.update(leaf.data)
     path = f"d/{file_id.hexdigest()}"
-    nodes = leaves if len(leaves) == 1 else [*leaves, _encode_interior(leaves, path)]
+    if len(leaves) == 1:
+        nodes = leaves
+    else:
+        nodes = [*leaves, _encode_interior(leaves, path)]
     (folder / "d").mkdir(exist_ok=True)
     with open(open_no_follow(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(node.data for node in nodes)
-    write_no_follow(folder / OCDBT_MANIFEST, _encode_manifest(nodes, path, file_id.digest(), now_ns))
+    write_no_follow(
+        folder / OCDBT_MANIFEST, _encode_manifest(nodes, path, file_id.digest(), now_ns)
+    )
 
 
-def _split_into_nodes(entries: Iterable[OcdbtEntry], node_nbytes: int) -> Iterator[list[OcdbtEntry]]:
+def _split_into_nodes(
+    entries: Iterable[OcdbtEntry], node_nbytes: int
+) -> Iterator[list[OcdbtEntry]]:
     batch: list[OcdbtEntry] = []
     size = 0
     for key, value in entries:
-        entry_bytes = _ENTRY_OVERHEAD_NBYTES + len(key) + len(value if isinstance(value, bytes) else value.path)
+        entry_bytes = (
+            _ENTRY_OVERHEAD_NBYTES
+            + len(key)
+            + len(value if isinstance(value, bytes) else value.path)
+        )
         if batch and size + entry_bytes > node_nbytes:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append((key, value))
         size += entry_bytes
     yield batch
@@ -97,27 +122,34 @@ def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
         _encode_file_table(files),
         _encode_varints([len(entries)]),
         *_encode_sorted_keys([key for key, _ in entries]),
-        _encode_varints([value.nbytes if isinstance(value, ValueLocation) else len(value) for value in values]),
+        _encode_varints(
+            [value.nbytes if isinstance(value, ValueLocation) else len(value) for value in values]
+        ),
         bytes(isinstance(value, ValueLocation) for value in values),
         _encode_varints([file_numbers[location.path] for location in locations]),
         _encode_varints([location.offset for location in locations]),
         *inline,
     ]
     data = _encode_frame(NODE_MAGIC, b"".join(body))
-    return _EncodedNode(entries[0][0], data, len(entries), sum(location.nbytes for location in locations))
+    return _EncodedNode(
+        entries[0][0], data, len(entries), sum(location.nbytes for location in locations)
+    )
 
 
 def _encode_interior(leaves: Sequence[_EncodedNode], path: str) -> _EncodedNode:
-    """Encode the parent of leaves stored consecutively in the file `path`; keys are stored in full."""
+    """Encode the parent of leaves stored consecutively in the file `path`. Keys are stored in full."""
     sizes = [len(leaf.data) for leaf in leaves]
-    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys([leaf.first_key for leaf in leaves])
+    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys(
+        [leaf.first_key for leaf in leaves]
+    )
     body = [
         b"\1",  # height
         _encode_file_table([path]),
         _encode_varints([len(leaves)]),
         prefix_lengths,
         suffix_lengths,
-        bytes(len(leaves)),  # length of the common key prefix of each child's subtree: 0
+        # Length of the common key prefix of each child's subtree: 0.
+        bytes(len(leaves)),
         *suffixes,
         *_encode_references([0, *itertools.accumulate(sizes[:-1])], leaves, sizes),
     ]
@@ -141,7 +173,7 @@ def _encode_references(
 
 
 def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_ns: int) -> bytes:
-    """Encode a manifest of one version, whose root is the last node in the file `path`."""
+    """Encode a manifest of one version. Its root is the last node in the file `path`."""
     tree_bytes = sum(len(node.data) for node in nodes)
     root = nodes[-1]
     body = [
@@ -161,6 +193,8 @@ def _encode_manifest(nodes: Sequence[_EncodedNode], path: str, uuid: bytes, now_
 
 def _encode_frame(magic: int, body: bytes) -> bytes:
     """Encode magic, total length, format version 0, compression 0 (none), body and CRC-32C of all of these."""
+    # 18 = 4 magic + 8 length + 1 version + 1 compression + 4 checksum. The magic is big endian,
+    # all other numbers are little endian.
     framed = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0" + body
     return framed + struct.pack("<I", google_crc32c.value(framed))
 
@@ -168,21 +202,34 @@ def _encode_frame(magic: int, body: bytes) -> bytes:
 def _encode_file_table(paths: Sequence[str]) -> bytes:
     if not paths:
         return _encode_varints([0])
-    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys([path.encode() for path in paths])
+    prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys(
+        [path.encode() for path in paths]
+    )
     no_base_paths = bytes(len(paths))
-    return b"".join([_encode_varints([len(paths)]), prefix_lengths, suffix_lengths, no_base_paths, *suffixes])
+    return b"".join(
+        [_encode_varints([len(paths)]), prefix_lengths, suffix_lengths, no_base_paths, *suffixes]
+    )
 
 
 def _encode_sorted_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Encode sorted keys as columns: common prefix lengths with the previous key, suffix lengths, suffixes."""
-    prefix_lengths = [_common_prefix_nbytes(previous, current) for previous, current in itertools.pairwise(keys)]
+    # e.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"] -> prefix lengths [4, 6] (the first key has
+    # none), suffix lengths [11, 3, 1], suffixes b"a.w/.zarray", b"0.0", b"1"
+    prefix_lengths = [
+        _common_prefix_nbytes(previous, current) for previous, current in itertools.pairwise(keys)
+    ]
     suffixes = [key[prefix_length:] for key, prefix_length in zip(keys, [0, *prefix_lengths])]
-    return [_encode_varints(prefix_lengths), _encode_varints([len(suffix) for suffix in suffixes]), *suffixes]
+    return [
+        _encode_varints(prefix_lengths),
+        _encode_varints([len(suffix) for suffix in suffixes]),
+        *suffixes,
+    ]
 
 
 def _common_prefix_nbytes(a: bytes, b: bytes) -> int:
     """Return the length of the common prefix, from the leading zeros of one XOR."""
     nbytes = min(len(a), len(b))
+    # e.g. b"ab1", b"ab2": the XOR is 0x000003, 2 bits long, so 1 byte differs and 2 are common
     differing = int.from_bytes(a[:nbytes], "big") ^ int.from_bytes(b[:nbytes], "big")
     return nbytes - (differing.bit_length() + 7) // 8
 
@@ -191,6 +238,8 @@ def _encode_varints(values: Sequence[int]) -> bytes:
     """Encode numbers as varints: base 128, lowest digit first, top bit set if another byte follows."""
     if not values:
         return b""
+    # e.g. 300 = 0b10_0101100 -> digits [0x2c, 2] -> bytes ac 02. One row of `digits` per number,
+    # as wide as the longest one; `used` drops the leading zeros of the shorter ones.
     width = max(1, -(-max(values).bit_length() // 7))
     digits = np.array(values, np.uint64)[:, None] >> np.arange(0, 7 * width, 7, dtype=np.uint64)
     used = digits != 0

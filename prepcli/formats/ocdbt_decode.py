@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from prepcli.formats.codecs import StoredBytesReader, open_decoder
 
-_CHECKSUM_NBYTES, _HEADER_NBYTES = 4, 12
+_CHECKSUM_NBYTES = 4
+_HEADER_NBYTES = 12
 _READ_BLOCK_NBYTES = 1 << 20
 _VARINT_BATCH = 1 << 16  # varints decoded at a time
 _MAX_DIGITS = 10  # bytes of a 64-bit varint
@@ -36,6 +37,8 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
     """
     if len(data) < _HEADER_NBYTES + _CHECKSUM_NBYTES or data[:4] != struct.pack(">I", magic):
         raise ValueError(f"it does not start with {magic:08x}")
+    # magic [4, big endian], length of the frame [8], body, CRC-32C of all before [4]. The body
+    # starts with two varints: version and compression (0 none, 1 zstd).
     (length,) = struct.unpack_from("<Q", data, 4)
     if length != len(data):
         raise ValueError(f"its length field is {length:,} bytes, it has {len(data):,}")
@@ -43,16 +46,21 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
     if google_crc32c.value(data[:-_CHECKSUM_NBYTES]) != checksum:
         raise ValueError("its checksum does not match")
     body = BodyReader(memoryview(data)[_HEADER_NBYTES:-_CHECKSUM_NBYTES])
-    version, compression = body.read_varint(), body.read_varint()
+    version = body.read_varint()
+    compression = body.read_varint()
     if version or compression > 1:
         raise ValueError(
             f"its version is {version}, its compression {compression}; supported are version 0, compression 0 and 1"
         )
-    return BodyReader(memoryview(_decompress(body, max_nbytes))) if compression else body
+    if compression:
+        return BodyReader(memoryview(_decompress(body, max_nbytes)))
+    return body
 
 
 def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
-    reader = open_decoder(("zstd",), StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes))
+    reader = open_decoder(
+        ("zstd",), StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes)
+    )
     decompressed = bytearray()
     while block := reader.read(_READ_BLOCK_NBYTES):
         decompressed += block
@@ -65,7 +73,8 @@ class BodyReader:
     """Sequential reader of a decoded frame's body."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._offset = data, 0
+        self._data = data
+        self._offset = 0
 
     @property
     def remaining_nbytes(self) -> int:
@@ -100,17 +109,23 @@ class BodyReader:
         return values
 
     def _decode_varints(self, out: NDArray[np.uint64]) -> None:
-        data = np.frombuffer(self._data, np.uint8, min(_MAX_DIGITS * len(out), self.remaining_nbytes), self._offset)
+        data = np.frombuffer(
+            self._data, np.uint8, min(_MAX_DIGITS * len(out), self.remaining_nbytes), self._offset
+        )
         ends = np.flatnonzero(data < 128)[: len(out)]  # the top bit is set if another digit follows
         if len(ends) < len(out):
             raise ValueError("it is cut short, or has a number of more than 64 bits")
         starts = np.append(0, ends[:-1] + 1)
         digits = ends - starts + 1
+        # the tenth digit has place for one bit only: 9 * 7 = 63
         if (digits + (data[ends] > 1)).max() > _MAX_DIGITS:
             raise ValueError("it has a number of more than 64 bits")
+        # One turn per digit for all numbers at once: offsets below 32 GiB have at most 5 digits.
         for digit in range(digits.max()):
             has_digit = digits > digit
-            out[has_digit] |= (data[starts[has_digit] + digit] & 127).astype(np.uint64) << np.uint64(7 * digit)
+            out[has_digit] |= (data[starts[has_digit] + digit] & 127).astype(
+                np.uint64
+            ) << np.uint64(7 * digit)
         self._offset += int(ends[-1]) + 1
 
 
@@ -121,7 +136,10 @@ def iter_ints(column: NDArray[np.uint64]) -> Iterator[int]:
 
 
 def decode_keys(
-    prefix_lengths: NDArray[np.uint64], suffix_lengths: NDArray[np.uint64], suffixes: bytes, max_key_nbytes: int
+    prefix_lengths: NDArray[np.uint64],
+    suffix_lengths: NDArray[np.uint64],
+    suffixes: bytes,
+    max_key_nbytes: int,
 ) -> Iterator[bytes]:
     """Yield prefix-compressed keys.
 
@@ -134,8 +152,11 @@ def decode_keys(
     Raises:
         ValueError: A key is too long, or its prefix is longer than the previous key.
     """
-    key, offset = b"", 0
-    for prefix_length, suffix_length in zip(itertools.chain([0], iter_ints(prefix_lengths)), iter_ints(suffix_lengths)):
+    key = b""
+    offset = 0
+    for prefix_length, suffix_length in zip(
+        itertools.chain([0], iter_ints(prefix_lengths)), iter_ints(suffix_lengths)
+    ):
         if prefix_length > len(key) or prefix_length + suffix_length > max_key_nbytes:
             key_length = prefix_length + suffix_length
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Read the index of an OCDBT database node by node, within fixed limits; values in data files are not read.
+"""Read the index of an OCDBT database node by node, within fixed limits. Values in data files are not read.
 
 The manifest refers to the root of the newest version. Nodes of height 0 hold keys and values, higher nodes refer to
 child nodes. Older versions are ignored. Every configuration that TensorStore writes is supported.
@@ -15,18 +15,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
-from prepcli.formats.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, OCDBT_MANIFEST, OcdbtEntry, ValueLocation
-from prepcli.formats.ocdbt_decode import UINT64_MAX, BodyReader, decode_frame, decode_keys, iter_ints
+from prepcli.formats.ocdbt import (
+    MANIFEST_MAGIC,
+    NODE_MAGIC,
+    OCDBT_MANIFEST,
+    OcdbtEntry,
+    ValueLocation,
+)
+from prepcli.formats.ocdbt_decode import (
+    UINT64_MAX,
+    BodyReader,
+    decode_frame,
+    decode_keys,
+    iter_ints,
+)
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 from trainer.files.reading import resolve_named_path
 
+# Limits on untrusted input. Nodes may be compressed and may refer to each other, so a file of
+# 1 kB can claim any number of keys: sizes are counted after decompression, entries before they
+# are decoded, and a node that was read once is refused.
 MAX_MANIFEST_NBYTES = 16 << 20
 MAX_INDEX_NBYTES = 256 << 20  # total decompressed size of all nodes
 MAX_TEXT_NBYTES = 256 << 20  # total size of all keys and inline values
 MAX_ENTRIES = 1 << 21  # entries of all nodes: far above any model
-_BASE_ENTRIES, _ENTRIES_PER_BYTE = 1 << 18, 16  # a compressed node of a few hundred bytes may claim a million entries
+# a compressed node of a few hundred bytes may claim a million entries
+_BASE_ENTRIES = 1 << 18
+_ENTRIES_PER_BYTE = 16
 _MAX_VERSIONS = 1 << 16
-_MAX_FILES, _MAX_PATHS_NBYTES = 1 << 18, 16 << 20  # files of a node's table, and the total length of their paths
+# files of a node's table, and the total length of their paths
+_MAX_FILES = 1 << 18
+_MAX_PATHS_NBYTES = 16 << 20
 _MAX_PATH_NBYTES = 4095
 _MAX_KEY_NBYTES = 65535
 _MAX_OFFSET = (1 << 63) - 1
@@ -35,13 +54,13 @@ _NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class _DataFile:
-    """A data file in a node's file table; `base_path` is the prefix of the paths in a node that this file holds."""
+    """A data file in a node's file table. `base_path` is the prefix of the paths in a node that this file holds."""
 
     path: str
     base_path: bytes
 
     def make_reference(self, offset: int, nbytes: int) -> ValueLocation:
-        """Return the location of a byte range of the file; raise ValueError if it exceeds any file size."""
+        """Return the location of a byte range of the file. Raise ValueError if it exceeds any file size."""
         if offset + nbytes > _MAX_OFFSET:
             raise ValueError(f"it refers to {nbytes:,} bytes at offset {offset:,}, beyond any file")
         return ValueLocation(self.path, offset, nbytes)
@@ -49,7 +68,7 @@ class _DataFile:
 
 @dataclass(frozen=True, slots=True)
 class _NodeRef:
-    """A reference to a node; `key_prefix` is prepended to all of its keys."""
+    """A reference to a node. `key_prefix` is prepended to all of its keys."""
 
     location: ValueLocation
     base_path: bytes
@@ -57,10 +76,13 @@ class _NodeRef:
     key_prefix: bytes = b""
 
 
-def read_ocdbt_index(folder: Path, before_read: Callable[[ValueLocation], object] = str) -> Iterator[OcdbtEntry]:
+def read_ocdbt_index(
+    folder: Path, before_read: Callable[[ValueLocation], object] = str
+) -> Iterator[OcdbtEntry]:
     """Yield all entries of the newest version in ascending order of keys, node by node.
 
-    Paths are checked to stay in the folder and nodes to lie in their files. The caller checks the locations of values.
+    Paths are checked to stay in the folder and nodes to be inside their files. The caller checks the
+    locations of values.
 
     Args:
         folder: Folder of the database.
@@ -76,11 +98,13 @@ def read_ocdbt_index(folder: Path, before_read: Callable[[ValueLocation], object
         root = _read_root(folder)
         yield from _IndexReader(folder, before_read).iter_entries(root) if root else ()
     except ValueError as error:
-        raise DamagedError(f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT) from error
+        raise DamagedError(
+            f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT
+        ) from error
 
 
 def _read_root(folder: Path) -> _NodeRef | None:
-    """Return a reference to the root of the newest version; None for an empty database."""
+    """Return a reference to the root of the newest version. None for an empty database."""
     body = _read_newest_manifest(folder)
     files = _read_file_table(body, folder, b"")
     count = body.read_varint(_MAX_VERSIONS)
@@ -88,14 +112,19 @@ def _read_root(folder: Path) -> _NodeRef | None:
         raise ValueError("its manifest names no version")
     body.read_varints(count)  # generation numbers
     height = body.take(count)[-1]
-    file_number, offset, nbytes = (int(column[-1]) for column in _read_references(body, count, files))
+    file_number, offset, nbytes = (
+        int(column[-1]) for column in _read_references(body, count, files)
+    )
+    # TensorStore marks an empty tree by these two numbers
     if offset == nbytes == UINT64_MAX:
         return None
-    return _NodeRef(files[file_number].make_reference(offset, nbytes), files[file_number].base_path, height)
+    return _NodeRef(
+        files[file_number].make_reference(offset, nbytes), files[file_number].base_path, height
+    )
 
 
 def _read_newest_manifest(folder: Path) -> BodyReader:
-    """Return the newest manifest, positioned at its file table; numbered manifests have one file per version."""
+    """Return the newest manifest, positioned at its file table. Numbered manifests have one file per version."""
     body = _read_manifest(folder / OCDBT_MANIFEST)
     if not _uses_numbered_manifests(body):
         return body
@@ -127,9 +156,10 @@ def _uses_numbered_manifests(body: BodyReader) -> bool:
 
 
 def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_DataFile]:
-    """Read the file table of a node or manifest; `base_path` is prepended to all paths."""
+    """Read the file table of a node or manifest. `base_path` is prepended to all paths."""
     count = body.read_varint(_MAX_FILES)
-    prefix_lengths, suffix_lengths = body.read_varints(max(0, count - 1)), body.read_varints(count, _MAX_PATH_NBYTES)
+    prefix_lengths = body.read_varints(max(0, count - 1))
+    suffix_lengths = body.read_varints(count, _MAX_PATH_NBYTES)
     base_lengths = body.read_varints(count)
     suffixes = body.take(int(suffix_lengths.sum()))
     files = []
@@ -140,8 +170,12 @@ def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_
     ):
         if base_nbytes > len(path):
             shown_path = quote_name(path.decode(errors="replace"))
-            raise ValueError(f"a node has the file {shown_path} with a base path of {base_nbytes:,} bytes")
-        files.append(_DataFile(_decode_inner_path(folder, base_path + path), base_path + path[:base_nbytes]))
+            raise ValueError(
+                f"a node has the file {shown_path} with a base path of {base_nbytes:,} bytes"
+            )
+        files.append(
+            _DataFile(_decode_inner_path(folder, base_path + path), base_path + path[:base_nbytes])
+        )
         nbytes += len(base_path) + len(path)
         if nbytes > _MAX_PATHS_NBYTES:
             raise ValueError(f"a node has file paths of more than {_MAX_PATHS_NBYTES:,} bytes")
@@ -149,16 +183,23 @@ def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_
 
 
 def _decode_inner_path(folder: Path, stored: bytes) -> str:
-    """Return the path of a data file relative to the folder; raise PrepError if it is not inside."""
+    """Return the path of a data file relative to the folder. Raise PrepError if it is not inside."""
     path = stored.decode(errors="replace")
-    if path:  # a table may have an entry without a name, which nothing refers to
+    # A table may have an entry without a name, and no reference to it.
+    if path:
         resolve_named_path(folder, path, f"the index of {folder}")
     return path
 
 
-def _read_references(body: BodyReader, count: int, files: Sequence[_DataFile]) -> tuple[NDArray[np.uint64], ...]:
+def _read_references(
+    body: BodyReader, count: int, files: Sequence[_DataFile]
+) -> tuple[NDArray[np.uint64], ...]:
     """Read `count` node references as columns: file number, offset, length in bytes."""
-    columns = (body.read_varints(count, len(files) - 1), body.read_varints(count), body.read_varints(count))
+    columns = (
+        body.read_varints(count, len(files) - 1),
+        body.read_varints(count),
+        body.read_varints(count),
+    )
     body.read_varints(3 * count)  # statistics of the subtrees
     return columns
 
@@ -167,7 +208,8 @@ class _IndexReader:
     """Reader of the nodes of a database, with counters for the limits."""
 
     def __init__(self, folder: Path, before: Callable[[ValueLocation], object]) -> None:
-        self._folder, self._before = folder, before
+        self._folder = folder
+        self._before = before
         self._seen: set[ValueLocation] = set()
         self._nbytes = self._stored_nbytes = self._text_nbytes = self._entries = 0
 
@@ -182,29 +224,42 @@ class _IndexReader:
                 stack.append(_iter_children(node, *self._open_node(node)))
             else:
                 for key, value in _iter_leaf_entries(node, *self._open_node(node)):
+                    # Readers search by bisection. Keys out of order would make two readers
+                    # disagree on what the database holds.
                     if last_key is not None and key <= last_key:
-                        raise ValueError(f"key {quote_name(repr(key))} follows {quote_name(repr(last_key))}")
+                        raise ValueError(
+                            f"key {quote_name(repr(key))} follows {quote_name(repr(last_key))}"
+                        )
                     self._count_text(key, value)
                     last_key = key
                     yield key, value
 
     def _open_node(self, node: _NodeRef) -> tuple[BodyReader, list[_DataFile], int]:
         """Return a node's body, positioned at its entries, its file table, and the number of its entries."""
-        body = decode_frame(self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes)
+        body = decode_frame(
+            self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes
+        )
         self._nbytes += max(body.remaining_nbytes, node.location.nbytes)
         height = body.take(1)[0]
-        if height != node.height:  # this also prevents a node from being its own child
-            raise ValueError(f"a node has height {height}, its parent refers to height {node.height}")
+        # The check also prevents a node from being its own child.
+        if height != node.height:
+            raise ValueError(
+                f"a node has height {height}, its parent refers to height {node.height}"
+            )
         files = _read_file_table(body, self._folder, node.base_path)
         count = body.read_varint()
         self._count_entries(count)
         return body, files, count
 
     def _read_node(self, location: ValueLocation) -> bytes:
-        if location in self._seen:  # otherwise a few small nodes could encode any number of keys
-            raise ValueError(f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}")
+        # Without this check, a few small nodes could encode any number of keys.
+        if location in self._seen:
+            raise ValueError(
+                f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}"
+            )
         self._seen.add(location)
-        path, end = self._folder / location.path, location.offset + location.nbytes
+        path = self._folder / location.path
+        end = location.offset + location.nbytes
         size = stat_file(path).st_size
         if end > size:
             why = f"an index node ends at byte {end:,}, the file at {size:,}"
@@ -229,10 +284,15 @@ class _IndexReader:
             raise ValueError(f"its keys and inline values have more than {MAX_TEXT_NBYTES:,} bytes")
 
 
-def _iter_children(node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int) -> Iterator[_NodeRef]:
-    prefix_lengths, suffix_lengths = body.read_varints(count - 1), body.read_varints(count, _MAX_KEY_NBYTES)
+def _iter_children(
+    node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
+) -> Iterator[_NodeRef]:
+    prefix_lengths = body.read_varints(count - 1)
+    suffix_lengths = body.read_varints(count, _MAX_KEY_NBYTES)
     common_lengths = body.read_varints(count)
-    keys = decode_keys(prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES)
+    keys = decode_keys(
+        prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES
+    )
     columns = _read_references(body, count, files)
     body.expect_end()
     for key, common_length, file_number, offset, nbytes in zip(
@@ -240,22 +300,29 @@ def _iter_children(node: _NodeRef, body: BodyReader, files: Sequence[_DataFile],
     ):
         file = files[file_number]
         yield _NodeRef(
-            file.make_reference(offset, nbytes), file.base_path, node.height - 1, node.key_prefix + key[:common_length]
+            file.make_reference(offset, nbytes),
+            file.base_path,
+            node.height - 1,
+            node.key_prefix + key[:common_length],
         )
 
 
 def _iter_leaf_entries(
     node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
 ) -> Iterator[OcdbtEntry]:
-    prefix_lengths, suffix_lengths = body.read_varints(count - 1), body.read_varints(count, _MAX_KEY_NBYTES)
-    keys = decode_keys(prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES)
+    prefix_lengths = body.read_varints(count - 1)
+    suffix_lengths = body.read_varints(count, _MAX_KEY_NBYTES)
+    keys = decode_keys(
+        prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES
+    )
     value_lengths = body.read_varints(count)
     is_indirect = body.take(count)
     if max(is_indirect) > 1:
         raise ValueError(f"a value has the unknown kind {max(is_indirect)}")
     indirect_count = is_indirect.count(1)
     locations = zip(
-        iter_ints(body.read_varints(indirect_count, len(files) - 1)), iter_ints(body.read_varints(indirect_count))
+        iter_ints(body.read_varints(indirect_count, len(files) - 1)),
+        iter_ints(body.read_varints(indirect_count)),
     )
     for key, nbytes, indirect in zip(keys, iter_ints(value_lengths), is_indirect):
         if indirect:

@@ -1,7 +1,7 @@
 """Define the layout of an Orbax item, the folder that holds one tree of arrays, for the reader and the writer.
 
 Arrays are stored as zarr v2 in one OCDBT database: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk,
-where NAME is the path in the tree joined by dots. The writer stores raw chunks in C order, little endian; the last
+where NAME is the path in the tree joined by dots. The writer stores raw chunks in C order, little endian. The last
 chunk of an axis is padded to full size.
 """
 
@@ -31,17 +31,19 @@ ZARR_TYPESTRS = {
 }  # fmt: skip
 """dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
 
-TreePath = tuple[str | int, ...]  # str: key of a dict, int: index of a list or tuple
+# A str is the key of a dict, an int the index of a list or tuple.
+TreePath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """An array of the tree; `is_scalar` marks a Python number, stored as a 0-d array."""
+    """An array of the tree. `is_scalar` marks a Python number, stored as a 0-d array."""
 
     path: TreePath
     shape: tuple[int, ...]
     dtype: str  # a key of TYPESTR
-    chunk_shape: tuple[int, ...]  # one extent >= 1 per axis; may not divide the shape
+    # One extent >= 1 per axis. May not divide the shape.
+    chunk_shape: tuple[int, ...]
     is_scalar: bool = False
 
     @property
@@ -51,7 +53,7 @@ class ArrayMeta:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Return the number of chunks along each axis; () for a 0-d array (one chunk)."""
+        """Return the number of chunks along each axis, () for a 0-d array (one chunk)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
     @property
@@ -65,12 +67,13 @@ class OrbaxNonArray:
     """A leaf of the tree other than an array: a string, an empty container or None."""
 
     path: TreePath
-    value_type: str  # Orbax's name: "string", "Dict", "List", "Tuple", "NamedTuple", "None"
+    # Orbax's name: "string", "Dict", "List", "Tuple", "NamedTuple", "None".
+    value_type: str
     text: str = ""  # content of a string
 
 
 def dotted_name(path: TreePath) -> str:
-    """Return a path joined by dots; ambiguous if a part contains a dot."""
+    """Return a path joined by dots. Ambiguous if a part contains a dot."""
     return ".".join(map(str, path))
 
 
@@ -83,14 +86,17 @@ def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, 
     """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
     index = []
     for extent in reversed(grid):
+        # e.g. chunk 5 of a [2, 3] grid: divmod(5, 3) = 1, 2 -> (1, 2)
         chunk_number, i = divmod(chunk_number, extent)
         index.append(i)
     return tuple(reversed(index))
 
 
 def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
-    """Return the names of two leaves that cannot be stored in one tree; None if there are none."""
+    """Return the names of two leaves that cannot be stored in one tree. None if there are none."""
     names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
+    # Two kinds of clash: ("a.b",) and ("a", "b") have the same name on disk, and a leaf "a"
+    # cannot be a folder with "b" in it. After sorting, each clash is between neighbours.
     for (a, _), (b, _) in itertools.pairwise(names):
         if a == b:
             return a, b
@@ -104,8 +110,13 @@ def find_item(path: Path) -> Path | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
     if (item := _find_item_of_step(path)) is not None:
         return item
-    steps = [child for child in _list_subfolders(path) if child.name.isascii() and child.name.isdigit()]
-    items = (_find_item_of_step(step) for step in sorted(steps, key=lambda step: int(step.name), reverse=True))
+    steps = [
+        child for child in _list_subfolders(path) if child.name.isascii() and child.name.isdigit()
+    ]
+    items = (
+        _find_item_of_step(step)
+        for step in sorted(steps, key=lambda step: int(step.name), reverse=True)
+    )
     return next((item for item in items if item is not None), None)
 
 
@@ -116,13 +127,19 @@ def _find_item_of_step(step: Path) -> Path | None:
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
     candidates = [step, step / "default", step / "state", step / "items"]
-    if default_item := next((item for item in candidates if (item / METADATA_FILE).is_file()), None):
+    if default_item := next(
+        (item for item in candidates if (item / METADATA_FILE).is_file()), None
+    ):
         return default_item
     items = [
-        child for child in _list_subfolders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()
+        child
+        for child in _list_subfolders(step)
+        if (child / METADATA_FILE).is_file() and not child.name.isdigit()
     ]
     if len(items) == 1:
-        return items[0] if len(list_checkpoint_folders(step)) <= 1 else None
+        if len(list_checkpoint_folders(step)) <= 1:
+            return items[0]
+        return None
     return next((item for item in items if item.name == "params"), None)
 
 
@@ -143,4 +160,6 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _list_subfolders(path: Path) -> list[Path]:
-    return [path / name for name in list_folder(path) if (path / name).is_dir()] if path.is_dir() else []
+    if path.is_dir():
+        return [path / name for name in list_folder(path) if (path / name).is_dir()]
+    return []

@@ -29,11 +29,18 @@ from prepcli.formats.orbax import (
     find_name_clash,
 )
 from prepcli.formats.orbax_store import ChunkTable, OrbaxStore, StoredRange, build_chunk_table
-from prepcli.formats.untrusted import list_folder, parse_json, quote_name, read_small_file, stat_file
+from prepcli.formats.untrusted import (
+    list_folder,
+    parse_json,
+    quote_name,
+    read_small_file,
+    stat_file,
+)
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
-_MAX_ABSENT_CHUNKS = 1 << 18  # chunks that are not stored and read as zeros
+# Limit of chunks without a stored value, which read as zeros.
+_MAX_ABSENT_CHUNKS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +52,12 @@ class OrbaxItem:
     Attributes:
         folder: Folder of the item.
         arrays: Arrays in the order of the tree.
-        chunks: Stored chunks of each array; missing chunks read as zeros.
+        chunks: Stored chunks of each array. Missing chunks read as zeros.
         codec_names: Codecs of each array's chunks, in encoding order.
         files: Files that the locations of chunks refer to by number.
         value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
         non_arrays: Leaves other than arrays.
-        unlisted_names: Names in the index without a leaf in the tree; Orbax ignores them too.
+        unlisted_names: Names in the index without a leaf in the tree. Orbax ignores them too.
         metadata_digest: Digest of all metadata of the item.
     """
 
@@ -75,19 +82,29 @@ class _TreeLeaf:
 
 
 def read_item(folder: Path) -> OrbaxItem:
-    """Read and check the metadata of an item; raise PrepError if it is invalid or its storage is not supported."""
-    if unfinished_part := next((part for part in folder.absolute().parts if _UNFINISHED_MARK in part), None):
-        raise PrepError(f"{folder} is a checkpoint that Orbax did not finish", f"its folder is {unfinished_part}")
+    """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported."""
+    if unfinished_part := next(
+        (part for part in folder.absolute().parts if _UNFINISHED_MARK in part), None
+    ):
+        raise PrepError(
+            f"{folder} is a checkpoint that Orbax did not finish",
+            f"its folder is {unfinished_part}",
+        )
     tree = _read_tree(folder)
     leaves = [_parse_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
-        raise _broken_file_error(folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}")
+        raise _broken_file_error(
+            folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}"
+        )
     array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
     names = [dotted_name(leaf.path) for leaf in array_leaves]
     store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
     documents = [store.pop_document(name) for name in names]
-    zarrs = [parse_zarr_document(quote_name(name), store.document_name, text) for name, text in zip(names, documents)]
+    zarrs = [
+        parse_zarr_document(quote_name(name), store.document_name, text)
+        for name, text in zip(names, documents)
+    ]
     is_complete = tree.get("store_array_data_equal_to_fill_value") is True
     tables = [
         build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, is_complete)
@@ -122,7 +139,11 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
 
 def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
     index = folder / OCDBT_MANIFEST
-    contents = [read_small_file(folder / METADATA_FILE), read_small_file(index) if index.exists() else b"", *documents]
+    contents = [
+        read_small_file(folder / METADATA_FILE),
+        read_small_file(index) if index.exists() else b"",
+        *documents,
+    ]
     return digest(b"".join(contents))
 
 
@@ -142,7 +163,10 @@ def _broken_file_error(path: Path, why: str) -> DamagedError:
 
 def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
     match entry:
-        case {"key_metadata": [_, *_] as keys, "value_metadata": {"value_type": str(value_type)} as value}:
+        case {
+            "key_metadata": [_, *_] as keys,
+            "value_metadata": {"value_type": str(value_type)} as value,
+        }:
             path = tuple(_parse_path_part(folder, key) for key in keys)
             return _TreeLeaf(path, value_type, value.get("skip_deserialize") is True)
     raise _broken_file_error(folder / METADATA_FILE, "it describes a leaf without a path or a type")
@@ -154,12 +178,18 @@ def _parse_path_part(folder: Path, key: Any) -> str | int:
             return int(text)
         case {"key": str(text), "key_type": 2}:
             return text
-    raise _broken_file_error(folder / METADATA_FILE, f"{quote_name(str(key))} is not a part of a path")
+    raise _broken_file_error(
+        folder / METADATA_FILE, f"{quote_name(str(key))} is not a part of a path"
+    )
 
 
 def _make_array_meta(leaf: _TreeLeaf, zarr: ZarrArray) -> ArrayMeta:
     return ArrayMeta(
-        leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, leaf.value_type == "scalar" and not zarr.shape
+        leaf.path,
+        zarr.shape,
+        zarr.dtype,
+        zarr.chunk_shape,
+        leaf.value_type == "scalar" and not zarr.shape,
     )
 
 
@@ -169,37 +199,48 @@ def _check_chunk_sizes(meta: ArrayMeta, zarr: ZarrArray, chunks: ChunkTable) -> 
         return
     expected_nbytes = meta.chunk_nbytes + CRC32C_NBYTES * bool(zarr.codec_names)
     for index, value in chunks.items():
-        nbytes = len(value) if isinstance(value, bytes) else value.nbytes
+        if isinstance(value, bytes):
+            nbytes = len(value)
+        else:
+            nbytes = value.nbytes
         if nbytes != expected_nbytes:
             why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {expected_nbytes:,}"
             what = f"chunk {chunk_key(index)} of {quote_name(meta.name)} has the wrong size"
             raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
-def _check_absent_chunks(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]) -> None:
+def _check_absent_chunks(
+    folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]
+) -> None:
     """Raise PrepError if too many chunks are not stored: the item claims to be far larger than its files."""
     absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
+    # Absent chunks take no space in the source: a document of 1 kB could make prep write petabytes.
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
         raise PrepError(f"{folder} does not store most of its chunks", why)
 
 
-def _check_chunk_ranges(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]) -> None:
+def _check_chunk_ranges(
+    arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]
+) -> None:
     """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_file(file).st_size for file in files]
-    ranges = sorted(
-        (stored.file, stored.offset, stored.offset + stored.nbytes, array_number)
-        for array_number, table in enumerate(chunks)
-        for stored in table.values()
-        if isinstance(stored, StoredRange)
-    )
+    ranges: list[tuple[int, int, int, int]] = []
+    for array_number, table in enumerate(chunks):
+        for stored in table.values():
+            if isinstance(stored, StoredRange):
+                end = stored.offset + stored.nbytes
+                ranges.append((stored.file, stored.offset, end, array_number))
+    # sorted by file and offset, so that only neighbours can overlap
+    ranges.sort()
     for file, _, end, array_number in ranges:
         if end > sizes[file]:
-            why = (
-                f"a chunk of {quote_name(arrays[array_number].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
-            )
+            name = quote_name(arrays[array_number].name)
+            why = f"a chunk of {name} ends at byte {end:,}, the file at {sizes[file]:,}"
             raise DamagedError(f"{files[file]} is cut short", why, GET_AGAIN_HINT)
-    for (file, _, end, first_array), (next_file, start, _, second_array) in itertools.pairwise(ranges):
+    for (file, _, end, first_array), (next_file, start, _, second_array) in itertools.pairwise(
+        ranges
+    ):
         if file == next_file and start < end:
             why = f"both use byte {start:,} of {files[file]}"
             raise DamagedError(
@@ -211,12 +252,20 @@ def _check_chunk_ranges(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable
 
 def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
     strings = [leaf for leaf in leaves if leaf.value_type == "string" and not leaf.is_empty]
-    texts = _read_json(folder / STRINGS_FILE) if strings else {}
+    if strings:
+        texts = _read_json(folder / STRINGS_FILE)
+    else:
+        texts = {}
     for leaf in strings:
         if not isinstance(texts.get(dotted_name(leaf.path)), str):
-            raise _broken_file_error(folder / STRINGS_FILE, f"it has no text for {quote_name(dotted_name(leaf.path))}")
+            raise _broken_file_error(
+                folder / STRINGS_FILE, f"it has no text for {quote_name(dotted_name(leaf.path))}"
+            )
     empty_leaves = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.is_empty]
     return (
         *empty_leaves,
-        *(OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)]) for leaf in strings),
+        *(
+            OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)])
+            for leaf in strings
+        ),
     )

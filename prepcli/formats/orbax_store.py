@@ -22,10 +22,18 @@ from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
-from prepcli.formats.zarr import ZARR_JSON, ZARRAY, ChunkIndex, ZarrArray, ZarrSharding, broken_document_error
+from prepcli.formats.zarr import (
+    ZARR_JSON,
+    ZARRAY,
+    ChunkIndex,
+    ZarrArray,
+    ZarrSharding,
+    broken_document_error,
+)
 from trainer.files.reading import resolve_named_path
 
-MAX_VALUES = 1 << 21  # values of an item: far above any model; a small malicious index may claim more
+# Values of an item: far above any model. A small malicious index may claim more.
+MAX_VALUES = 1 << 21
 MAX_DOCUMENT_NBYTES = 1 << 20
 MAX_SHARD_INDEX_NBYTES = 16 << 20  # size of a shard's index
 _ABSENT_CHUNK = 2**64 - 1
@@ -45,23 +53,29 @@ ChunkTable = dict[ChunkIndex, StoredValue]  # by index in the array's grid
 
 
 class OrbaxStore:
-    """Stored values of an item by array and key; `files` lists the files that `StoredRange.file` refers to."""
+    """Stored values of an item by array and key. `files` lists the files that `StoredRange.file` refers to."""
 
-    def __init__(self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool) -> None:
-        """Read the index, or the folders of the arrays `names`; raise PrepError if invalid or above a limit."""
-        self.folder, self._document = folder, ZARR_JSON if uses_zarr3 else ZARRAY
+    def __init__(
+        self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool
+    ) -> None:
+        """Read the index, or the folders of the arrays `names`. Raise PrepError if invalid or above a limit."""
+        self.folder = folder
+        self._document = ZARR_JSON if uses_zarr3 else ZARRAY
         self._paths: list[str] = []
         self._numbers: dict[str, int] = {}  # file number by path
         self._chunks = 0
         self.values: dict[str, dict[str, StoredValue]] = {}
-        values_by_key = self._iter_database() if uses_ocdbt else self._iter_folders(names)
+        if uses_ocdbt:
+            values_by_key = self._iter_database()
+        else:
+            values_by_key = self._iter_folders(names)
         for name, key, value in values_by_key:
             self.count_chunks(1)
             self.values.setdefault(name, {})[key] = value
         self.files = tuple(folder / path for path in self._paths)
 
     def count_chunks(self, chunks: int) -> None:
-        """Add to the total of values and of chunks in shards; raise PrepError if the total exceeds `MAX_VALUES`."""
+        """Add to the total of values and of chunks in shards. Raise PrepError if the total exceeds `MAX_VALUES`."""
         self._chunks += chunks
         if self._chunks > MAX_VALUES:
             what = f"{self.folder} claims more than {MAX_VALUES:,} chunks"
@@ -99,7 +113,9 @@ class OrbaxStore:
         value = self.values.get(name, {}).pop(self._document, None)
         if value is None:
             why = f"the tree lists it, but it has no {self._document}"
-            raise DamagedError(f"{quote_name(name)} is not in the index of {self.folder}", why, GET_AGAIN_HINT)
+            raise DamagedError(
+                f"{quote_name(name)} is not in the index of {self.folder}", why, GET_AGAIN_HINT
+            )
         try:
             return self.read_value(value, MAX_DOCUMENT_NBYTES)
         except ValueError as error:
@@ -111,7 +127,7 @@ class OrbaxStore:
         return self._document
 
     def read_value(self, value: StoredValue, max_nbytes: int) -> bytes:
-        """Return the bytes of a value; raise ValueError if it exceeds `max_nbytes` or its file."""
+        """Return the bytes of a value. Raise ValueError if it exceeds `max_nbytes` or its file."""
         if isinstance(value, bytes):
             return value
         path = self.folder / self._paths[value.file]
@@ -124,12 +140,14 @@ _CHUNK_KEY = re.compile(r"(.*)/(c(?:[/.][0-9]+)*)", re.DOTALL)
 
 
 def _iter_files(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files of an array; links to folders are not followed."""
+    """Yield the relative paths of all files of an array. Links to folders are not followed."""
     pending = [""]
     while pending:
         prefix = pending.pop()
         if prefix.count("/") > 40:
-            raise PrepError(f"{folder} has more than 40 nested folders", "zarr does not nest chunks that deep")
+            raise PrepError(
+                f"{folder} has more than 40 nested folders", "zarr does not nest chunks that deep"
+            )
         for name in list_folder(folder / prefix):
             path = f"{prefix}{name}"
             if (folder / path).is_dir() and not (folder / path).is_symlink():
@@ -139,9 +157,13 @@ def _iter_files(folder: Path) -> Iterator[str]:
 
 
 def build_chunk_table(
-    name: str, zarr: ZarrArray, values: Mapping[str, StoredValue], store: OrbaxStore, is_complete: bool
+    name: str,
+    zarr: ZarrArray,
+    values: Mapping[str, StoredValue],
+    store: OrbaxStore,
+    is_complete: bool,
 ) -> ChunkTable:
-    """Return the stored chunks of an array by index; shards are split into their chunks.
+    """Return the stored chunks of an array by index. Shards are split into their chunks.
 
     Args:
         name: Quoted name of the array for errors.
@@ -153,6 +175,8 @@ def build_chunk_table(
     Raises:
         PrepError: A chunk is missing and does not read as zeros, or a key is not a chunk of the array.
     """
+    # A grid of a malicious document may have 2^60 chunks. It is enumerated only as far as there
+    # are stored values; otherwise the indices are parsed from the keys.
     missing = math.prod(zarr.stored_grid) - len(values)
     if missing > 0 and not is_complete and zarr.missing_is_zero:
         chunks = {index: values[key] for index, key in _iter_present_chunks(zarr, values)}
@@ -160,16 +184,20 @@ def build_chunk_table(
         chunks = _require_every_chunk(name, zarr, values, is_complete)
     if len(values) > len(chunks):
         extra_key = next(iter(values.keys() - {zarr.chunk_key(index) for index in chunks}))
-        what, why = f"the index of {name} has chunk {quote_name(extra_key)}", f"its grid is {zarr.stored_grid}"
+        what = f"the index of {name} has chunk {quote_name(extra_key)}"
+        why = f"its grid is {zarr.stored_grid}"
         raise DamagedError(what, why, GET_AGAIN_HINT)
-    return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, store, is_complete)) if zarr.sharding else chunks
+    if zarr.sharding:
+        return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, store, is_complete))
+    return chunks
 
 
 def _require_every_chunk(
     name: str, zarr: ZarrArray, values: Mapping[str, StoredValue], is_complete: bool
 ) -> ChunkTable:
     chunks: ChunkTable = {}
-    for index in itertools.islice(_iter_indices(zarr.stored_grid), len(values) + 1):  # a malicious grid may be huge
+    # The grid of a malicious document may be huge: at most one index more than values is visited.
+    for index in itertools.islice(_iter_indices(zarr.stored_grid), len(values) + 1):
         if (value := values.get(zarr.chunk_key(index))) is None:
             raise _missing_chunk_error(name, zarr.chunk_key(index), is_complete)
         chunks[index] = value
@@ -187,26 +215,42 @@ def _iter_indices(grid: Sequence[int]) -> Iterator[ChunkIndex]:
 
 
 def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
-    why = "" if is_complete else "chunks equal to the fill value are not stored, and the fill value is not 0"
+    if is_complete:
+        why = ""
+    else:
+        why = "chunks equal to the fill value are not stored, and the fill value is not 0"
     return DamagedError(f"the index of {name} misses chunk {key}", why, GET_AGAIN_HINT)
 
 
-def _iter_present_chunks(zarr: ZarrArray, values: Mapping[str, StoredValue]) -> Iterator[tuple[ChunkIndex, str]]:
+def _iter_present_chunks(
+    zarr: ZarrArray, values: Mapping[str, StoredValue]
+) -> Iterator[tuple[ChunkIndex, str]]:
     """Yield the indices of the stored chunks, parsed from the keys because the grid may be far larger."""
     for key in values:
         index = tuple(int(digits) for digits in re.findall("[0-9]+", key) if len(digits) < 19)
-        index = index if zarr.shape else ()
-        is_inside = len(index) == len(zarr.shape) and all(i < n for i, n in zip(index, zarr.stored_grid))
+        if zarr.shape:
+            index = index
+        else:
+            index = ()
+        is_inside = len(index) == len(zarr.shape) and all(
+            i < n for i, n in zip(index, zarr.stored_grid)
+        )
         if is_inside and zarr.chunk_key(index) == key:
             yield index, key
 
 
 def _iter_shard_chunks(
-    name: str, zarr: ZarrArray, sharding: ZarrSharding, values: ChunkTable, store: OrbaxStore, is_complete: bool
+    name: str,
+    zarr: ZarrArray,
+    sharding: ZarrSharding,
+    values: ChunkTable,
+    store: OrbaxStore,
+    is_complete: bool,
 ) -> Iterator[tuple[ChunkIndex, StoredValue]]:
     """Yield the chunks of each shard."""
     chunks_per_shard = tuple(
-        shard_extent // chunk_extent for shard_extent, chunk_extent in zip(sharding.shard_shape, zarr.chunk_shape)
+        shard_extent // chunk_extent
+        for shard_extent, chunk_extent in zip(sharding.shard_shape, zarr.chunk_shape)
     )
     grid = tuple(-(-chunks // c) for chunks, c in zip(zarr.shape, zarr.chunk_shape))
     for shard_index, value in values.items():
@@ -224,7 +268,9 @@ def _iter_shard_chunks(
                     yield index, _slice_value(value, offset, nbytes)
                 elif is_complete or not zarr.missing_is_zero:
                     raise _missing_chunk_error(
-                        name, f"{'.'.join(map(str, index))} of shard {zarr.chunk_key(shard_index)}", is_complete
+                        name,
+                        f"{'.'.join(map(str, index))} of shard {zarr.chunk_key(shard_index)}",
+                        is_complete,
                     )
 
 
@@ -237,15 +283,21 @@ def _slice_value(value: StoredValue, offset: int, nbytes: int) -> StoredValue:
 def _read_shard_index(
     name: str, key: str, sharding: ZarrSharding, count: int, value: StoredValue, store: OrbaxStore
 ) -> list[tuple[int, int]]:
-    """Return the offset and size of each chunk of a shard; offset -1 for a missing chunk."""
-    shard_nbytes = len(value) if isinstance(value, bytes) else value.nbytes
+    """Return the offset and size of each chunk of a shard. Offset -1 for a missing chunk."""
+    if isinstance(value, bytes):
+        shard_nbytes = len(value)
+    else:
+        shard_nbytes = value.nbytes
     nbytes = 16 * count + CRC32C_NBYTES * sharding.has_checksum
     shard = f"shard {key} of {name}"
     if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
-        raise _broken_shard_error(shard, f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
+        raise _broken_shard_error(
+            shard, f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}"
+        )
     try:
         index_bytes = store.read_value(
-            _slice_value(value, shard_nbytes - nbytes if sharding.index_is_at_end else 0, nbytes), nbytes
+            _slice_value(value, shard_nbytes - nbytes if sharding.index_is_at_end else 0, nbytes),
+            nbytes,
         )
     except ValueError as error:
         raise _broken_shard_error(shard, str(error)) from error
@@ -253,10 +305,17 @@ def _read_shard_index(
         "<I", google_crc32c.value(index_bytes[:-CRC32C_NBYTES])
     ):
         raise _broken_shard_error(shard, "the checksum of its index does not match")
+    # The index has two uint64 per chunk of the shard, in C order: offset and size. A chunk that is
+    # not stored has 2^64 - 1 twice. e.g. 2 chunks of 8 bytes, the second absent:
+    #   00 00 .. 00  08 00 .. 00  ff ff .. ff  ff ff .. ff  <CRC-32C>
     entries: list[Any] = np.frombuffer(index_bytes, "<u8", 2 * count).reshape(-1, 2).tolist()
-    ranges = [(-1, 0) if offset == nbytes == _ABSENT_CHUNK else (offset, nbytes) for offset, nbytes in entries]
+    ranges = [
+        (-1, 0) if offset == nbytes == _ABSENT_CHUNK else (offset, nbytes)
+        for offset, nbytes in entries
+    ]
     if (
         max((offset + nbytes for offset, nbytes in ranges), default=0) > shard_nbytes
+        # many chunks that share the same bytes would decode to more than the file has
         or sum(n for _, n in ranges) > shard_nbytes
     ):
         raise _broken_shard_error(shard, f"its index refers to bytes beyond its {shard_nbytes:,}")

@@ -46,7 +46,7 @@ class WrittenChunk:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkColumns:
-    """File, offset and size of each chunk of an array, in C order of its grid; file -1 if not placed yet."""
+    """File, offset and size of each chunk of an array, in C order of its grid. File -1 if not placed yet."""
 
     meta: ArrayMeta
     grid: tuple[int, ...]
@@ -66,7 +66,7 @@ def write_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
 ) -> None:
-    """Write the metadata of an Orbax item over existing data files; the item is also a checkpoint of its own.
+    """Write the metadata of an Orbax item over existing data files. The item is also a checkpoint.
 
     Leaves are declared as `np.ndarray`, so that Orbax restores them with or without a target. Equal arguments give
     equal files, independent of the order of `chunks`. Nothing is fsynced.
@@ -79,7 +79,7 @@ def write_item_metadata(
         now_ns: Commit time in nanoseconds since the epoch.
         non_arrays: Leaves other than arrays.
         node_nbytes: Decoded size at which an index node is split.
-        zstd_level: Compression level of the chunks; None for raw chunks.
+        zstd_level: Compression level of the chunks. None stores raw chunks.
 
     Raises:
         PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
@@ -93,14 +93,19 @@ def write_item_metadata(
     write_ocdbt_index(folder, _iter_entries(tables, file_names, zstd_level), now_ns, node_nbytes)
     _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
-    if texts := {dotted_name(leaf.path): leaf.text for leaf in non_arrays if leaf.value_type == "string"}:
+    if texts := {
+        dotted_name(leaf.path): leaf.text for leaf in non_arrays if leaf.value_type == "string"
+    }:
         _write_json(folder / STRINGS_FILE, texts)
+    # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
     write_no_follow(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
 
 
 def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
     """Write the metadata that makes `folder` a training step of Orbax with the item in its subfolder `item_name`."""
-    _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns))
+    _write_json(
+        folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns)
+    )
 
 
 def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
@@ -121,7 +126,9 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
-        raise PrepError("cannot write an Orbax checkpoint without arrays", "the tree contains no arrays")
+        raise PrepError(
+            "cannot write an Orbax checkpoint without arrays", "the tree contains no arrays"
+        )
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(
@@ -130,12 +137,15 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
                 "cast it: --dtype bfloat16",
             )
         if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
-            raise PrepError(f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}")
+            raise PrepError(
+                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+            )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     for path in paths:
         if not path or not all(part and not {".", "/"} & set(part) for part in map(str, path)):
             raise PrepError(
-                f"{path} cannot name a leaf of an Orbax checkpoint", "a part is empty or contains `.` or `/`"
+                f"{path} cannot name a leaf of an Orbax checkpoint",
+                "a part is empty or contains `.` or `/`",
             )
     if names := find_name_clash(paths):
         raise PrepError(f"the tree has two leaves with clashing names, {names[0]} and {names[1]}")
@@ -155,9 +165,11 @@ def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
 
 
 def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
-    chunk_number, is_inside = 0, len(chunk.index) == len(table.grid)
+    chunk_number = 0
+    is_inside = len(chunk.index) == len(table.grid)
     for index, extent in zip(chunk.index, table.grid):
-        chunk_number, is_inside = chunk_number * extent + index, is_inside and 0 <= index < extent
+        chunk_number = chunk_number * extent + index
+        is_inside = is_inside and 0 <= index < extent
     if not is_inside:
         raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
     if not is_compressed and chunk.nbytes != table.chunk_nbytes:
@@ -166,15 +178,17 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
         raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
     if table.files[chunk_number] >= 0:
         raise _chunk_error(table, chunk, " twice")
-    table.files[chunk_number], table.offsets[chunk_number], table.nbytes[chunk_number] = (
-        chunk.file,
-        chunk.offset,
-        chunk.nbytes,
+    table.files[chunk_number] = chunk.file
+    table.offsets[chunk_number] = chunk.offset
+    table.nbytes[chunk_number] = chunk.nbytes
+
+
+def _chunk_error(
+    table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = ""
+) -> PrepError:
+    return PrepError(
+        f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}", why
     )
-
-
-def _chunk_error(table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
-    return PrepError(f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}", why)
 
 
 def _check_complete(table: _ChunkColumns) -> None:
@@ -187,30 +201,46 @@ def _check_complete(table: _ChunkColumns) -> None:
 def _iter_entries(
     tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
-    """Yield the index entries in the order of keys; names contain no slash, and `.` and `/` sort before digits."""
+    """Yield the index entries in the order of keys. Names contain no slash, and `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
         yield prefix + b".zarray", encode_zarray(table.meta, zstd_level)
-        axes = [sorted(range(extent), key=str) for extent in table.grid]
-        labels = [[b"%d" % i for i in axis] for axis in axes]
-        strides = [math.prod(table.grid[n + 1 :]) for n in range(len(axes))]
-        starts = [[i * stride for i in axis] for axis, stride in zip(axes, strides)]
+        # Keys are sorted as text: chunk 10 comes before chunk 2, in each axis.
+        labels: list[list[bytes]] = []
+        starts: list[list[int]] = []
+        for axis, extent in enumerate(table.grid):
+            indices = sorted(range(extent), key=str)
+            # number of chunks from one index of this axis to the next, in C order
+            stride = math.prod(table.grid[axis + 1 :])
+            labels.append([b"%d" % i for i in indices])
+            starts.append([i * stride for i in indices])
         for label, start in zip(itertools.product(*labels), itertools.product(*starts)):
             chunk_number = sum(start)
             location = ValueLocation(
-                file_names[table.files[chunk_number]], table.offsets[chunk_number], table.nbytes[chunk_number]
+                file_names[table.files[chunk_number]],
+                table.offsets[chunk_number],
+                table.nbytes[chunk_number],
             )
             yield prefix + (b".".join(label) or b"0"), location
 
 
-def _tree_metadata(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> dict[str, object]:
+def _tree_metadata(
+    arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]
+) -> dict[str, object]:
     tree: dict[str, object] = {}
     for meta in arrays:
-        value_type = "scalar" if meta.is_scalar else "np.ndarray"
+        if meta.is_scalar:
+            value_type = "scalar"
+        else:
+            value_type = "np.ndarray"
         tree[_tree_key(meta.path)] = {
             "key_metadata": _key_metadata(meta.path),
-            "value_metadata": {"value_type": value_type, "skip_deserialize": False, "write_shape": meta.chunk_shape},
+            "value_metadata": {
+                "value_type": value_type,
+                "skip_deserialize": False,
+                "write_shape": meta.chunk_shape,
+            },
         }
     for leaf in non_arrays:
         skip = leaf.value_type != "string"

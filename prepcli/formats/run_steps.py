@@ -1,6 +1,6 @@
 """Steps of a training run: the folders named by a step number in a run's folder.
 
-In an object store, whose folders are only prefixes of names, a step exists if its manifest does.
+Folders of an object store are only prefixes of names, so a step exists there if its manifest does.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prepcli.errors import PrepError
-from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    STATE_ITEM,
+    Manifest,
+    read_manifest,
+)
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
-EVAL_LOSS, EVAL_SEQUENCES = "eval_loss", "eval_sequences"  # keys of a step's manifest
-RECIPE_FILE, ENVIRONMENT_FILE = "recipe.toml", "environment.json"  # of each run, from its first start on
+# keys of a step's manifest
+EVAL_LOSS = "eval_loss"
+EVAL_SEQUENCES = "eval_sequences"
+# files of each run, from its first start on
+RECIPE_FILE = "recipe.toml"
+ENVIRONMENT_FILE = "environment.json"
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
 
@@ -30,7 +39,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Return the steps with complete checkpoints, ascending; an empty list if the run does not exist."""
+    """Return the steps with complete checkpoints, ascending. An empty list if the run does not exist."""
     try:
         names = [name for name in os.listdir(run) if STEP_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -41,7 +50,7 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def is_begun_run(names: Collection[str]) -> bool:
-    """Return whether a folder or prefix with these names is a training run; it may have no step yet."""
+    """Return whether a folder or prefix with these names is a training run. It may have no step yet."""
     return RECIPE_FILE in names and ENVIRONMENT_FILE in names
 
 
@@ -61,36 +70,50 @@ class EvalLoss:
     """Loss of a step's evaluation, as its manifest has it.
 
     Attributes:
-        value: Mean loss of a token; infinite without an evaluation.
-        sequences: Number of sequences of the evaluation; None if it is not recorded.
+        value: Mean loss of a token. Infinite without an evaluation.
+        sequences: Number of sequences of the evaluation. None if it is not recorded.
     """
 
     value: float
     sequences: int | None
 
 
-def manifest_loss(manifest: Mapping[str, Any]) -> EvalLoss:
+def manifest_loss(manifest: Manifest) -> EvalLoss:
     """Return the loss of a step's manifest."""
-    loss, sequences = manifest.get(EVAL_LOSS), manifest.get(EVAL_SEQUENCES)
-    value = float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+    loss = manifest.fields.get(EVAL_LOSS)
+    sequences = manifest.fields.get(EVAL_SEQUENCES)
+    if isinstance(loss, int | float) and math.isfinite(loss):
+        value = float(loss)
+    else:
+        value = math.inf
     return EvalLoss(value, sequences if isinstance(sequences, int) else None)
 
 
 def best_step(run: Path) -> int | None:
-    """Return the step of a run with the lowest loss; None if no step has one.
+    """Return the step of a run with the lowest loss. None if no step has one.
 
-    Losses of different numbers of sequences are not compared: those of the newest evaluated step count.
+    Losses of different numbers of sequences are not compared.
+    Only losses with as many sequences as the newest evaluated step count.
     """
-    losses = {step: manifest_loss(read_manifest(step_folder(run, step)) or {}) for step in saved_steps(run)}
+    losses = {
+        step: manifest_loss(read_manifest(step_folder(run, step)) or NO_MANIFEST)
+        for step in saved_steps(run)
+    }
+    # A loss of 100 sequences and one of 1,000 are not comparable: `eval.limit` may have changed.
     newest = max((step for step, loss in losses.items() if math.isfinite(loss.value)), default=None)
-    return None if newest is None else best_steps(losses)[losses[newest].sequences]
+    if newest is None:
+        return None
+    return best_steps(losses)[losses[newest].sequences]
 
 
 def best_steps(losses: Mapping[int, EvalLoss]) -> dict[int | None, int]:
     """Return the step with the lowest loss, the first of equal ones, for each number of evaluated sequences."""
     best: dict[int | None, int] = {}
     for step, loss in sorted(losses.items()):
-        lowest = losses[best[loss.sequences]].value if loss.sequences in best else math.inf
+        if loss.sequences in best:
+            lowest = losses[best[loss.sequences]].value
+        else:
+            lowest = math.inf
         if loss.value < lowest:
             best[loss.sequences] = step
     return best
@@ -103,6 +126,8 @@ def listed_steps(paths: Iterable[str]) -> list[int]:
 
 
 def listed_step(path: str) -> int | None:
-    """Return the step of a path in a run; None for a file of the run itself."""
+    """Return the step of a path in a run. None if it is a file of the run itself."""
     name, slash, _ = path.partition("/")
-    return int(name) if slash and STEP_NAME.fullmatch(name) else None
+    if slash and STEP_NAME.fullmatch(name):
+        return int(name)
+    return None

@@ -6,6 +6,7 @@ rejected, and also duplicate names and unknown fields. Format: https://github.co
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,13 @@ from prepcli.formats.shard_index import (
     map_tensors_to_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, quote_name, stat_file, unreadable_error
+from prepcli.formats.untrusted import (
+    list_folder,
+    parse_json,
+    quote_name,
+    stat_file,
+    unreadable_error,
+)
 from prepcli.planning.tensors import FileTensor, array_bits
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,9 +40,11 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json
 ADAPTER_HINT = "`prep merge ADAPTER BASE` adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others"
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"
-LENGTH_NBYTES = 8  # a file starts with the little-endian length of its header
+# A file starts with the little-endian length of its header.
+LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000  # limit of the safetensors library
-MAX_ENTRY_NBYTES = 4 << 20  # limit of one tensor's entry, and of all metadata
+# Limit of one tensor's entry, and of all metadata.
+MAX_ENTRY_NBYTES = 4 << 20
 MAX_DIMS = 64  # limit of NumPy
 
 DTYPES = {
@@ -47,22 +56,40 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+# Format: https://github.com/huggingface/safetensors#format. A file with w = float32 [2]:
+#   38 00 00 00 00 00 00 00    length of the header, 0x38 = 56
+#   {"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}} and two spaces
+#   <8 bytes>                  payload, at offset 8 + 56 = 64
+# `data_offsets` count from the start of the payload. The tensors must cover it without holes, so
+# the length of a file follows from its header, and a file that is cut short is noticed.
 _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
+# The header is split into entries by regular expressions, and each entry is parsed alone: a
+# malicious header of 100 MB as one JSON value would take many times its size in memory.
+# Possessive quantifiers (`*+`, Python 3.11) never backtrack, so the time is linear in the input.
 _SPACE = r"[ \t\r\n]*+"
 _STRING = r'"(?>[^"\\]++|\\.)*+"'
 _FLAT_OBJECT = rf'\{{(?>[^"{{}}]++|{_STRING})*+\}}'  # an object without nested objects
 _OPENING_BRACE = re.compile(rf"{_SPACE}\{{".encode())
 _EMPTY_OBJECT = re.compile(rf"{_SPACE}\{{{_SPACE}\}}{_SPACE}".encode())
 _BLANK = re.compile(_SPACE.encode())
-_ENTRY = re.compile(rf"{_SPACE}({_STRING}{_SPACE}:{_SPACE}{_FLAT_OBJECT}){_SPACE}([,}}])".encode(), re.DOTALL)
+_ENTRY = re.compile(
+    rf"{_SPACE}({_STRING}{_SPACE}:{_SPACE}{_FLAT_OBJECT}){_SPACE}([,}}])".encode(), re.DOTALL
+)
 _NUMBER = rb"(?:0|[1-9][0-9]{0,17})"
-_COMMON_ENTRY = re.compile(  # an entry as libraries write it: no escapes in the name, fields in this order
+# An entry as libraries write it: no escapes in the name, fields in this order.
+_COMMON_ENTRY = re.compile(
     rb'[ \t\r\n]*+"([^"\\\x00-\x1f]++)"[ ]*+:[ ]*+\{[ ]*+"dtype"[ ]*+:[ ]*+"([A-Z0-9_]++)"[ ]*+,'
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
-_OTHER_FORMATS = (  # first bytes, format, explanation, hint (empty: download it again)
-    (b"version https://git-lfs", "a Git LFS pointer", "it only refers to the real file", "run `git lfs pull`"),
+# First bytes, format, explanation, hint (empty: download it again).
+_OTHER_FORMATS = (
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer",
+        "it only refers to the real file",
+        "run `git lfs pull`",
+    ),
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
     (
         b"PK\x03\x04",
@@ -76,28 +103,39 @@ _OTHER_FORMATS = (  # first bytes, format, explanation, hint (empty: download it
         "old PyTorch checkpoints have this format",
         "if it is a PyTorch checkpoint, rename it to *.bin",
     ),
-    (b"GGUF", "a GGUF file", "its weights are quantised", "use the safetensors files that it was converted from"),
-    (b"\x89HDF", "an HDF5 file", "Keras weights have this format", "use the model's safetensors files"),
+    (
+        b"GGUF",
+        "a GGUF file",
+        "its weights are quantised",
+        "use the safetensors files that it was converted from",
+    ),
+    (
+        b"\x89HDF",
+        "an HDF5 file",
+        "Keras weights have this format",
+        "use the model's safetensors files",
+    ),
     (b"{", "bare JSON", "the length of the header must come first", ""),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """Header of a safetensors file; tensors in layout order, with offsets from the start of the file."""
+    """Header of a safetensors file. Tensors in layout order, with offsets from the start of the file."""
 
     file_name: str
     size: int  # size of the whole file in bytes
     data_start: int
     tensors: tuple[FileTensor, ...]
     metadata: tuple[tuple[str, str], ...]
-    digest: str  # hexadecimal XXH3-128 of the first data_start bytes
+    # Hexadecimal XXH3-128 of the first data_start bytes.
+    digest: str
     mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFolder:
-    """Safetensors files of one model; tensors in (file, offset) order, `file` is an index into `headers`."""
+    """Safetensors files of one model. Tensors in (file, offset) order, `file` is an index into `headers`."""
 
     path: Path
     headers: tuple[SafetensorsHeader, ...]
@@ -121,35 +159,54 @@ def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
         tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
         end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
-        raise DamagedError(f"{path.name} has a broken header", str(error), download_again_hint(path)) from error
+        raise DamagedError(
+            f"{path.name} has a broken header", str(error), download_again_hint(path)
+        ) from error
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
     digest = xxhash.xxh3_128_hexdigest(header_bytes)
-    return SafetensorsHeader(path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns)
+    return SafetensorsHeader(
+        path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns
+    )
 
 
 def select_safetensors_files(names: Iterable[str]) -> list[str]:
     """Return the file names that hold a model's tensors: the index, else model.safetensors, else all *.safetensors."""
-    visible = [name for name in names if name == INDEX_FILE or (name.endswith(f".{SUFFIX}") and name[0] != ".")]
+    visible = [
+        name
+        for name in names
+        if name == INDEX_FILE or (name.endswith(f".{SUFFIX}") and name[0] != ".")
+    ]
     return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
-    """Read the headers of a model's files, in the order of file names; links are followed.
+    """Read the headers of a model's files, in the order of file names. Links are followed.
 
-    The files are those of the index, else model.safetensors, else all *.safetensors.
+    The files are the ones in the index, else model.safetensors, else all *.safetensors.
 
     Raises:
         PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
     candidates = select_safetensors_files(list_folder(folder))
-    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX) if candidates == [INDEX_FILE] else None
-    names = list_indexed_files(folder, weight_map) if weight_map is not None else candidates
+    if candidates == [INDEX_FILE]:
+        weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
+    else:
+        weight_map = None
+    if weight_map is not None:
+        names = list_indexed_files(folder, weight_map)
+    else:
+        names = candidates
     if weight_map is None:
         _check_model(folder, names)
-    headers = tuple(read_safetensors_header(folder / name, file_number) for file_number, name in enumerate(names))
-    tensors = tuple(tensor for header in headers for tensor in header.tensors)
-    file_by_tensor = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
+    headers = tuple(
+        read_safetensors_header(folder / name, file_number)
+        for file_number, name in enumerate(names)
+    )
+    tensors = tuple(itertools.chain.from_iterable(header.tensors for header in headers))
+    file_by_tensor = map_tensors_to_files(
+        folder, ((tensor.name, names[tensor.file]) for tensor in tensors)
+    )
     if weight_map is not None:
         check_index_matches_files(folder, weight_map, file_by_tensor)
     return SafetensorsFolder(folder, headers, tensors, weight_map is not None)
@@ -177,21 +234,27 @@ def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
 
 
 def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepError:
-    """Return the error for a file whose first 8 bytes are not a valid header length."""
+    """Return the error for a file that does not start with a valid header length."""
     for magic, format_name, explanation, hint in _OTHER_FORMATS:
         if first_bytes.lstrip().startswith(magic):
             return PrepError(
-                f"{path.name} is {format_name}, not a safetensors file", explanation, hint or download_again_hint(path)
+                f"{path.name} is {format_name}, not a safetensors file",
+                explanation,
+                hint or download_again_hint(path),
             )
     if len(first_bytes) < LENGTH_NBYTES:
-        why = f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
+        why = (
+            f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
+        )
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"its header length is {nbytes:,} bytes, valid are 1 to {MAX_HEADER_NBYTES:,}"
     return DamagedError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
 
 
-def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
-    """Return metadata and tensors in the order of the header; raise ValueError if it is invalid."""
+def _parse_header(
+    raw: bytes, file_number: int
+) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
+    """Return metadata and tensors in the order of the header. Raise ValueError if it is invalid."""
     metadata: tuple[tuple[str, str], ...] = ()
     tensors: list[FileTensor] = []
     names: set[str] = set()
@@ -213,18 +276,23 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
     opening_brace = _OPENING_BRACE.match(raw, LENGTH_NBYTES)
     if opening_brace is None:
         raise ValueError("it is not a JSON object")
-    offset, separator = opening_brace.end(), b","
+    offset = opening_brace.end()
+    separator = b","
     while separator == b",":
         common_match = _COMMON_ENTRY.match(raw, offset)
         if common_match is not None and common_match.end() - offset <= MAX_ENTRY_NBYTES:
-            offset, separator = common_match.end(), common_match[6]
+            offset = common_match.end()
+            separator = common_match[6]
             yield _parse_common_entry(common_match)
             continue
         entry_match = _ENTRY.match(raw, offset)
         if entry_match is None or entry_match.end(1) - entry_match.start(1) > MAX_ENTRY_NBYTES:
-            raise ValueError(f"the text at byte {offset:,} is not the entry of a tensor, or has more than 4 MiB")
+            raise ValueError(
+                f"the text at byte {offset:,} is not the entry of a tensor, or has more than 4 MiB"
+            )
         yield from parse_json(b"{" + entry_match[1] + b"}").items()
-        offset, separator = entry_match.end(), entry_match[2]
+        offset = entry_match.end()
+        separator = entry_match[2]
     if not _BLANK.fullmatch(raw, offset):
         raise ValueError(f"text follows its end at byte {offset:,}")
 
@@ -236,26 +304,43 @@ def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
         decoded_name = name.decode()
     except UnicodeError as error:
         raise ValueError("its text is not UTF-8") from error
-    extents = [*map(int, shape.split(b","))] if shape else []
-    return decoded_name, {"dtype": code.decode(), "shape": extents, "data_offsets": [int(start), int(stop)]}
+    if shape:
+        extents = [*map(int, shape.split(b","))]
+    else:
+        extents = []
+    return decoded_name, {
+        "dtype": code.decode(),
+        "shape": extents,
+        "data_offsets": [int(start), int(stop)],
+    }
 
 
 def _parse_metadata(entry: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     if not all(isinstance(value, str) for value in entry.values()):
         raise ValueError(f"its {METADATA_KEY} must hold only text")
-    "".join(entry.values()).encode()  # Python's JSON accepts half of a surrogate pair, other parsers do not
+    # Python's JSON accepts half of a surrogate pair, other parsers do not.
+    "".join(entry.values()).encode()
     return tuple(entry.items())
 
 
-def _parse_tensor(name: str, entry: dict[str, Any], file_number: int, data_start: int) -> FileTensor:
+def _parse_tensor(
+    name: str, entry: dict[str, Any], file_number: int, data_start: int
+) -> FileTensor:
     if entry.keys() != _ENTRY_FIELDS:
-        raise ValueError(f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else")
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        raise ValueError(
+            f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else"
+        )
+    code = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"the dtype of {quote_name(name)} is not one of {', '.join(DTYPES)}")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
-        raise ValueError(f"shape or data_offsets of {quote_name(name)} are not whole numbers from 0 to 2^63 - 1")
-    extents = [dim or 1 for dim in shape] if 0 in shape else shape  # libraries reject overflow beside a 0 too
+        raise ValueError(
+            f"shape or data_offsets of {quote_name(name)} are not whole numbers from 0 to 2^63 - 1"
+        )
+    # Libraries reject overflow next to a 0 too.
+    extents = [dim or 1 for dim in shape] if 0 in shape else shape
     if array_bits(DTYPES[code], tuple(extents)) >= 1 << 63:
         raise ValueError(f"{quote_name(name)} has a shape of 2^63 bits or more")
     start, stop = offsets
@@ -264,22 +349,30 @@ def _parse_tensor(name: str, entry: dict[str, Any], file_number: int, data_start
         raise ValueError(
             f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (stop - start):,}"
         )
-    return FileTensor(name, DTYPES[code], tuple(shape), file_number, data_start + start, stop - start)
+    return FileTensor(
+        name, DTYPES[code], tuple(shape), file_number, data_start + start, stop - start
+    )
 
 
 def _are_counts(values: object) -> bool:
     if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
-    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)  # bool is a subclass of int
+    # `type`, not `isinstance`: bool is a subclass of int.
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
-    """Return the end offset of tensors in layout order; raise ValueError for holes and overlaps."""
+    """Return the end offset of tensors in layout order. Raise ValueError for holes and overlaps."""
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
-            problem = "hole" if tensor.offset > end else "overlap"
-            raise ValueError(f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}")
+            if tensor.offset > end:
+                problem = "hole"
+            else:
+                problem = "overlap"
+            raise ValueError(
+                f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}"
+            )
         end += tensor.nbytes
     return end
 
@@ -298,7 +391,10 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
 
 
 def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
-    what = f"{path.name} is cut short" if actual_nbytes < expected_nbytes else f"{path.name} is too long"
+    if actual_nbytes < expected_nbytes:
+        what = f"{path.name} is cut short"
+    else:
+        what = f"{path.name} is too long"
     return DamagedError(
         what,
         f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}",

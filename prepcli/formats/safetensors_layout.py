@@ -1,4 +1,4 @@
-"""Lay out safetensors files: headers, file names and index; the engine fills in the payloads. Pure."""
+"""Lay out safetensors files: headers, file names and index. The engine fills in the payloads. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ PAGE_NBYTES = 4096
 ALIGN_NBYTES = 8
 
 LayoutEntry: TypeAlias = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, nbytes
-ShardContents: TypeAlias = tuple[
-    str, Sequence[LayoutEntry], int | None
-]  # file name, entries in layout order, page offset
+# File name, entries in layout order, page offset.
+ShardContents: TypeAlias = tuple[str, Sequence[LayoutEntry], int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """Layout of a file to write: `header`, then tensors without gaps; `size` bytes in total."""
+    """Layout of a file to write: `header`, then tensors without gaps. `size` bytes in total."""
 
     name: str
     header: bytes
@@ -36,7 +35,7 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
     """Return the length and the JSON header that precede the payload, padded to align the payload.
 
     Args:
-        tensors: Entries in layout order; their payloads follow each other without gaps.
+        tensors: Entries in layout order. Their payloads follow each other without gaps.
         page_offset: Offset of the payload in a page, modulo 4096. None, or an offset that is not a multiple of 8,
             aligns the payload to the next multiple of 8.
 
@@ -54,25 +53,39 @@ def encode_header(tensors: Sequence[LayoutEntry], page_offset: int | None = 0) -
     content = {METADATA_KEY: {"format": "pt"}, **header_entries}
     header = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     # A payload with the same page offset as its source can be copied by whole pages without the CPU.
-    alignment, target_offset = (
-        (PAGE_NBYTES, page_offset) if page_offset is not None and page_offset % ALIGN_NBYTES == 0 else (ALIGN_NBYTES, 0)
-    )
+    if page_offset is not None and page_offset % ALIGN_NBYTES == 0:
+        alignment = PAGE_NBYTES
+        target_offset = page_offset
+    else:
+        alignment = ALIGN_NBYTES
+        target_offset = 0
+    # Spaces after the JSON move the payload: to a multiple of 8, or to the page offset of the
+    # source. e.g. page 4096, offset 64 in the page, header of 100: 100 + pad + 8 = 4160
     header += b" " * ((target_offset - LENGTH_NBYTES - len(header)) % alignment)
     if len(header) > MAX_HEADER_NBYTES:
         why = f"its header takes {len(header):,} bytes, the limit is {MAX_HEADER_NBYTES:,}"
-        raise PrepError(f"{len(tensors):,} tensors are too many for one safetensors file", why, "write smaller files")
+        raise PrepError(
+            f"{len(tensors):,} tensors are too many for one safetensors file",
+            why,
+            "write smaller files",
+        )
     return len(header).to_bytes(LENGTH_NBYTES, "little") + header
 
 
 def lay_out_files(files: Sequence[ShardContents]) -> tuple[SafetensorsLayout, ...]:
-    """Return the layout of each file with the offsets of its tensors; raises the errors of `encode_header`."""
-    return tuple(_lay_out_file(file_number, *contents) for file_number, contents in enumerate(files))
+    """Return the layout of each file with the offsets of its tensors. Raises the errors of `encode_header`."""
+    return tuple(
+        _lay_out_file(file_number, *contents) for file_number, contents in enumerate(files)
+    )
 
 
 def split_into_shards(
-    entries: Sequence[LayoutEntry], max_shard_nbytes: int, stem: str = "model", suffix: str = "safetensors"
+    entries: Sequence[LayoutEntry],
+    max_shard_nbytes: int,
+    stem: str = "model",
+    suffix: str = "safetensors",
 ) -> list[tuple[str, list[LayoutEntry]]]:
-    """Split entries into files of at most `max_shard_nbytes` of payload; a larger tensor gets a file of its own.
+    """Split entries into files of at most `max_shard_nbytes` of payload. A larger tensor gets a separate file.
 
     Args:
         entries: Entries in layout order.
@@ -99,9 +112,16 @@ def split_into_shards(
 
 def encode_index(layouts: Sequence[SafetensorsLayout]) -> bytes:
     """Return the content of model.safetensors.index.json for these files."""
-    weight_map = {tensor.name: layout.name for layout in layouts for tensor in layout.tensors}
-    total_nbytes = sum(tensor.nbytes for layout in layouts for tensor in layout.tensors)
-    index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    weight_map: dict[str, str] = {}
+    total_nbytes = 0
+    for layout in layouts:
+        for tensor in layout.tensors:
+            weight_map[tensor.name] = layout.name
+            total_nbytes += tensor.nbytes
+    index = {
+        "metadata": {"total_size": total_nbytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 

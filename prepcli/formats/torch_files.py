@@ -26,8 +26,19 @@ from prepcli.formats.shard_index import (
     read_weight_map,
 )
 from prepcli.formats.torch_legacy import read_legacy_file
-from prepcli.formats.torch_pickle import MAX_NBYTES, BoundedReader, UnexpectedNameError, interpret_pickle
-from prepcli.formats.torch_state import ALLOWED_NAMES, UNSUPPORTED_NAMES, StorageView, TorchState, read_torch_state
+from prepcli.formats.torch_pickle import (
+    MAX_NBYTES,
+    BoundedReader,
+    UnexpectedNameError,
+    interpret_pickle,
+)
+from prepcli.formats.torch_state import (
+    ALLOWED_NAMES,
+    UNSUPPORTED_NAMES,
+    StorageView,
+    TorchState,
+    read_torch_state,
+)
 from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import array_bits
 
@@ -36,7 +47,8 @@ META_PARAMS_FILE = "params.json"  # config of Meta's LLaMA
 SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_model.bin"
 SUFFIXES = (".bin", ".pth", ".pt")
-TRAINING_FILE_PATTERNS = (  # lower case: files of a training run beside a model
+# Lower case: files of a training run next to a model.
+TRAINING_FILE_PATTERNS = (
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
 MAX_NON_TENSORS = 12
@@ -75,7 +87,9 @@ class TorchTensor:
         """Return start and stop offset of the tensor's bytes in its file."""
         if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
-        last_offset = sum((extent - 1) * step for extent, step in zip(self.shape, self.byte_strides))
+        last_offset = sum(
+            (extent - 1) * step for extent, step in zip(self.shape, self.byte_strides)
+        )
         return self.offset, self.offset + last_offset + array_bits(self.dtype, ()) // 8
 
 
@@ -93,7 +107,7 @@ class TorchHeader:
 
 @dataclass(frozen=True, slots=True)
 class TorchFolder:
-    """PyTorch files of one model; tensors in (file, offset) order, `file` is an index into `headers`."""
+    """PyTorch files of one model. Tensors in (file, offset) order, `file` is an index into `headers`."""
 
     path: Path
     headers: tuple[TorchHeader, ...]
@@ -101,7 +115,7 @@ class TorchFolder:
     @property
     def tensors(self) -> tuple[TorchTensor, ...]:
         """Return the tensors of all files."""
-        return tuple(tensor for checkpoint in self.headers for tensor in checkpoint.tensors)
+        return tuple(itertools.chain.from_iterable(header.tensors for header in self.headers))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -155,20 +169,29 @@ def select_model_files(names: Iterable[str]) -> list[str]:
     """Return the file names that hold a model's tensors in PyTorch's format, by their names alone."""
     names = list(names)
     if INDEX_FILE in names or SINGLE_FILE in names:
-        return [name for name in names if name == (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)]
-    candidates = [name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+        return [
+            name for name in names if name == (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
+        ]
+    candidates = [
+        name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+    ]
     candidates = [name for name in candidates if not CONSOLIDATED_FILE.fullmatch(name)]
-    return sorted(
-        name for name in candidates if not any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
-    )
+    return sorted(name for name in candidates if not _is_training_file(name))
+
+
+def _is_training_file(name: str) -> bool:
+    """Return whether a file name is one of a training run next to a model."""
+    return any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
 
 
 def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
-    """Return the kind of a folder by its file names: saved by transformers, or by Meta; None if neither."""
+    """Return the kind of a folder by its file names: saved by transformers, or by Meta. None if neither."""
     names = list(names)
     if INDEX_FILE in names or any(_HF_FILE.fullmatch(name) for name in names):
         return "torch"
-    return "meta" if any(CONSOLIDATED_FILE.fullmatch(name) for name in names) else None
+    if any(CONSOLIDATED_FILE.fullmatch(name) for name in names):
+        return "meta"
+    return None
 
 
 def select_torch_files(names: Iterable[str]) -> list[str]:
@@ -179,24 +202,36 @@ def select_torch_files(names: Iterable[str]) -> list[str]:
     names = list(names)
     kind = detect_torch_kind(names)
     if kind == "meta":
-        return [name for name in names if name == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(name)]
+        return [
+            name for name in names if name == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(name)
+        ]
     if INDEX_FILE in names:
         return [name for name in names if name == INDEX_FILE or _HF_FILE.fullmatch(name)]
-    return select_model_files(names) if kind == "torch" else []
+    if kind == "torch":
+        return select_model_files(names)
+    return []
 
 
 def read_torch_folder(folder: Path) -> TorchFolder:
-    """Read the headers of a model's files: those of the index, else pytorch_model.bin, else the only file.
+    """Read the headers of a model's files: the ones in the index, else pytorch_model.bin, else the only file.
 
     Raises:
         PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
     candidates = select_model_files(list_folder(folder))
-    weight_map = read_weight_map(folder / INDEX_FILE, "bin") if candidates == [INDEX_FILE] else None
-    names = list_indexed_files(folder, weight_map) if weight_map is not None else candidates
+    if candidates == [INDEX_FILE]:
+        weight_map = read_weight_map(folder / INDEX_FILE, "bin")
+    else:
+        weight_map = None
+    if weight_map is not None:
+        names = list_indexed_files(folder, weight_map)
+    else:
+        names = candidates
     if weight_map is None:
         _check_model(folder, names)
-    headers = tuple(read_torch_header(folder / name, file_number) for file_number, name in enumerate(names))
+    headers = tuple(
+        read_torch_header(folder / name, file_number) for file_number, name in enumerate(names)
+    )
     torch_folder = TorchFolder(folder, headers)
     file_by_tensor = map_tensors_to_files(
         folder, ((tensor.name, names[tensor.file]) for tensor in torch_folder.tensors)
@@ -215,7 +250,10 @@ _ReadResult = tuple[str, TorchState, _StorageOffsets]  # metadata digest, state,
 
 def _read_zip(file: BinaryIO) -> _ReadResult:
     archive = torch_zip.read_archive(file)
-    if "byteorder" in archive.records and torch_zip.read_record(file, archive, "byteorder", 16) != b"little":
+    if (
+        "byteorder" in archive.records
+        and torch_zip.read_record(file, archive, "byteorder", 16) != b"little"
+    ):
         raise ValueError("it was written on a big-endian machine")
     if any(name.startswith("code/") for name in archive.records):
         raise ValueError("it is a TorchScript archive; save the model's state_dict() instead")
@@ -223,21 +261,29 @@ def _read_zip(file: BinaryIO) -> _ReadResult:
     state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
     required_nbytes: dict[str, int] = {}
     for view in state.views:
-        required_nbytes[view.storage.key] = max(view.storage.nbytes, required_nbytes.get(view.storage.key, 0))
-    return digest(pickled + archive.directory), state, _zip_storage_offsets(file, archive, required_nbytes)
+        required_nbytes[view.storage.key] = max(
+            view.storage.nbytes, required_nbytes.get(view.storage.key, 0)
+        )
+    return (
+        digest(pickled + archive.directory),
+        state,
+        _zip_storage_offsets(file, archive, required_nbytes),
+    )
 
 
 def _zip_storage_offsets(
     file: BinaryIO, archive: torch_zip.ZipArchive, required_nbytes: Mapping[str, int]
 ) -> _StorageOffsets:
-    """Return the offset of each storage; raise ValueError if one is too small or overlaps another."""
+    """Return the offset of each storage. Raise ValueError if one is too small or overlaps another."""
     offsets: dict[str, int] = {}
     spans = []
     for key, nbytes in required_nbytes.items():
         name = f"data/{key}"
         offsets[key], stored_nbytes = torch_zip.locate_record(file, archive, name)
         if nbytes > stored_nbytes:
-            raise ValueError(f"storage {quote_name(key)} has {stored_nbytes:,} bytes, its tensors need {nbytes:,}")
+            raise ValueError(
+                f"storage {quote_name(key)} has {stored_nbytes:,} bytes, its tensors need {nbytes:,}"
+            )
         spans.append((archive.records[name].header_offset, offsets[key] + stored_nbytes))
     spans.sort()
     for (_, end), (start, _) in itertools.pairwise(spans):
@@ -253,7 +299,9 @@ def _read_legacy(file: BinaryIO) -> _ReadResult:
     return digest(file.read(legacy.data_start)), state, legacy.storage_offsets
 
 
-def _to_torch_tensor(view: StorageView, storage_offsets: _StorageOffsets, file_number: int) -> TorchTensor:
+def _to_torch_tensor(
+    view: StorageView, storage_offsets: _StorageOffsets, file_number: int
+) -> TorchTensor:
     return TorchTensor(
         view.name,
         view.dtype,
@@ -265,16 +313,23 @@ def _to_torch_tensor(view: StorageView, storage_offsets: _StorageOffsets, file_n
 
 
 def _limit_non_tensors(non_tensors: Sequence[str]) -> tuple[str, ...]:
-    more = (f"and {len(non_tensors) - MAX_NON_TENSORS:,} more",) if len(non_tensors) > MAX_NON_TENSORS else ()
+    if len(non_tensors) > MAX_NON_TENSORS:
+        more = (f"and {len(non_tensors) - MAX_NON_TENSORS:,} more",)
+    else:
+        more = ()
     return (*non_tensors[:MAX_NON_TENSORS], *more)
 
 
 def _unexpected_name_error(path: Path, name: str) -> PrepError:
     """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
-        return PrepError(f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN_HINT)
+        return PrepError(
+            f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN_HINT
+        )
     why = "prep runs no code of a file: it reads only tensors and plain settings"
-    return PrepError(f"{path.name} refers to {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN_HINT}")
+    return PrepError(
+        f"{path.name} refers to {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN_HINT}"
+    )
 
 
 _SAVE_AGAIN_HINT = "load it with PyTorch and torch.save() only the model's state_dict()"
@@ -285,15 +340,22 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
     for magic, format_name, explanation, hint in _OTHER_FORMATS:
         if first_bytes.lstrip().startswith(magic):
             return PrepError(
-                f"{path.name} is {format_name}, not a PyTorch file", explanation, hint or download_again_hint(path)
+                f"{path.name} is {format_name}, not a PyTorch file",
+                explanation,
+                hint or download_again_hint(path),
             )
     if first_bytes[257:262] == b"ustar":
         why = "PyTorch wrote this format before 0.1.10"
         return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN_HINT)
     if first_bytes[8:9] == b"{":
         hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
-        return PrepError(f"{path.name} is not a PyTorch file", "it starts like a safetensors file", hint)
-    why = f"it starts with {first_bytes[:8].hex(' ')}" if first_bytes else "it is empty"
+        return PrepError(
+            f"{path.name} is not a PyTorch file", "it starts like a safetensors file", hint
+        )
+    if first_bytes:
+        why = f"it starts with {first_bytes[:8].hex(' ')}"
+    else:
+        why = "it is empty"
     return DamagedError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
 
 
@@ -304,10 +366,16 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
     if ADAPTER_FILE in names:
         why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
+        raise PrepError(
+            f"{folder} is an adapter, not a model",
+            why,
+            "merge it first: PEFT's `merge_and_unload()`",
+        )
     check_numbered_files(folder, names)
     if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
         why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
         raise PrepError(
-            f"{folder} does not say which file the model is", why, f"rename the file of the model to {SINGLE_FILE}"
+            f"{folder} does not say which file the model is",
+            why,
+            f"rename the file of the model to {SINGLE_FILE}",
         )

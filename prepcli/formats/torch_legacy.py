@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from prepcli.formats.torch_pickle import MAX_NBYTES, BoundedReader, PickledMapping, UnpickledObject, interpret_pickle
+from prepcli.formats.torch_pickle import (
+    MAX_NBYTES,
+    BoundedReader,
+    PickledMapping,
+    UnpickledObject,
+    interpret_pickle,
+)
 from prepcli.formats.torch_state import ALLOWED_NAMES, TorchStorage, collect_storages
 from prepcli.formats.untrusted import quote_name
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_VERSION = 1001
-LENGTH_NBYTES = 8  # the little-endian element count before each storage
+# The little-endian element count before each storage.
+LENGTH_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,9 @@ class LegacyFile:
     data_start: int
 
 
+# torch.save before 1.6 (serialization.py, `_legacy_save`): five pickles in a row, then storages.
+#   magic number, version 1001, {"little_endian": True, ...}, the object, the keys of storages
+#   then for each key, in this order: element count [8, little endian], elements
 def read_legacy_file(file: BinaryIO) -> LegacyFile:
     """Read the pickles of a file and the lengths of its storages, without their bytes."""
     size = file.seek(0, os.SEEK_END)
@@ -56,12 +66,16 @@ def _check_preamble(reader: BoundedReader) -> None:
         raise ValueError(f"its version is not {LEGACY_VERSION}")
     system = interpret_pickle(reader, ()).root
     if not isinstance(system, PickledMapping) or ("little_endian", True) not in [
-        (key, value) for key, value in system.items if isinstance(key, str) and isinstance(value, bool)
+        (key, value)
+        for key, value in system.items
+        if isinstance(key, str) and isinstance(value, bool)
     ]:
         raise ValueError("it was written on a big-endian machine")
 
 
-def _read_storage_offsets(file: BinaryIO, storages: list[TorchStorage], size: int) -> tuple[dict[str, int], int]:
+def _read_storage_offsets(
+    file: BinaryIO, storages: list[TorchStorage], size: int
+) -> tuple[dict[str, int], int]:
     """Return the offset of each storage, and the end of the last one."""
     offsets: dict[str, int] = {}
     header_offset = file.tell()

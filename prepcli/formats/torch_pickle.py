@@ -15,13 +15,20 @@ from typing import BinaryIO, TypeVar
 
 from prepcli.formats.untrusted import quote_name
 
-MAX_NBYTES = 32 << 20  # size of a pickle: a tensor takes 100 to 200 bytes
-MAX_OPCODES = 2_000_000  # per pickle: a tensor takes about 35; an opcode allocates at most a few hundred bytes
+# Size of a pickle: a tensor takes 100 to 200 bytes.
+MAX_NBYTES = 32 << 20
+# Per pickle: a tensor takes about 35. An opcode allocates at most a few hundred bytes.
+MAX_OPCODES = 2_000_000
 MAX_TEXT_NBYTES = 1 << 20
 MAX_INT_NBYTES = 255
 MAX_LINE_NBYTES = 1000
 PROTOCOLS = range(6)
-MAPPING_TYPES = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
+MAPPING_TYPES = {
+    "collections.OrderedDict",
+    "collections.defaultdict",
+    "collections.Counter",
+    "builtins.dict",
+}
 
 
 class UnexpectedNameError(ValueError):
@@ -74,7 +81,8 @@ class BoundedReader:
     """Sequential reader of at most `max_nbytes` bytes of a file from its current position."""
 
     def __init__(self, file: BinaryIO, max_nbytes: int) -> None:
-        self._file, self._left = file, max_nbytes
+        self._file = file
+        self._left = max_nbytes
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BoundedReader:
@@ -82,7 +90,7 @@ class BoundedReader:
         return cls(io.BytesIO(data), len(data))
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes; raise ValueError if there are fewer."""
+        """Return the next `nbytes` bytes. Raise ValueError if there are fewer."""
         if nbytes > self._left:
             raise ValueError(f"it continues for {nbytes:,} bytes, {self._left:,} are left")
         data = self._file.read(nbytes)
@@ -106,7 +114,7 @@ def interpret_pickle(reader: BoundedReader, allowed_names: Collection[str]) -> U
     Numbers, text, bytes, lists and tuples become Python objects, a set becomes a list, a mapping a `PickledMapping`.
 
     Args:
-        reader: Reader at the start of the pickle; afterwards it is at its end.
+        reader: Reader at the start of the pickle. Afterwards it is at its end.
         allowed_names: Qualified names of classes and functions that may occur.
 
     Raises:
@@ -124,7 +132,8 @@ class _PickleMachine:
     """Stack machine that interprets the opcodes of a pickle."""
 
     def __init__(self, reader: BoundedReader, allowed_names: Collection[str]) -> None:
-        self.reader, self.allowed_names = reader, allowed_names
+        self.reader = reader
+        self.allowed_names = allowed_names
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}
         self.persistent_refs: list[PersistentRef] = []
@@ -145,7 +154,7 @@ class _PickleMachine:
             execute(self)
 
     def count_steps(self, steps: int) -> None:
-        """Count steps; raise ValueError if there are more than `MAX_OPCODES`."""
+        """Count steps. Raise ValueError if there are more than `MAX_OPCODES`."""
         self.steps_left -= steps
         if self.steps_left < 0:
             raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
@@ -157,7 +166,7 @@ class _PickleMachine:
         self.stack.append(value)
 
     def pop(self) -> object:
-        """Pop the top value; raise ValueError if there is none above the last mark."""
+        """Pop the top value. Raise ValueError if there is none above the last mark."""
         if not self.stack or self.stack[-1] is _MARK:
             raise ValueError("it pops from an empty stack")
         return self.stack.pop()
@@ -178,10 +187,12 @@ class _PickleMachine:
         raise ValueError("it pops to a mark that does not exist")
 
     def pop_type(self, expected_type: type[_T]) -> _T:
-        """Pop a value of a type; raise ValueError for another type."""
+        """Pop a value of a type. Raise ValueError for another type."""
         value = self.pop()
         if not isinstance(value, expected_type):
-            raise ValueError(f"it has a {type(value).__name__} where a {expected_type.__name__} should be")
+            raise ValueError(
+                f"it has a {type(value).__name__} where a {expected_type.__name__} should be"
+            )
         return value
 
     def drop(self) -> None:
@@ -201,14 +212,20 @@ class _PickleMachine:
         """Read bytes that follow their own length."""
         nbytes = self.read_number(struct_format)
         if not 0 <= nbytes <= max_nbytes:
-            raise ValueError(f"a text or number in it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
+            raise ValueError(
+                f"a text or number in it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+            )
         return self.reader.read(nbytes)
 
     # Opcodes
 
     def push_long(self, struct_format: str) -> None:
         """Push an integer of any size (LONG1, LONG4)."""
-        self.push(int.from_bytes(self.read_sized_bytes(struct_format, MAX_INT_NBYTES), "little", signed=True))
+        self.push(
+            int.from_bytes(
+                self.read_sized_bytes(struct_format, MAX_INT_NBYTES), "little", signed=True
+            )
+        )
 
     def push_text(self, struct_format: str) -> None:
         """Push a UTF-8 text (BINUNICODE)."""
@@ -242,7 +259,8 @@ class _PickleMachine:
 
     def set_item(self) -> None:
         """Pop a key and a value into the mapping below them (SETITEM)."""
-        value, key = self.pop(), self.pop()
+        value = self.pop()
+        key = self.pop()
         self.set_items([key, value])
 
     def append_item(self) -> None:
@@ -264,33 +282,49 @@ class _PickleMachine:
         self.push(self.memo[number])
 
     def push_name(self, module: str, name: str) -> None:
-        """Push a reference to a class or function; raise UnexpectedNameError if it is not allowed."""
+        """Push a reference to a class or function. Raise UnexpectedNameError if it is not allowed."""
         qualified_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        # The names are compared as text. Nothing is imported: even the import of a module runs
+        # its code.
         if qualified_name not in self.allowed_names:
             raise UnexpectedNameError(qualified_name)
         self.push(PickledName(qualified_name))
 
     def push_name_from_stack(self) -> None:
-        """Push the name whose module and name are on the stack (STACK_GLOBAL)."""
-        name, module = self.pop_type(str), self.pop_type(str)
+        """Push the name given by module and name on the stack (STACK_GLOBAL)."""
+        name = self.pop_type(str)
+        module = self.pop_type(str)
         self.push_name(module, name)
 
     def push_name_from_lines(self) -> None:
-        """Push the name whose module and name are in the next two lines (GLOBAL)."""
-        module, name = self.reader.read_line(), self.reader.read_line()
+        """Push the name given by module and name in the next two lines (GLOBAL)."""
+        module = self.reader.read_line()
+        name = self.reader.read_line()
         self.push_name(_decode_text(module), _decode_text(name))
 
     def push_call(self) -> None:
-        """Record a call without making it; calls of mapping types become mappings (REDUCE, NEWOBJ)."""
-        args, callee = self.pop_type(tuple), self.pop_type(PickledName)
-        self.push(self.build_mapping(args) if callee.qualified_name in MAPPING_TYPES else PickledCall(callee, args))
+        """Record a call without making it. Calls of mapping types become mappings (REDUCE, NEWOBJ)."""
+        args = self.pop_type(tuple)
+        callee = self.pop_type(PickledName)
+        self.push(
+            self.build_mapping(args)
+            if callee.qualified_name in MAPPING_TYPES
+            else PickledCall(callee, args)
+        )
 
     def build_mapping(self, args: tuple[object, ...]) -> PickledMapping:
         """Return the mapping of a list of pairs (written by Python 2), of another mapping, or an empty one."""
-        last_arg = args[-1] if args else None
+        if args:
+            last_arg = args[-1]
+        else:
+            last_arg = None
         if isinstance(last_arg, PickledMapping):
             return last_arg
-        pairs = last_arg if isinstance(last_arg, list | tuple) else ()
+        if isinstance(last_arg, list | tuple):
+            pairs = last_arg
+        else:
+            pairs = ()
+        # one opcode can build a mapping of a list that the memo holds, again and again
         self.count_steps(len(pairs))
         mapping = PickledMapping()
         for pair in pairs:
@@ -300,13 +334,14 @@ class _PickleMachine:
         return mapping
 
     def push_call_with_kwargs(self) -> None:
-        """Record a call; its keyword arguments are ignored (NEWOBJ_EX)."""
+        """Record a call. Its keyword arguments are ignored (NEWOBJ_EX)."""
         self.pop_type(PickledMapping)
         self.push_call()
 
     def set_state(self) -> None:
-        """Keep the state of a recorded call; ignore attributes of a mapping, such as `_metadata` (BUILD)."""
-        state, target = self.pop(), self.top()
+        """Keep the state of a recorded call. Ignore attributes of a mapping, such as `_metadata` (BUILD)."""
+        state = self.pop()
+        target = self.top()
         if isinstance(target, PickledCall):
             target.state = state
         elif not isinstance(target, PickledMapping):
@@ -339,6 +374,12 @@ def _push_constant(value: object) -> Callable[[_PickleMachine], object]:
     return lambda m: m.push(value)
 
 
+# Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py. A tensor in a state
+# dict of PyTorch is pickled as
+#   c torch._utils _rebuild_tensor_v2     the function, as a name
+#   ( ( "storage" <class> "0" "cpu" 6 t Q   persistent id: a storage of 6 elements
+#     K 0  K 2 K 3 \x86  K 3 K 1 \x86 ...  t   offset 0, shape (2, 3), strides (3, 1)
+#   R                                     the call, which is recorded and never made
 _OPCODES: Mapping[bytes, Callable[[_PickleMachine], object]] = {
     b"(": _push_constant(_MARK), b"0": _PickleMachine.drop, b"1": _PickleMachine.pop_to_mark,
     b"2": lambda m: m.push(m.top()),

@@ -19,13 +19,15 @@ from prepcli.formats.torch_pickle import (
     UnpickledObject,
 )
 from prepcli.formats.untrusted import quote_name
-from prepcli.planning.boxes import strides
 from prepcli.planning.tensors import itemsize
+from trainer.models.boxes import strides
 
 MAX_DIMS = 64
-MAX_RUNS = 1 << 18  # contiguous runs of a view: each is read separately
+# Contiguous runs of a view: each is read separately.
+MAX_RUNS = 1 << 18
 INT64_LIMIT = 1 << 63
-MAX_WRAPS = 8  # nesting of a tensor in parameters and subclasses; a pickle may repeat the outermost one
+# Nesting of a tensor in parameters and subclasses. A pickle may repeat the outermost one.
+MAX_WRAPS = 8
 MAX_FLAGS = 16
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_SHOWN_CHARS = 40
@@ -37,7 +39,8 @@ STORAGE_DTYPES: Mapping[str, str] = {
 UNTYPED_STORAGES = {f"torch.{name}" for name in ("UntypedStorage", "_UntypedStorage", "storage.UntypedStorage",
                                         "storage._UntypedStorage")}  # fmt: skip
 TYPED_STORAGES = {
-    f"{module}.{kind}Storage": dtype for kind, dtype in STORAGE_DTYPES.items() for module in ("torch", "torch.cuda")
+    **{f"torch.{kind}Storage": dtype for kind, dtype in STORAGE_DTYPES.items()},
+    **{f"torch.cuda.{kind}Storage": dtype for kind, dtype in STORAGE_DTYPES.items()},
 }
 DTYPES = {
     f"torch.{name}": name
@@ -47,12 +50,16 @@ DTYPES = {
     )
 }  # fmt: skip
 UTILS_MODULE = "torch._utils."
-PARAMETER_REBUILDERS = {f"{UTILS_MODULE}_rebuild_parameter", f"{UTILS_MODULE}_rebuild_parameter_with_state"}
+PARAMETER_REBUILDERS = {
+    f"{UTILS_MODULE}_rebuild_parameter",
+    f"{UTILS_MODULE}_rebuild_parameter_with_state",
+}
+# Qualified name -> number of arguments.
 TENSOR_REBUILDERS = {
     f"{UTILS_MODULE}_rebuild_tensor": 4,
     f"{UTILS_MODULE}_rebuild_tensor_v2": 6,
     f"{UTILS_MODULE}_rebuild_tensor_v3": 7,
-}  # -> number of arguments
+}
 TYPED_TENSOR_REBUILDER = "torch._tensor._rebuild_from_type_v2"
 TENSOR_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
 _REBUILDERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
@@ -77,7 +84,8 @@ ALLOWED_NAMES = frozenset(
         *SETTINGS_TYPES,
     }
 )
-UNSUPPORTED_NAMES: Mapping[str, str] = {  # name -> reason why the file is not supported
+# Name -> reason why the file is not supported.
+UNSUPPORTED_NAMES: Mapping[str, str] = {
     f"{UTILS_MODULE}_rebuild_qtensor": "it holds quantised tensors",
     f"{UTILS_MODULE}_rebuild_sparse_tensor": "it holds sparse tensors",
     f"{UTILS_MODULE}_rebuild_nested_tensor": "it holds nested tensors",
@@ -95,7 +103,7 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {  # name -> reason why the file is not s
 
 @dataclass(frozen=True, slots=True)
 class TorchStorage:
-    """A storage that tensors are views of; its length is counted in elements of `item_nbytes` bytes."""
+    """A storage that tensors are views of. Its length is counted in elements of `item_nbytes` bytes."""
 
     key: str
     nbytes: int
@@ -104,7 +112,7 @@ class TorchStorage:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A tensor in a storage, at `offset` bytes; `byte_strides` is None for C order."""
+    """A tensor in a storage, at `offset` bytes. `byte_strides` is None for C order."""
 
     name: str
     dtype: str
@@ -145,7 +153,7 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
 
 
 def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
-    """Return every storage that a pickle refers to, by key; raise ValueError if references disagree."""
+    """Return every storage that a pickle refers to, by key. Raise ValueError if references disagree."""
     storages: dict[str, TorchStorage] = {}
     for reference in unpickled.persistent_refs:
         storage, _ = _parse_storage(reference)
@@ -160,13 +168,26 @@ def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
 def _find_state_dict(root: object) -> PickledMapping:
     if not isinstance(root, PickledMapping):
         raise ValueError(f"it holds {_describe_value(root)}, not tensors by name")
-    candidates = [("", root)] if _has_tensors(root) else []
-    wrapped = [(key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS]
-    if duplicates := [key for key, count in Counter(key for key, _ in wrapped).items() if count > 1]:
+    if _has_tensors(root):
+        candidates = [("", root)]
+    else:
+        candidates = []
+    wrapped = [
+        (key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS
+    ]
+    if duplicates := [
+        key for key, count in Counter(key for key, _ in wrapped).items() if count > 1
+    ]:
         raise ValueError(f"it has {quote_name(duplicates[0])} twice")
-    candidates += [(key, value) for key, value in wrapped if isinstance(value, PickledMapping) and _has_tensors(value)]
+    candidates += [
+        (key, value)
+        for key, value in wrapped
+        if isinstance(value, PickledMapping) and _has_tensors(value)
+    ]
     if not candidates:
         raise ValueError("it holds no tensors by name")
+    # A training checkpoint may have an EMA copy next to the model. Which of them is meant is not
+    # guessed.
     if len(candidates) > 1:
         locations = " and ".join(quote_name(key) if key else "itself" for key, _ in candidates[:4])
         raise ValueError(f"it has tensors by name in {locations}, which is ambiguous")
@@ -188,7 +209,9 @@ def _iter_outer_items(root: object, state_dict: PickledMapping) -> Iterator[tupl
 
 
 def _describe_key(key: object) -> str:
-    return quote_name(key) if isinstance(key, str) else _describe_value(key)
+    if isinstance(key, str):
+        return quote_name(key)
+    return _describe_value(key)
 
 
 def _describe_value(value: object) -> str:
@@ -196,15 +219,21 @@ def _describe_value(value: object) -> str:
     if value is None or isinstance(value, bool | float):
         return str(value)
     if isinstance(value, int):
-        return str(value) if abs(value) < INT64_LIMIT else "a large number"
+        if abs(value) < INT64_LIMIT:
+            return str(value)
+        return "a large number"
     if isinstance(value, str):
         return f"the text {quote_name(value[:MAX_SHOWN_CHARS])}"
     if isinstance(value, PickledMapping | list | tuple):
         count = len(value.items if isinstance(value, PickledMapping) else value)
         return f"a {'mapping' if isinstance(value, PickledMapping) else type(value).__name__} of {count:,}"
     if isinstance(value, PickledCall):
-        return "a tensor" if _is_tensor(value) else f"a {value.callee.qualified_name}"
-    return {PickledName: "the name of a class", PersistentRef: "a storage"}.get(type(value), f"{type(value).__name__}")
+        if _is_tensor(value):
+            return "a tensor"
+        return f"a {value.callee.qualified_name}"
+    return {PickledName: "the name of a class", PersistentRef: "a storage"}.get(
+        type(value), f"{type(value).__name__}"
+    )
 
 
 # One tensor
@@ -220,18 +249,20 @@ def _parse_named_view(name: str, value: object) -> StorageView:
 def _parse_view(name: str, value: object) -> StorageView:
     call = _unwrap_parameter(value)
     arg_count = TENSOR_REBUILDERS.get(call.callee.qualified_name)
-    if arg_count is None or not arg_count <= len(call.args) <= max(arg_count, 6) + 1 or call.state is not None:
+    if (
+        arg_count is None
+        or not arg_count <= len(call.args) <= max(arg_count, 6) + 1
+        or call.state is not None
+    ):
         raise ValueError("it is not built as PyTorch builds a tensor")
     storage, dtype = _parse_storage(call.args[0])
     if arg_count == 7:
         dtype = _parse_dtype(call.args[6])
     if any(map(_is_flagged, call.args[max(arg_count, 6) :])):
         raise ValueError("it is a conjugate or negative view, whose values are not stored")
-    offset, shape, element_strides = (
-        _parse_count(call.args[1]),
-        _parse_counts(call.args[2]),
-        _parse_counts(call.args[3]),
-    )
+    offset = _parse_count(call.args[1])
+    shape = _parse_counts(call.args[2])
+    element_strides = _parse_counts(call.args[3])
     return _make_view(name, dtype, storage, (offset, shape, element_strides))
 
 
@@ -274,10 +305,18 @@ def _unwrap_typed_tensor(call: PickledCall) -> PickledCall:
 
 def _parse_storage(value: object) -> tuple[TorchStorage, str]:
     """Return the storage that a persistent id names, and its dtype (`uint8` for an untyped storage)."""
-    persistent_id = value.persistent_id if isinstance(value, PersistentRef) else None
-    if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
+    if isinstance(value, PersistentRef):
+        persistent_id = value.persistent_id
+    else:
+        persistent_id = None
+    if (
+        not isinstance(persistent_id, tuple)
+        or len(persistent_id) not in (5, 6)
+        or persistent_id[0] != "storage"
+    ):
         raise ValueError("it refers to an object that is not a storage")
-    storage_type, key = persistent_id[1], persistent_id[2]
+    storage_type = persistent_id[1]
+    key = persistent_id[2]
     if (
         not isinstance(storage_type, PickledName)
         or storage_type.qualified_name not in {*TYPED_STORAGES, *UNTYPED_STORAGES}
@@ -285,7 +324,9 @@ def _parse_storage(value: object) -> tuple[TorchStorage, str]:
     ):
         raise ValueError("it refers to a storage of an unknown type")
     if len(persistent_id) == 6 and persistent_id[5] is not None:
-        raise ValueError("it refers to a part of a storage (a format of very old versions of PyTorch)")
+        raise ValueError(
+            "it refers to a part of a storage (a format of very old versions of PyTorch)"
+        )
     dtype = TYPED_STORAGES.get(storage_type.qualified_name, "uint8")
     nbytes = _parse_count(persistent_id[4]) * itemsize(dtype)
     return TorchStorage(key, nbytes, itemsize(dtype)), dtype
@@ -298,7 +339,11 @@ def _parse_dtype(value: object) -> str:
 
 
 def _parse_counts(value: object) -> tuple[int, ...]:
-    if isinstance(value, PickledCall) and value.callee.qualified_name == SIZE_TYPE and len(value.args) == 1:
+    if (
+        isinstance(value, PickledCall)
+        and value.callee.qualified_name == SIZE_TYPE
+        and len(value.args) == 1
+    ):
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
         raise ValueError("its shape or its strides are not a list of numbers")
@@ -311,40 +356,62 @@ def _parse_count(value: object) -> int:
     return value
 
 
-_ElementLayout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
+# Offset, shape and strides, in elements.
+_ElementLayout = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _make_view(name: str, dtype: str, storage: TorchStorage, layout: _ElementLayout) -> StorageView:
-    """Return a view; raise ValueError unless all its elements are in the storage and do not overlap."""
+    """Return a view. Raise ValueError unless all its elements are in the storage and do not overlap."""
     offset, shape, element_strides = layout
     item_nbytes = itemsize(dtype)
     if len(element_strides) != len(shape):
         raise ValueError(f"it has {len(shape)} dims and {len(element_strides)} strides")
     if math.prod(max(extent, 1) for extent in shape) * item_nbytes >= INT64_LIMIT:
         raise ValueError("it has a shape of 2^63 bytes or more")
+    # e.g. a [3, 2] tensor that is the transpose of a stored [2, 3]: offset 0, strides (1, 3).
+    # Its last element has index 0 + (3 - 1) * 1 + (2 - 1) * 3 = 5, so the storage has 6 or more.
     if 0 in shape:
         return StorageView(name, dtype, shape, storage, 0, None)
-    last_index = offset + sum((extent - 1) * stride for extent, stride in zip(shape, element_strides))
+    last_index = offset + sum(
+        (extent - 1) * stride for extent, stride in zip(shape, element_strides)
+    )
     if (last_index + 1) * item_nbytes > storage.nbytes:
-        raise ValueError(f"it reaches to byte {(last_index + 1) * item_nbytes:,} of a storage of {storage.nbytes:,}")
+        raise ValueError(
+            f"it reaches to byte {(last_index + 1) * item_nbytes:,} of a storage of {storage.nbytes:,}"
+        )
     c_strides = strides(shape)
-    if all(extent == 1 or stride == c_stride for extent, stride, c_stride in zip(shape, element_strides, c_strides)):
+    if all(
+        extent == 1 or stride == c_stride
+        for extent, stride, c_stride in zip(shape, element_strides, c_strides)
+    ):
         return StorageView(name, dtype, shape, storage, offset * item_nbytes, None)
     element_strides = tuple(
-        stride if extent > 1 else c_stride for extent, stride, c_stride in zip(shape, element_strides, c_strides)
+        stride if extent > 1 else c_stride
+        for extent, stride, c_stride in zip(shape, element_strides, c_strides)
     )
     _check_no_overlap(shape, element_strides)
     return StorageView(
-        name, dtype, shape, storage, offset * item_nbytes, tuple(stride * item_nbytes for stride in element_strides)
+        name,
+        dtype,
+        shape,
+        storage,
+        offset * item_nbytes,
+        tuple(stride * item_nbytes for stride in element_strides),
     )
 
 
 def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
     """Raise ValueError if elements overlap, or the view has more than `MAX_RUNS` contiguous runs."""
-    stride_extents = sorted((stride, extent) for stride, extent in zip(element_strides, shape) if extent > 1)
+    stride_extents = sorted(
+        (stride, extent) for stride, extent in zip(element_strides, shape) if extent > 1
+    )
     if stride_extents[0][0] == 0:
-        raise ValueError("it is an expanded view, whose elements share memory: save its `.contiguous()` copy")
+        raise ValueError(
+            "it is an expanded view, whose elements share memory: save its `.contiguous()` copy"
+        )
     last_offset = 0
+    # From the smallest stride on: elements are distinct if each stride steps over all offsets
+    # that the dims before it reach. Sufficient, and true for every slice and transpose.
     for stride, extent in stride_extents:
         if stride <= last_offset:
             raise ValueError("it is a view whose elements overlap: save its `.contiguous()` copy")

@@ -18,7 +18,7 @@ BROKEN_CONFIG_HINT = "correct it, or get it again"
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON; integers outside of 0 to 10^19 - 1 become -1.
+    """Parse JSON. Integers outside of 0 to 10^19 - 1 become -1.
 
     Raises:
         ValueError: The text is not JSON, or an object has a duplicate name.
@@ -37,11 +37,13 @@ def parse_json(text: bytes) -> Any:
 
 def quote_name(name: str) -> str:
     """Quote a name for a message: without control characters and at most 100 characters long."""
-    return f"`{name}`" if len(name) <= 100 and name.isprintable() else ascii(name[:100])
+    if len(name) <= 100 and name.isprintable():
+        return f"`{name}`"
+    return ascii(name[:100])
 
 
 def stat_file(path: Path) -> os.stat_result:
-    """Return the stat of a regular file, links followed; raise PrepError for others: opening a pipe would block."""
+    """Return the stat of a regular file, links followed. Raise PrepError for other kinds: a pipe would block."""
     try:
         file_stat = path.stat()
     except OSError as error:
@@ -52,7 +54,7 @@ def stat_file(path: Path) -> os.stat_result:
 
 
 def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
-    """Return bytes of a regular file; raise PrepError if it cannot be read."""
+    """Return bytes of a regular file. Raise PrepError if it cannot be read."""
     try:
         with open_regular_file(path) as file:
             file.seek(offset)
@@ -62,7 +64,7 @@ def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
 
 
 def read_small_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
-    """Return the content of a small file; raise PrepError if it is too large or not a regular file."""
+    """Return the content of a small file. Raise PrepError if it is too large or not a regular file."""
     try:
         return read_regular_file(path, max_nbytes)
     except OSError as error:
@@ -88,16 +90,22 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"it names {quote_name(duplicate)} twice")
     for name in document:
-        name.encode()  # Python's JSON accepts half of a surrogate pair, other parsers do not
+        # Python's JSON accepts half of a surrogate pair, other parsers do not.
+        name.encode()
     return document
 
 
 def _parse_count(digits: str) -> int:
-    return int(digits) if digits.isdigit() and len(digits) < 20 else -1  # int() of a million digits takes hours
+    # int() of a million digits takes hours.
+    return int(digits) if digits.isdigit() and len(digits) < 20 else -1
 
 
 def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant)
+# json.loads would accept duplicate names (two parsers could see two values), NaN, and integers of
+# any length.
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant
+)

@@ -15,14 +15,25 @@ from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS
 from prepcli.formats.untrusted import parse_json, quote_name
 
-ZARRAY, ZARR_JSON = ".zarray", "zarr.json"
+ZARRAY = ".zarray"
+ZARR_JSON = "zarr.json"
 RESAVE_HINT = (
     "save it again raw, in Python: import orbax.checkpoint as ocp; "
     "ocp.PyTreeCheckpointer(use_compression=False).save(NEW, ocp.PyTreeCheckpointer().restore(OLD))"
 )
 SUPPORTED_STORAGE = f"prep reads C order, little endian, raw or with {', '.join(COMPRESSORS)}"
-_DTYPES = {typestr: dtype for dtype, typestr in ZARR_TYPESTRS.items()} | {"<i1": "int8", "<u1": "uint8", "<b1": "bool"}
-MAX_DIMS, MAX_CHUNK_BITS = 32, 48  # TensorStore's maximum rank; elements of a chunk, far above any
+# A `.zarray` of version 2 and the keys of its chunks, shape [3, 4] in chunks [2, 4]:
+#   {"shape": [3, 4], "chunks": [2, 4], "dtype": "<f4", "order": "C", "compressor": null, ...}
+#   NAME/0.0 has rows 0 and 1, NAME/1.0 has row 2 and one row of padding
+# Version 3 (`zarr.json`) names the same chunks NAME/c/0/0 and NAME/c/1/0.
+_DTYPES = {typestr: dtype for dtype, typestr in ZARR_TYPESTRS.items()} | {
+    "<i1": "int8",
+    "<u1": "uint8",
+    "<b1": "bool",
+}
+# TensorStore's maximum rank, and a limit of 2^48 elements per chunk, far above any chunk.
+MAX_DIMS = 32
+MAX_CHUNK_BITS = 48
 
 ChunkIndex = tuple[int, ...]
 
@@ -38,7 +49,7 @@ class ZarrSharding:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """Parsed metadata document of an array; `missing_is_zero` tells whether missing chunks read as zeros."""
+    """Parsed metadata document of an array. `missing_is_zero`: whether missing chunks read as zeros."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
@@ -46,12 +57,15 @@ class ZarrArray:
     codec_names: tuple[str, ...]
     sharding: ZarrSharding | None
     missing_is_zero: bool
-    chunk_key: Callable[[ChunkIndex], str]  # key of a chunk, or of a shard, without its prefix `NAME/`
+    # Key of a chunk, or of a shard, without its prefix `NAME/`.
+    chunk_key: Callable[[ChunkIndex], str]
 
     @property
     def stored_chunk_shape(self) -> tuple[int, ...]:
         """Return the shape that one stored value covers: a shard, or a chunk."""
-        return self.sharding.shard_shape if self.sharding else self.chunk_shape
+        if self.sharding:
+            return self.sharding.shard_shape
+        return self.chunk_shape
 
     @property
     def stored_grid(self) -> tuple[int, ...]:
@@ -76,7 +90,9 @@ def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
         raise broken_document_error(name, file_name, str(error)) from error
     if not isinstance(document, dict):
         raise broken_document_error(name, file_name, "it is not a JSON object")
-    return _parse_v2(name, document) if file_name == ZARRAY else _parse_v3(name, document)
+    if file_name == ZARRAY:
+        return _parse_v2(name, document)
+    return _parse_v3(name, document)
 
 
 def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
@@ -85,25 +101,46 @@ def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
 
 
 def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:
-    compressor, order, separator = (document.get(key) for key in ("compressor", "order", "dimension_separator"))
-    method = compressor.get("id") if isinstance(compressor, dict) else compressor
+    compressor, order, separator = (
+        document.get(key) for key in ("compressor", "order", "dimension_separator")
+    )
+    if isinstance(compressor, dict):
+        method = compressor.get("id")
+    else:
+        method = compressor
     if method is not None and method not in COMPRESSORS:
-        raise _unsupported_storage_error(f"{name} is stored compressed with {quote_name(str(method))}")
+        raise _unsupported_storage_error(
+            f"{name} is stored compressed with {quote_name(str(method))}"
+        )
     if document.get("filters"):
         raise _unsupported_storage_error(f"{name} is stored with filters")
     if order != "C":
         raise _unsupported_storage_error(f"{name} is stored in order {quote_name(str(order))}")
     if separator not in (None, "."):
-        raise _unsupported_storage_error(f"the chunks of {name} are named with {quote_name(str(separator))}")
+        raise _unsupported_storage_error(
+            f"the chunks of {name} are named with {quote_name(str(separator))}"
+        )
     typestr = document.get("dtype")
     if isinstance(typestr, str) and typestr.startswith(">"):
         raise _unsupported_storage_error(f"{name} is stored big endian")
-    dtype = _DTYPES.get(typestr) if isinstance(typestr, str) else None
+    if isinstance(typestr, str):
+        dtype = _DTYPES.get(typestr)
+    else:
+        dtype = None
     shape, chunk = _parse_shapes(name, ZARRAY, document.get("shape"), document.get("chunks"))
-    steps = (str(method),) if method is not None else ()
+    if method is not None:
+        steps = (str(method),)
+    else:
+        steps = ()
     zeros = _is_zero(document.get("fill_value"))
     return ZarrArray(
-        shape, chunk, _require_dtype(name, dtype, typestr), steps, None, zeros, lambda i: ".".join(map(str, i)) or "0"
+        shape,
+        chunk,
+        _require_dtype(name, dtype, typestr),
+        steps,
+        None,
+        zeros,
+        lambda i: ".".join(map(str, i)) or "0",
     )
 
 
@@ -115,19 +152,33 @@ def _parse_v3(name: str, document: Mapping[str, Any]) -> ZarrArray:
     chunk_grid = _parse_named_config(name, document.get("chunk_grid"), "chunk_grid")
     if chunk_grid[0] != "regular":
         raise _unsupported_storage_error(f"{name} has the chunk grid {quote_name(chunk_grid[0])}")
-    shape, chunk = _parse_shapes(name, ZARR_JSON, document.get("shape"), chunk_grid[1].get("chunk_shape"))
+    shape, chunk = _parse_shapes(
+        name, ZARR_JSON, document.get("shape"), chunk_grid[1].get("chunk_shape")
+    )
     dtype = document.get("data_type")
-    prep_dtype = _require_dtype(name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype)
+    prep_dtype = _require_dtype(
+        name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype
+    )
     codecs = _parse_codecs(name, document.get("codecs"))
     shards = None
+    # With shards, the outer chunk grid counts shards, and the codec states the chunks.
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
-            raise _unsupported_storage_error(f"the shards of {name} are stored with {quote_name(codecs[1][0])}")
+            raise _unsupported_storage_error(
+                f"the shards of {name} are stored with {quote_name(codecs[1][0])}"
+            )
         inner_chunk_shape, shards = _parse_sharding(name, chunk, codecs[0][1])
-        chunk, codecs = inner_chunk_shape, _parse_codecs(name, codecs[0][1].get("codecs"))
+        chunk = inner_chunk_shape
+        codecs = _parse_codecs(name, codecs[0][1].get("codecs"))
     zeros = _is_zero(document.get("fill_value"))
     return ZarrArray(
-        shape, chunk, prep_dtype, _byte_codec_names(name, codecs), shards, zeros, _make_chunk_key(name, document)
+        shape,
+        chunk,
+        prep_dtype,
+        _byte_codec_names(name, codecs),
+        shards,
+        zeros,
+        _make_chunk_key(name, document),
     )
 
 
@@ -135,8 +186,12 @@ def _parse_sharding(
     name: str, shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], ZarrSharding]:
     """Return the chunk shape within a shard of `shape`, and the storage of shards."""
-    shard_shape, chunk_shape = _parse_shapes(name, ZARR_JSON, list(shape), settings.get("chunk_shape"))
-    if any(shard_extent % chunk_extent for shard_extent, chunk_extent in zip(shard_shape, chunk_shape)):
+    shard_shape, chunk_shape = _parse_shapes(
+        name, ZARR_JSON, list(shape), settings.get("chunk_shape")
+    )
+    if any(
+        shard_extent % chunk_extent for shard_extent, chunk_extent in zip(shard_shape, chunk_shape)
+    ):
         raise broken_document_error(
             name, ZARR_JSON, f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}"
         )
@@ -147,7 +202,9 @@ def _parse_sharding(
         )
     location = settings.get("index_location", "end")
     if location not in ("start", "end"):
-        raise broken_document_error(name, ZARR_JSON, f"the index of a shard is at its {quote_name(str(location))}")
+        raise broken_document_error(
+            name, ZARR_JSON, f"the index of a shard is at its {quote_name(str(location))}"
+        )
     return chunk_shape, ZarrSharding(shard_shape, bool(index_codecs), location == "end")
 
 
@@ -173,19 +230,31 @@ def _parse_named_config(name: str, value: Any, what: str) -> _Codec:
 def _byte_codec_names(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
     """Return the names of the bytes-to-bytes codecs: at most one compressor, then at most one checksum."""
     if not codecs or codecs[0][0] != "bytes":
-        first_codec = f"has {quote_name(codecs[0][0])} as its first zarr codec" if codecs else "has no zarr codec"
-        raise _unsupported_storage_error(f"{name} {first_codec}; an array must begin with the codec `bytes`")
+        if codecs:
+            first_codec = f"has {quote_name(codecs[0][0])} as its first zarr codec"
+        else:
+            first_codec = "has no zarr codec"
+        raise _unsupported_storage_error(
+            f"{name} {first_codec}; an array must begin with the codec `bytes`"
+        )
     if codecs[0][1].get("endian", "little") != "little":
         raise _unsupported_storage_error(f"{name} is stored big endian")
     names = tuple(codec_name for codec_name, _ in codecs[1:])
-    compressor = names[:1] if names[:1] and names[0] in ("zstd", "gzip") else ()
+    if names[:1] and names[0] in ("zstd", "gzip"):
+        compressor = names[:1]
+    else:
+        compressor = ()
     if names not in (compressor, (*compressor, CRC32C)):
-        raise _unsupported_storage_error(f"{name} is stored with {', '.join(map(quote_name, names))}")
+        raise _unsupported_storage_error(
+            f"{name} is stored with {', '.join(map(quote_name, names))}"
+        )
     return names
 
 
 def _make_chunk_key(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIndex], str]:
-    kind, settings = _parse_named_config(name, document.get("chunk_key_encoding"), "chunk_key_encoding")
+    kind, settings = _parse_named_config(
+        name, document.get("chunk_key_encoding"), "chunk_key_encoding"
+    )
     separator = settings.get("separator", "/" if kind == "default" else ".")
     if kind not in ("default", "v2") or separator not in ("/", "."):
         raise _unsupported_storage_error(
@@ -196,8 +265,11 @@ def _make_chunk_key(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIn
     return lambda index: separator.join(("c", *map(str, index)))
 
 
-def _parse_shapes(name: str, file_name: str, shape: Any, chunk_shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape_extents, chunk_extents = _parse_shape(shape), _parse_shape(chunk_shape)
+def _parse_shapes(
+    name: str, file_name: str, shape: Any, chunk_shape: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape_extents = _parse_shape(shape)
+    chunk_extents = _parse_shape(chunk_shape)
     if (
         shape_extents is None
         or chunk_extents is None
@@ -208,7 +280,9 @@ def _parse_shapes(name: str, file_name: str, shape: Any, chunk_shape: Any) -> tu
     ):
         needs = f"equal ranks of at most {MAX_DIMS}, and chunks of 1 to 2**{MAX_CHUNK_BITS} - 1 elements"
         shapes = f"shape {shape!s:.100} and chunk shape {chunk_shape!s:.100}"
-        raise broken_document_error(name, file_name, f"{shapes} must be lists of extents with {needs}")
+        raise broken_document_error(
+            name, file_name, f"{shapes} must be lists of extents with {needs}"
+        )
     return shape_extents, chunk_extents
 
 
@@ -220,12 +294,15 @@ def _parse_shape(value: Any) -> tuple[int, ...] | None:
 
 def _require_dtype(name: str, dtype: str | None, stored_dtype: Any) -> str:
     if dtype is None:
-        raise PrepError(f"{name} is {quote_name(str(stored_dtype))}", f"prep supports {', '.join(ZARR_TYPESTRS)}")
+        raise PrepError(
+            f"{name} is {quote_name(str(stored_dtype))}",
+            f"prep supports {', '.join(ZARR_TYPESTRS)}",
+        )
     return dtype
 
 
 def _is_zero(fill_value: Any) -> bool:
-    """Return whether a fill value is 0 in all bits; a missing fill value counts as 0."""
+    """Return whether a fill value is 0 in all bits. A missing fill value counts as 0."""
     return (
         fill_value is None
         or fill_value is False

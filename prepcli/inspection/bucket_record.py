@@ -7,14 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
-from prepcli.inspection.run_record import RECORD_FILES, RunRecord, SavedStep, not_a_run_error, read_run
+from prepcli.inspection.run_record import (
+    RECORD_FILES,
+    RunRecord,
+    SavedStep,
+    not_a_run_error,
+    read_run,
+)
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
 from prepcli.remote.remote_files import RemoteFile
 
 
 def read_bucket_run(bucket: Bucket) -> RunRecord:
-    """Read the record of a run; its steps are listed, not read.
+    """Read the record of a run. Its steps are listed, not read.
 
     Args:
         bucket: Client of the URL of the run.
@@ -36,7 +42,8 @@ def read_bucket_run(bucket: Bucket) -> RunRecord:
 
 def _saved_steps(files: Iterable[RemoteFile]) -> tuple[SavedStep, ...]:
     """Return the complete steps among the files of a run, with their sizes."""
-    paths, nbytes = list[str](), Counter[int | None]()
+    paths = list[str]()
+    nbytes = Counter[int | None]()
     for file in files:
         paths.append(file.path)
         nbytes[listed_step(file.path)] += file.size

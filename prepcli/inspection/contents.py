@@ -14,7 +14,7 @@ from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CRC32C
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, Manifest, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange, StoredValue
@@ -38,7 +38,7 @@ from prepcli.sources.opening import check_local_files
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
-from trainer.models.axis_map import Row
+from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.parameters import Family, parameter_rows
 from trainer.models.registry import FAMILIES
 
@@ -54,7 +54,7 @@ class TensorEntry:
         path: Parts of the name, at most MAX_PATH_PARTS.
         dtype: Stored dtype.
         shape: Shape of the tensor.
-        chunk_shape: Shape of a chunk; chunks at the edge may extend beyond the tensor.
+        chunk_shape: Shape of a chunk. Chunks at the edge may extend beyond the tensor.
         chunks: Byte range of each chunk, in the checkpoint's byte sources.
         encoded_first_chunk: The first chunk as stored, if `chunks` refer to decoded or strided bytes.
         placement: Location of the tensor, if it is not stored in chunks.
@@ -76,11 +76,13 @@ class TensorEntry:
 
     @property
     def first_chunk(self) -> StoredRange | None:
-        """Byte range of the first chunk; None if the chunk is inline in an index, or not stored."""
+        """Byte range of the first chunk, or None if the chunk is inline in an index, or not stored."""
         stored = self.encoded_first_chunk
         if stored is None:
             stored = next(iter(self.chunks.values()), None)
-        return stored if isinstance(stored, StoredRange) else None
+        if isinstance(stored, StoredRange):
+            return stored
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,12 @@ class CheckpointContents:
         folder: Folder or file.
         entries: Tensors, in the order of the files.
         files: Data files.
-        config: The model's config.json; empty if there is none.
-        manifest: The manifest that prep wrote; empty if there is none.
+        config: The model's config.json, empty if there is none.
+        manifest: The manifest that prep wrote, empty if there is none.
         non_arrays: Descriptions of entries other than arrays.
-        blobs: Byte sources that the chunks are in, if these are not `files`.
+        blobs: Byte sources of the chunks, if these are not `files`.
         codecs: Names of the compression codecs.
-        adapter: Settings of an adapter; empty for a model.
+        adapter: Settings of an adapter, empty for a model.
     """
 
     display_name: str
@@ -107,7 +109,7 @@ class CheckpointContents:
     entries: tuple[TensorEntry, ...]
     files: tuple[Path, ...]
     config: Mapping[str, Any]
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     non_arrays: tuple[str, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
     codecs: tuple[str, ...] = ()
@@ -120,7 +122,7 @@ class CheckpointContents:
 
     @property
     def family(self) -> Family | None:
-        """The model family; None if it is unknown."""
+        """The model family, or None if it is unknown."""
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property
@@ -129,7 +131,9 @@ class CheckpointContents:
         return sum(len(entry.chunks) for entry in self.entries)
 
 
-def read_contents(located: LocatedCheckpoint, config_path: Path | None = None) -> CheckpointContents:
+def read_contents(
+    located: LocatedCheckpoint, config_path: Path | None = None
+) -> CheckpointContents:
     """Read the headers or the index of a located checkpoint.
 
     Args:
@@ -139,9 +143,11 @@ def read_contents(located: LocatedCheckpoint, config_path: Path | None = None) -
     Raises:
         PrepError: The checkpoint is broken or not supported.
     """
-    local_files, display_name = located.local_files, located.display_name
+    local_files = located.local_files
+    display_name = located.display_name
     with local_files.rename_in_errors(display_name):
-        check_local_files(local_files, (CONFIG,))  # the only file besides headers and index that is read
+        # Headers and index apart, only this file is read.
+        check_local_files(local_files, (CONFIG,))
         contents = READERS[located.kind](local_files.path, display_name)
         if config_path is not None:
             hints = SourceHints(config_path)
@@ -161,7 +167,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
         entries=tuple(map(_safetensors_entry, folder.tensors)),
         files=tuple(path / header.file_name for header in folder.headers),
         config=_read_config_if_present(path),
-        manifest=read_manifest(path) or {},
+        manifest=read_manifest(path) or NO_MANIFEST,
     )
 
 
@@ -175,7 +181,12 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     try:
         settings = read_settings(path)
         lora = settings.lora_config()
-        adapter = {"rank": lora.rank, "alpha": lora.alpha, "use_rslora": lora.use_rslora, "scaling": lora.scaling}
+        adapter = {
+            "rank": lora.rank,
+            "alpha": lora.alpha,
+            "use_rslora": lora.use_rslora,
+            "scaling": lora.scaling,
+        }
         adapter["base"] = settings.base_model_name_or_path
     except PrepError as error:
         remarks.append(f"{error.what}: {error.why}")
@@ -186,14 +197,16 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
         entries=tuple(map(_safetensors_entry, header.tensors)),
         files=(path / header.file_name,),
         config={},
-        manifest=read_manifest(path) or {},
+        manifest=read_manifest(path) or NO_MANIFEST,
         non_arrays=tuple(remarks),
         adapter=adapter,
     )
 
 
 def _read_config_if_present(folder: Path) -> Mapping[str, Any]:
-    return read_config(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    if (folder / CONFIG).exists():
+        return read_config(folder / CONFIG)
+    return {}
 
 
 def _safetensors_entry(tensor: FileTensor) -> TensorEntry:
@@ -218,6 +231,9 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
         )
         for tensor in folder.tensors
     )
+    non_arrays: list[str] = []
+    for header in folder.headers:
+        non_arrays += [f"{header.file_name}: {text}" for text in header.non_tensors]
     return CheckpointContents(
         display_name=display_name,
         kind="torch",
@@ -225,8 +241,8 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
         entries=entries,
         files=folder.files,
         config=_read_config_if_present(path),
-        manifest={},
-        non_arrays=tuple(f"{header.file_name}: {text}" for header in folder.headers for text in header.non_tensors),
+        manifest=NO_MANIFEST,
+        non_arrays=tuple(non_arrays),
     )
 
 
@@ -239,18 +255,21 @@ def _read_meta(path: Path, display_name: str) -> CheckpointContents:
         kind="meta",
         folder=path,
         entries=tuple(
-            _meta_entry(source.names.display_name(tensor.name), tensor, file_of_blob) for tensor in source.tensors
+            _meta_entry(source.names.display_name(tensor.name), tensor, file_of_blob)
+            for tensor in source.tensors
         ),
         files=source.files,
         config=source.config,
-        manifest={},
+        manifest=NO_MANIFEST,
         blobs=source.blobs,
     )
 
 
 def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
     first_element_box = ((0, 1),) * len(tensor.shape)
-    copies = location_copies(tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box)
+    copies = location_copies(
+        tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box
+    )
     first_copy = next(copies)
     return _placed_entry(
         name,
@@ -262,9 +281,17 @@ def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) ->
 
 
 def _placed_entry(
-    name: str, *, dtype: str, shape: tuple[int, ...], placement: Locations, first_element: tuple[int, int]
+    name: str,
+    *,
+    dtype: str,
+    shape: tuple[int, ...],
+    placement: Locations,
+    first_element: tuple[int, int],
 ) -> TensorEntry:
-    """Return a tensor as one chunk if it is contiguous; `first_element` is the file and offset of its first element."""
+    """Return a tensor, as one chunk if it is contiguous.
+
+    `first_element` is the file and offset of its first element.
+    """
     path = tuple(name.split(".", MAX_PATH_PARTS - 1))
     stored = StoredRange(*first_element, array_bits(dtype, shape) // 8)
     location = placement[0]
@@ -276,6 +303,9 @@ def _placed_entry(
 
 def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
     flax_files = read_flax_files(path, kind)
+    non_arrays: list[str] = []
+    for document in flax_files.documents:
+        non_arrays += map(str, document.non_arrays)
     return CheckpointContents(
         display_name=display_name,
         kind=kind,
@@ -283,8 +313,8 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
         entries=tuple(_flax_entry(*location) for location in flax_files.array_locations()),
         files=flax_files.files,
         config=_read_config_if_present(path if path.is_dir() else path.parent),
-        manifest=(read_manifest(path) or {}) if path.is_dir() else {},
-        non_arrays=tuple(str(entry) for document in flax_files.documents for entry in document.non_arrays),
+        manifest=(read_manifest(path) or NO_MANIFEST) if path.is_dir() else NO_MANIFEST,
+        non_arrays=tuple(non_arrays),
         blobs=flax_files.blobs,
     )
 
@@ -292,22 +322,31 @@ def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> Chec
 def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEntry:
     nbytes = sum(length for _, length in array.runs)
     chunks = _single_chunk(array.shape, StoredRange(file, offset, nbytes))
-    return TensorEntry(".".join(array.path), array.path, array.dtype, array.shape, array.shape, chunks)
+    return TensorEntry(
+        ".".join(array.path), array.path, array.dtype, array.shape, array.shape, chunks
+    )
 
 
 def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
     item = read_item(find_item(path) or path)
-    manifest = read_manifest(find_manifest_folder(item.folder)) or {}
+    manifest = read_manifest(find_manifest_folder(item.folder)) or NO_MANIFEST
     blobs, _ = stored_leaves(item)
-    blob_of_array = {blob.array_number: number for number, blob in enumerate(blobs) if isinstance(blob, DecodedArray)}
+    blob_of_array = {
+        blob.array_number: number
+        for number, blob in enumerate(blobs)
+        if isinstance(blob, DecodedArray)
+    }
     unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
     return CheckpointContents(
         display_name=display_name,
         kind="orbax",
         folder=item.folder,
-        entries=tuple(_orbax_entry(item, number, blob_of_array.get(number)) for number in range(len(item.arrays))),
+        entries=tuple(
+            _orbax_entry(item, number, blob_of_array.get(number))
+            for number in range(len(item.arrays))
+        ),
         files=item.files,
-        config=manifest.get("config") or _read_config_near(item.folder, path),
+        config=manifest.config or _read_config_near(item.folder, path),
         manifest=manifest,
         non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
         blobs=blobs,
@@ -317,33 +356,55 @@ def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
 
 def _read_config_near(folder: Path, path: Path) -> Mapping[str, Any]:
     config_path = find_config(folder, path)
-    return read_config(config_path) if config_path else {}
+    if config_path:
+        return read_config(config_path)
+    return {}
 
 
 def codec_names(item: OrbaxItem) -> tuple[str, ...]:
     """Return the names of the codecs that compress chunks, without checksums."""
-    return tuple(dict.fromkeys(codec for codecs in item.codec_names for codec in codecs if codec != CRC32C))
+    names: list[str] = []
+    for codecs in item.codec_names:
+        for codec in codecs:
+            if codec != CRC32C and codec not in names:
+                names.append(codec)
+    return tuple(names)
 
 
 def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> TensorEntry:
-    """Return the entry of an array, whose chunks are in data files or, once decoded, in blob number `blob`."""
-    meta, stored_values = item.arrays[array_number], item.chunks[array_number]
+    """Return the entry of an array.
+
+    Its chunks are in data files, or decoded in blob number `blob`.
+    """
+    meta = item.arrays[array_number]
+    stored_values = item.chunks[array_number]
     if blob is None:
         first = None
-        chunks = {index: value for index, value in stored_values.items() if isinstance(value, StoredRange)}
+        chunks = {
+            index: value for index, value in stored_values.items() if isinstance(value, StoredRange)
+        }
     else:
-        first, nbytes = next(iter(stored_values.values()), b""), meta.chunk_nbytes
+        first = next(iter(stored_values.values()), b"")
+        nbytes = meta.chunk_nbytes
         chunks = {
             unravel_chunk_index(meta.grid, number): StoredRange(blob, number * nbytes, nbytes)
             for number in range(math.prod(meta.grid))
         }
     path = tuple(map(str, meta.path[: MAX_PATH_PARTS - 1]))
-    rest = (dotted_name(meta.path[MAX_PATH_PARTS - 1 :]),) if len(meta.path) >= MAX_PATH_PARTS else ()
-    return TensorEntry(meta.name, path + rest, meta.dtype, meta.shape, meta.chunk_shape, chunks, first)
+    if len(meta.path) >= MAX_PATH_PARTS:
+        rest = (dotted_name(meta.path[MAX_PATH_PARTS - 1 :]),)
+    else:
+        rest = ()
+    return TensorEntry(
+        meta.name, path + rest, meta.dtype, meta.shape, meta.chunk_shape, chunks, first
+    )
 
 
 def _describe_non_array(entry: OrbaxNonArray) -> str:
-    value = f"the text {entry.text!r}" if entry.value_type == "string" else f"an empty {entry.value_type}"
+    if entry.value_type == "string":
+        value = f"the text {entry.text!r}"
+    else:
+        value = f"an empty {entry.value_type}"
     return f"{dotted_name(entry.path)} is {value}"
 
 
@@ -367,7 +428,7 @@ def count_parameters(contents: CheckpointContents) -> int | None:
     """Count the values of the model's parameters, without buffers, tied duplicates and optimizer state.
 
     Returns:
-        The number of values; None if the family is unknown or the config is invalid.
+        The number of values, or None if the family is unknown or the config is invalid.
     """
     family = contents.family
     if family is None:
@@ -395,7 +456,9 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
 def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the family's tensors in another library's tree, by bare name."""
     leaves = {
-        entry.name: StoredLeaf(entry.shape, entry.dtype, tuple(max(1, n) for n in entry.shape), _no_placement)
+        entry.name: StoredLeaf(
+            entry.shape, entry.dtype, tuple(max(1, n) for n in entry.shape), _no_placement
+        )
         for entry in contents.entries
     }
     tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
@@ -408,6 +471,8 @@ def _no_placement(piece: LeafPiece) -> StridedPlacement:
     return StridedPlacement(0, 0, zeros, zeros)
 
 
-def _name_pattern(row: Row) -> str:
+def _name_pattern(row: ParsedAxisMap) -> str:
     """Return a regular expression for the tensor names of an axis-map row, with any layer number."""
-    return "".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts)
+    return "".join(
+        re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts
+    )

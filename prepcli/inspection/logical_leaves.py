@@ -5,16 +5,17 @@ For a Hugging Face folder, these are the leaves of its init checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from prepcli.console.lists import join_names
 from prepcli.errors import PrepError, usage_error
+from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, TensorEntry
-from prepcli.planning.accounting import detect_names
 from prepcli.planning.state_names import PARAMS
-from trainer.models.axis_map import bind_row
+from prepcli.planning.tensor_match import detect_names
+from trainer.models.axis_map import SizedAxis, bind_row
 from trainer.models.lora import manifest_family
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
@@ -25,7 +26,7 @@ MAX_LISTED = 3  # leaves in a message
 
 @dataclass(frozen=True, slots=True)
 class LogicalLeaf:
-    """A leaf with the atoms of each of its dims; the first atom of a dim is the dim's name."""
+    """A leaf with the atoms of each of its dims. The first atom of a dim is the dim's name."""
 
     name: str
     dims: tuple[tuple[str, ...], ...]
@@ -51,33 +52,52 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
 
 
 def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
-    is_item, config = contents.kind == "orbax", contents.config
-    family = manifest_family({**(contents.manifest or {}), "config": config}) if is_item else family_of(config)
-    layout = contents.manifest if is_item else {}
+    is_item = contents.kind == "orbax"
+    config = contents.config
+    if is_item:
+        family = manifest_family({**contents.manifest.fields, "config": config})
+        layout = contents.manifest
+    else:
+        family = family_of(config)
+        layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
-    entries = {entry.name if is_item else names.bare_name(entry.name): entry for entry in contents.entries}
-    sizes, is_tied = family.sizes(config), layout["tied"] if is_item else family.is_tied(config, entries)
-    rows = parameter_rows(family, config, layout.get("scan", True), layout.get("scan_axis", 0), entries)
+    entries = {
+        entry.name if is_item else names.bare_name(entry.name): entry for entry in contents.entries
+    }
+    sizes = family.sizes(config)
+    is_tied = layout.is_tied if is_item else family.is_tied(config, entries)
+    rows = parameter_rows(family, config, layout.scan, layout.scan_axis, entries)
     for path, row in rows.items():
         if is_tied and path == family.tying.head_leaf:
             continue
         axis_map = bind_row(row, sizes)
-        dims = tuple(tuple(factor.atom for factor in dim) for dim in axis_map.leaf_dims)
+        dims = tuple(_atoms(dim) for dim in axis_map.leaf_dims)
         for tensor_name, indices in axis_map.tensors():
             leaf_name = f"{PARAMS}.{path.format(**indices)}"
             entry = entries.get(leaf_name if is_item else tensor_name)
             if entry is not None:
-                _check_shape(contents, entry, axis_map.leaf_shape if is_item else axis_map.source_shape)
+                _check_shape(
+                    contents, entry, axis_map.leaf_shape if is_item else axis_map.source_shape
+                )
                 yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
 
 
-def _check_shape(contents: CheckpointContents, entry: TensorEntry, expected: tuple[int, ...]) -> None:
+def _atoms(dim: Sequence[SizedAxis]) -> tuple[str, ...]:
+    """Return the names of the axes that form one dim of a leaf, the outermost first."""
+    return tuple(axis.atom for axis in dim)
+
+
+def _check_shape(
+    contents: CheckpointContents, entry: TensorEntry, expected: tuple[int, ...]
+) -> None:
     if entry.shape != expected:
         why = f"its shape is {list(entry.shape)}, its config implies {list(expected)}"
         raise PrepError(f"{contents.display_name}: {entry.name} has the wrong shape", why)
 
 
-def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: str) -> LogicalLeaf:
+def find_leaf(
+    leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: str
+) -> LogicalLeaf:
     """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
 
     Args:
@@ -90,10 +110,14 @@ def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str
         UsageError: No leaf or several leaves match.
     """
     matches = [name for name in leaves if name in (pattern, f"{PARAMS}.{pattern}")]
-    matches = matches or [name for name in leaves if f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)]
+    matches = matches or [
+        name for name in leaves if f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)
+    ]
     if len(matches) > 1:
         what = f"`{pattern}` matches {len(matches)} leaves of {display_name}"
-        raise usage_error(what, join_names(matches, max_names=MAX_LISTED), f"one of them: `--shards {matches[0]}`")
+        raise usage_error(
+            what, join_names(matches, max_names=MAX_LISTED), f"one of them: `--shards {matches[0]}`"
+        )
     if not matches:
         hint = did_you_mean(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
         hint = hint or f"`{names_command}` shows the names"

@@ -11,7 +11,8 @@ from prepcli.inspection.contents import TensorEntry
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 MAX_RUNS = 4  # runs of numbers that are listed
-SELF_LABEL = "(itself)"  # a tensor whose name is also a prefix of other names
+# A tensor whose name is also a prefix of other names.
+SELF_LABEL = "(itself)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,11 @@ class TreeNode:
     """A branch, or a leaf for `tensors` tensors of one shape and dtype.
 
     Attributes:
-        labels: Parts of the name; several if branches with a single child are joined, as in `layers`, `{0..31}`.
+        labels: Parts of the name. Branches with a single child are joined, e.g. `layers`,
+            `{0..31}`.
         tensors: Number of tensors in the node.
         nbytes: Bytes of all tensors in the node.
-        dtype: Dtype of a leaf; empty for a branch.
+        dtype: Dtype of a leaf, empty for a branch.
         shape: Shape of each tensor of a leaf.
         children: Nodes of a branch.
     """
@@ -55,14 +57,22 @@ def build_tree(entries: Iterable[TensorEntry]) -> tuple[TreeNode, ...]:
             builder = builder.children.setdefault(part, _TreeBuilder())
         builder.entry = entry
     tree = _freeze(root)
-    return (tree,) if tree.labels else tree.children
+    if tree.labels:
+        return (tree,)
+    return tree.children
 
 
 def tree_rows(nodes: Sequence[TreeNode], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, shape, dtype, size) of each node, with names indented by depth."""
     for node in nodes:
-        times = f"{node.tensors} x " if node.tensors > 1 else ""
-        shape = f"{times}{list(node.shape)}" if node.dtype else ""
+        if node.tensors > 1:
+            times = f"{node.tensors} x "
+        else:
+            times = ""
+        if node.dtype:
+            shape = f"{times}{list(node.shape)}"
+        else:
+            shape = ""
         yield f"{'  ' * depth}{node.name}", shape, node.dtype, format_bytes(node.nbytes)
         yield from tree_rows(node.children, depth + 1)
 
@@ -82,16 +92,24 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 def _freeze(builder: _TreeBuilder) -> TreeNode:
     """Return a node without its own label. A branch with a single child is replaced by the child."""
-    children = tuple(_merge_numbered({label: _freeze(child) for label, child in builder.children.items()}))
+    children = tuple(
+        _merge_numbered({label: _freeze(child) for label, child in builder.children.items()})
+    )
     entry = builder.entry
     if entry is None:
-        return children[0] if len(children) == 1 else _make_branch(children)
+        if len(children) == 1:
+            return children[0]
+        return _make_branch(children)
     leaf = TreeNode((), 1, entry.nbytes, entry.dtype, entry.shape)
-    return _make_branch((replace(leaf, labels=(SELF_LABEL,)), *children)) if children else leaf
+    if children:
+        return _make_branch((replace(leaf, labels=(SELF_LABEL,)), *children))
+    return leaf
 
 
 def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
-    return TreeNode((), sum(c.tensors for c in children), sum(c.nbytes for c in children), children=children)
+    return TreeNode(
+        (), sum(c.tensors for c in children), sum(c.nbytes for c in children), children=children
+    )
 
 
 def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
@@ -100,7 +118,10 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
     groups: dict[TreeNode, list[int]] = {}
     for number in numbers:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)
-    merged = [_repeated(children[str(equal[0])], _format_numbers(equal), len(equal)) for equal in groups.values()]
+    merged = [
+        _repeated(children[str(equal[0])], _format_numbers(equal), len(equal))
+        for equal in groups.values()
+    ]
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
@@ -111,7 +132,10 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
 
 def _sort_children(node: TreeNode) -> TreeNode:
     """Return the node with sorted children: layers that begin a file list their tensors in another order."""
-    return replace(node, children=tuple(sorted(map(_sort_children, node.children), key=lambda child: child.labels)))
+    return replace(
+        node,
+        children=tuple(sorted(map(_sort_children, node.children), key=lambda child: child.labels)),
+    )
 
 
 def _repeated(node: TreeNode, label: str, count: int) -> TreeNode:
@@ -121,7 +145,9 @@ def _repeated(node: TreeNode, label: str, count: int) -> TreeNode:
 
 def _multiplied(node: TreeNode, count: int) -> TreeNode:
     children = tuple(_multiplied(child, count) for child in node.children)
-    return replace(node, tensors=node.tensors * count, nbytes=node.nbytes * count, children=children)
+    return replace(
+        node, tensors=node.tensors * count, nbytes=node.nbytes * count, children=children
+    )
 
 
 def _format_numbers(numbers: Sequence[int]) -> str:
@@ -135,4 +161,6 @@ def _format_numbers(numbers: Sequence[int]) -> str:
     texts = [str(low) if low == high else f"{low}..{high}" for low, high in runs]
     if len(texts) > MAX_RUNS:
         texts[MAX_RUNS - 1 : -1] = ["…"]
-    return texts[0] if len(numbers) == 1 else f"{{{','.join(texts)}}}"
+    if len(numbers) == 1:
+        return texts[0]
+    return f"{{{','.join(texts)}}}"

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-MAX_NUMBER = 1e300  # larger integers are not floats, and axes cannot show them
-MAX_BUCKETS = 1024  # of a curve; up to as many points are exact
+# Larger integers are not floats, and axes cannot show them.
+MAX_NUMBER = 1e300
+# Buckets of a curve. A curve with at most this many points is exact.
+MAX_BUCKETS = 1024
 MAX_CURVES = 512
 MAX_NAME_NCHARS = 256
 MAX_MEDIAN_VALUES = 1 << 14
@@ -20,7 +22,9 @@ T = TypeVar("T")
 
 def is_number(value: object) -> bool:
     """Return whether a value of a JSON file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    )
 
 
 class RunningCurve:
@@ -66,11 +70,13 @@ class RunningCurve:
         """Return the lowest and the highest point of each bucket, in the order of steps."""
         points: list[Point] = []
         for low, high in zip(self._lows, self._highs):
+            # The set keeps one point if both extremes are equal. Points sort by step.
             points += sorted({low, high})
         return points
 
     def _merge_neighbours(self) -> None:
         """Halve the number of buckets, all full."""
+        # The number of buckets is even, so each bucket has a neighbour to merge with.
         self._lows = [min(pair, key=_value) for pair in zip(self._lows[::2], self._lows[1::2])]
         self._highs = [max(pair, key=_value) for pair in zip(self._highs[::2], self._highs[1::2])]
         self._bucket_size *= 2
@@ -98,6 +104,7 @@ class EvenSample(Generic[T]):
         """Append an item to the sequence."""
         if self.count % self._distance == 0:
             if len(self.items) == self._capacity:
+                # Every second item stays, e.g. 0 2 4 6 with distance 2: 0 4 with distance 4.
                 self.items = self.items[::2]
                 self._distance *= 2
             if self.count % self._distance == 0:
@@ -110,8 +117,8 @@ class RunMetrics:
     """Metrics of a run.
 
     Attributes:
-        steps: Lowest and highest step with a line; None without lines.
-        last_step: Step of the last line; None without lines.
+        steps: Lowest and highest step with a line, or None without lines.
+        last_step: Step of the last line, or None without lines.
         curves: Curve of each name, in the order of the first lines with it.
     """
 
@@ -121,7 +128,8 @@ class RunMetrics:
     _median_values: dict[str, EvenSample[float]] = field(
         default_factory=lambda: {name: EvenSample(MAX_MEDIAN_VALUES) for name in MEDIAN_NAMES}
     )
-    _best_losses: dict[float | None, float] = field(default_factory=dict)  # by number of evaluation tokens
+    # Keyed by the number of evaluation tokens.
+    _best_losses: dict[float | None, float] = field(default_factory=dict)
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]]) -> RunMetrics:
@@ -142,7 +150,11 @@ class RunMetrics:
         for name, value in line.items():
             curve = self.curves.get(name) or self._new_curve(name)
             # The first test is the fast one.
-            if curve is not None and (type(value) is float or is_number(value)) and -MAX_NUMBER < value < MAX_NUMBER:
+            if (
+                curve is not None
+                and (type(value) is float or is_number(value))
+                and -MAX_NUMBER < value < MAX_NUMBER
+            ):
                 curve.add(step, value)
                 if name in self._median_values:
                     self._median_values[name].add(value)
@@ -152,12 +164,16 @@ class RunMetrics:
     def points(self, name: str) -> list[Point]:
         """Return (step, value) pairs of a name. Long curves keep only the extremes of each bucket."""
         curve = self.curves.get(name)
-        return curve.points() if curve else []
+        if curve:
+            return curve.points()
+        return []
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a name; None if there is none."""
+        """Return the last value of a name, or None if there is none."""
         curve = self.curves.get(name)
-        return curve.last if curve else None
+        if curve:
+            return curve.last
+        return None
 
     def median_values(self, name: str) -> list[float]:
         """Return values of a name at equal distances."""
@@ -173,7 +189,10 @@ class RunMetrics:
         return self.curves.setdefault(name, RunningCurve())
 
     def _add_loss(self, loss: float, num_tokens: object) -> None:
-        key = num_tokens if isinstance(num_tokens, int | float) and is_number(num_tokens) else None
+        if isinstance(num_tokens, int | float) and is_number(num_tokens):
+            key = num_tokens
+        else:
+            key = None
         best = self._best_losses.pop(key, loss)
         # The last number of tokens is the last key.
         self._best_losses[key] = min(best, loss)

@@ -22,7 +22,7 @@ SAMPLES_FILE = "samples.jsonl"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
 # Limits of the texts on a page
 MAX_PROMPTS = 256
-MAX_TEXTS = 64  # of a prompt, besides the last one
+MAX_TEXTS = 64  # of a prompt, plus the last one
 MAX_TEXT_NCHARS = 10_000
 
 
@@ -41,7 +41,7 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class SavedSample:
-    """A text that a run generated after a step from a prompt of its recipe."""
+    """A generated text of a run: its step, and the prompt from the recipe."""
 
     step: int
     prompt: str
@@ -57,7 +57,8 @@ class RunRecord:
         title: The last part of it.
         metrics: Its metrics.
         recipe: Value of each recipe key as TOML.
-        environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
+        environment: Machine, data and versions of the last start, empty for a run of an earlier
+            prep.
         checkpoints: The saved steps.
         samples: Generated texts in the order of steps: of many, evenly spaced ones and the last one of each prompt.
         sample_counts: Number of all texts by prompt.
@@ -78,18 +79,24 @@ class RunRecord:
     def last_step(self) -> int:
         """The last step with metrics, or the last saved one."""
         steps = [saved.step for saved in self.checkpoints[-1:]]
-        return max(steps + ([] if self.metrics.last_step is None else [self.metrics.last_step]), default=0)
+        return max(
+            steps + ([] if self.metrics.last_step is None else [self.metrics.last_step]), default=0
+        )
 
     @property
     def steps(self) -> int | None:
-        """The step at which the run ends; None if it is not known."""
+        """The last step of the complete run, or None if it is unknown."""
         steps = self.environment.get("steps")
-        return steps if isinstance(steps, int) and is_number(steps) else None
+        if isinstance(steps, int) and is_number(steps):
+            return steps
+        return None
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """Return a table of the environment; empty if it is absent."""
+        """Return a table of the environment, empty if it is absent."""
         table = self.environment.get(name)
-        return table if isinstance(table, dict) else {}
+        if isinstance(table, dict):
+            return table
+        return {}
 
 
 def read_run(path: Path) -> RunRecord:
@@ -115,24 +122,32 @@ def read_run(path: Path) -> RunRecord:
         metrics=metrics,
         recipe=dict(_flatten(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
-        checkpoints=tuple(SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
+        checkpoints=tuple(
+            SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)
+        ),
         samples=samples,
         sample_counts=sample_counts,
         notes=tuple(_skip_note(path / name, count) for name, count in skipped.items() if count),
     )
 
 
-def _read_samples(lines: Iterable[Mapping[str, Any]]) -> tuple[tuple[SavedSample, ...], dict[str, int]]:
+def _read_samples(
+    lines: Iterable[Mapping[str, Any]],
+) -> tuple[tuple[SavedSample, ...], dict[str, int]]:
     """Return the samples of a file, and their number by prompt. Lines without a prompt and a text are ignored."""
     kept: dict[str, EvenSample[tuple[int, SavedSample]]] = {}
     last: dict[str, tuple[int, SavedSample]] = {}
     for number, line in enumerate(lines):
-        prompt, text = line.get("prompt"), line.get("text")
+        prompt = line.get("prompt")
+        text = line.get("text")
         if not isinstance(prompt, str) or not isinstance(text, str):
             continue
         if prompt not in kept and len(kept) == MAX_PROMPTS:
             continue
-        shown = text if len(text) <= MAX_TEXT_NCHARS else f"{text[:MAX_TEXT_NCHARS]} ..."
+        if len(text) <= MAX_TEXT_NCHARS:
+            shown = text
+        else:
+            shown = f"{text[:MAX_TEXT_NCHARS]} ..."
         last[prompt] = number, SavedSample(line["step"], prompt, shown)
         kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
     by_line = dict(last.values())
@@ -143,14 +158,22 @@ def _read_samples(lines: Iterable[Mapping[str, Any]]) -> tuple[tuple[SavedSample
 
 
 def _skip_note(path: Path, count: int) -> str:
-    lines = "1 line" if count == 1 else f"{count:,} lines"
+    if count == 1:
+        lines = "1 line"
+    else:
+        lines = f"{count:,} lines"
     return f"skipped {lines} of {path}: not a JSON object with a step, or too long"
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:
     """Return the error for a folder or URL without a run."""
-    what = f"{name} is not a run" if exists else f"{name} does not exist"
-    return PrepError(what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`")
+    if exists:
+        what = f"{name} is not a run"
+    else:
+        what = f"{name} does not exist"
+    return PrepError(
+        what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`"
+    )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -180,11 +203,13 @@ def _read_environment(path: Path) -> dict[str, Any]:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
     except ValueError as error:
         raise PrepError(f"{path} is not JSON", str(error)) from error
-    return environment if isinstance(environment, dict) else {}
+    if isinstance(environment, dict):
+        return environment
+    return {}
 
 
 def folder_nbytes(folder: Path) -> int:
-    """Return the size of the files of a step; a running job may remove them meanwhile."""
+    """Return the size of the files of a step. A running job may remove them meanwhile."""
     nbytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from prepcli.console.formatting import format_bytes
 from prepcli.planning.tensors import array_bits
+from trainer.models.boxes import Box
 from trainer.models.mesh import Mesh
-from trainer.models.partition import Box, Spec, device_boxes, num_replicas, shard_shape
+from trainer.models.partition import Spec, device_boxes, num_replicas, shard_shape
 
 WIDTH = 80
 MAX_CELLS = 64
 MAX_CELL_WIDTH = 20
 MAX_DRAWN_DEVICES = 1 << 14
 
-CellDevices = dict[tuple[int | None, int | None], list[int]]  # (row, column) -> devices; empty for omitted cells
+# (row, column) -> devices, empty for omitted cells.
+CellDevices = dict[tuple[int | None, int | None], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +31,25 @@ class _PictureSide:
 
     @property
     def drawn_parts(self) -> list[int | None]:
-        """Numbers of the drawn parts; None marks the omitted ones."""
-        return [0, None, self.n_parts - 1] if self.elided else list(range(self.n_parts))
+        """Numbers of the drawn parts. None marks the omitted ones."""
+        if self.elided:
+            return [0, None, self.n_parts - 1]
+        return list(range(self.n_parts))
 
     def label(self, part: int | None, shard: Sequence[int]) -> str:
         """Return the index range of a part, or the number of omitted parts."""
         if part is None:
             return f"× {self.n_parts - 2}"
-        return "" if self.dim is None else f"{part * shard[self.dim]}:{(part + 1) * shard[self.dim]}"
+        if self.dim is None:
+            return ""
+        return f"{part * shard[self.dim]}:{(part + 1) * shard[self.dim]}"
 
 
 def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
     """Draw the shards of a leaf with box characters, at most 80 columns wide.
 
-    Each cell is a slice with the numbers of the devices that hold it. The last two partitioned dims are drawn; of a
-    third dim only its first part; of many cells only the first and the last.
+    Each cell is a slice with the numbers of the devices that hold it. The last two partitioned dims are drawn,
+    and only the first part of a third dim. Many cells are shortened to the first and the last ones.
 
     Args:
         name: Name of the leaf.
@@ -69,11 +75,19 @@ def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, 
 
 
 def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide]:
-    """Return the vertical and the horizontal side: the last two partitioned dims; a lone last dim is horizontal."""
+    """Return the vertical and the horizontal side: the last two partitioned dims.
+
+    A lone last dim is horizontal.
+    """
     cut = [i for i, parts in enumerate(spec.shards_per_dim) if parts > 1][-2:]
     only_last = len(cut) == 1 and 0 < cut[0] == len(spec.shards_per_dim) - 1
-    dims = [None, *cut] if only_last else [*cut, None, None]
-    down, across = (_PictureSide(dim, 1 if dim is None else spec.shards_per_dim[dim]) for dim in dims[:2])
+    if only_last:
+        dims = [None, *cut]
+    else:
+        dims = [*cut, None, None]
+    down, across = (
+        _PictureSide(dim, 1 if dim is None else spec.shards_per_dim[dim]) for dim in dims[:2]
+    )
     if not _fits(down, across, shard):
         across = _elide(across)
     while len(down.drawn_parts) * len(across.drawn_parts) > MAX_CELLS:
@@ -98,8 +112,10 @@ def _cell_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) 
     return min(MAX_CELL_WIDTH, (WIDTH - label_width - 1) // len(across.drawn_parts) - 1)
 
 
-def _cell_devices(down: _PictureSide, across: _PictureSide, shard: Sequence[int], boxes: Sequence[Box]) -> CellDevices:
-    """Return the devices of each cell; of a third partitioned dim, the devices of its first part."""
+def _cell_devices(
+    down: _PictureSide, across: _PictureSide, shard: Sequence[int], boxes: Sequence[Box]
+) -> CellDevices:
+    """Return the devices of each cell, in the first part of a third partitioned dim."""
     holders: CellDevices = {}
     drawn = (down.dim, across.dim)
     for device, box in enumerate(boxes):
@@ -113,20 +129,35 @@ def _header(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh)
     shard_nbytes = format_bytes(array_bits(dtype, shard_shape(spec, shape)) / 8)
     n_copies = num_replicas(spec, mesh)
     copied = f"{n_copies} {'copy' if n_copies == 1 else 'copies'}"
-    return _wrap([name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} per device, {copied}"], "  ")
+    return _wrap(
+        [name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} per device, {copied}"], "  "
+    )
 
 
-def _legend(spec: Spec, down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> list[str]:
-    """Return lines that name the drawn dims and the remaining ones; none if no dim is partitioned."""
+def _legend(
+    spec: Spec, down: _PictureSide, across: _PictureSide, shard: Sequence[int]
+) -> list[str]:
+    """Return lines that name the drawn dims and the remaining ones.
+
+    Empty if no dim is partitioned.
+    """
     drawn = (down.dim, across.dim)
-    notes = [f"{spec.dim_names[d]} {direction}" for d, direction in zip(drawn, ("down", "across")) if d is not None]
+    notes = [
+        f"{spec.dim_names[d]} {direction}"
+        for d, direction in zip(drawn, ("down", "across"))
+        if d is not None
+    ]
     undrawn = [i for i in range(len(shard)) if i not in drawn]
     for i in undrawn:
         if spec.shards_per_dim[i] > 1:
             axes = " x ".join(spec.mesh_axes[i])
-            notes.append(f"{spec.dim_names[i]} in {spec.shards_per_dim[i]} parts over {axes}, this is 0:{shard[i]}")
+            notes.append(
+                f"{spec.dim_names[i]} in {spec.shards_per_dim[i]} parts over {axes}, this is 0:{shard[i]}"
+            )
     whole = [spec.dim_names[i] or "1" for i in undrawn if spec.shards_per_dim[i] == 1]
-    return _wrap(notes + [f"whole: {', '.join(whole)}"] * bool(whole), "; ") if notes else []
+    if notes:
+        return _wrap(notes + [f"whole: {', '.join(whole)}"] * bool(whole), "; ")
+    return []
 
 
 def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
@@ -136,22 +167,31 @@ def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
-def _draw_grid(down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices) -> list[str]:
+def _draw_grid(
+    down: _PictureSide, across: _PictureSide, shard: Sequence[int], holders: CellDevices
+) -> list[str]:
     width = _cell_width(down, across, shard)
-    header = "".join(f" {_clip(across.label(part, shard), width):<{width}}" for part in across.drawn_parts).rstrip()
+    header = "".join(
+        f" {_clip(across.label(part, shard), width):<{width}}" for part in across.drawn_parts
+    ).rstrip()
     rule = ["─" * width] * len(across.drawn_parts)
     lines = [f"┌{'┬'.join(rule)}┐"]
     for row in down.drawn_parts:
-        cells = (_format_devices(holders.get((row, column), []), width - 2) for column in across.drawn_parts)
+        cells = (
+            _format_devices(holders.get((row, column), []), width - 2)
+            for column in across.drawn_parts
+        )
         label = _clip(down.label(row, shard), WIDTH)
         line = "".join(f"│ {cell:<{width - 1}}" for cell in cells)
         lines += [f"{line}│  {label}".rstrip(), f"├{'┼'.join(rule)}┤"]
     lines[-1] = f"└{'┴'.join(rule)}┘"
-    return [header, *lines] if header else lines
+    if header:
+        return [header, *lines]
+    return lines
 
 
 def _format_devices(numbers: Sequence[int], width: int) -> str:
-    """Format as `0-7`, `0,8,16` or, if there is no room, `0…248 ×32`; `…` for an omitted cell."""
+    """Format as `0-7`, `0,8,16` or, if there is no room, `0…248 ×32`. An omitted cell is `…`."""
     if not numbers:
         return "…"
     runs: list[list[int]] = []
@@ -161,8 +201,12 @@ def _format_devices(numbers: Sequence[int], width: int) -> str:
         else:
             runs.append([number, number])
     text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return text if len(text) <= width else _clip(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)
+    if len(text) <= width:
+        return text
+    return _clip(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)
 
 
 def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    if len(text) <= width:
+        return text
+    return text[: width - 1] + "…"

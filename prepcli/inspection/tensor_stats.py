@@ -13,18 +13,20 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.inspection.contents import TensorEntry
-from prepcli.planning.boxes import strides
 from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.tensors import ITEM_BITS, itemsize
+from trainer.models.boxes import strides
 
-RUN_NBYTES = 1 << 20  # fits in a CPU cache, also as float32 and with 8-byte indices of a padded chunk
+# Fits in a CPU cache, also as float32 and with 8-byte indices of a padded chunk.
+RUN_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
     """Statistics of a tensor.
 
-    `minimum`, `maximum` and `mean` cover the finite values; None if there are none, or for complex values.
+    `minimum`, `maximum` and `mean` cover the finite values. They are None without finite values and
+    for complex dtypes.
     `mean` is also None if it exceeds float64.
     """
 
@@ -55,17 +57,31 @@ class _Accumulator:
             nan = int(np.count_nonzero(np.isnan(values)))
             is_finite = np.isfinite(values)
             inf = values.size - nan - int(np.count_nonzero(is_finite))
-            values = values if not nan and not inf else values[is_finite]
-            self.nan, self.inf = self.nan + nan, self.inf + inf
+            if not nan and not inf:
+                values = values
+            else:
+                values = values[is_finite]
+            self.nan = self.nan + nan
+            self.inf = self.inf + inf
+        # Complex values have no order, so minimum, maximum and mean stay None.
         if values.size and values.dtype.kind != "c":
-            minimum, maximum = values.min().item(), values.max().item()
-            self.minimum = minimum if self.minimum is None else min(self.minimum, minimum)
-            self.maximum = maximum if self.maximum is None else max(self.maximum, maximum)
+            minimum = values.min().item()
+            maximum = values.max().item()
+            if self.minimum is None:
+                self.minimum = minimum
+            else:
+                self.minimum = min(self.minimum, minimum)
+            if self.maximum is None:
+                self.maximum = maximum
+            else:
+                self.maximum = max(self.maximum, maximum)
             self.total += float(values.sum(dtype=np.float64))
             self.finite += values.size
 
 
-def compute_stats(entry: TensorEntry, files: RunReader, on_read: Callable[[int], object]) -> TensorStats | None:
+def compute_stats(
+    entry: TensorEntry, files: RunReader, on_read: Callable[[int], object]
+) -> TensorStats | None:
     """Compute the statistics of an entry from all its values.
 
     Args:
@@ -74,48 +90,79 @@ def compute_stats(entry: TensorEntry, files: RunReader, on_read: Callable[[int],
         on_read: Called with the number of bytes after each read.
 
     Returns:
-        The statistics; None for packed dtypes smaller than a byte.
+        The statistics, or None for packed dtypes smaller than a byte.
     """
     if ITEM_BITS[entry.dtype] % 8:
         return None
     accumulator = _Accumulator()
+    # The sum of large float64 values may overflow to inf. The mean is then not reported.
     with np.errstate(over="ignore", invalid="ignore"):
         for values in _entry_values(entry, files, on_read, allocate_run_buffers(RUN_NBYTES)):
             accumulator.add(_widen(values))
-        mean = accumulator.total / accumulator.finite if accumulator.finite else math.nan
-    finite_mean = mean if math.isfinite(mean) else None
+        if accumulator.finite:
+            mean = accumulator.total / accumulator.finite
+        else:
+            mean = math.nan
+    if math.isfinite(mean):
+        finite_mean = mean
+    else:
+        finite_mean = None
     return TensorStats(
-        accumulator.minimum, accumulator.maximum, finite_mean, accumulator.nan, accumulator.inf, accumulator.zeros
+        accumulator.minimum,
+        accumulator.maximum,
+        finite_mean,
+        accumulator.nan,
+        accumulator.inf,
+        accumulator.zeros,
     )
 
 
 def stored_nbytes(entry: TensorEntry) -> int:
     """Return the number of bytes that `compute_stats` reads, in whole chunks."""
-    contiguous_nbytes = entry.nbytes if entry.placement else 0
-    return contiguous_nbytes + len(entry.chunks) * math.prod(entry.chunk_shape) * itemsize(entry.dtype)
+    if entry.placement:
+        contiguous_nbytes = entry.nbytes
+    else:
+        contiguous_nbytes = 0
+    return contiguous_nbytes + len(entry.chunks) * math.prod(entry.chunk_shape) * itemsize(
+        entry.dtype
+    )
 
 
 def _widen(values: np.ndarray) -> np.ndarray:
     """Return the values in a dtype that NumPy computes in. Exact: all other dtypes fit in float32."""
-    return values if values.dtype.kind in "iuc" or values.dtype.itemsize >= 4 else values.astype(np.float32)
+    if values.dtype.kind in "iuc" or values.dtype.itemsize >= 4:
+        return values
+    return values.astype(np.float32)
 
 
 def _entry_values(
-    entry: TensorEntry, files: RunReader, on_read: Callable[[int], object], buffers: tuple[ByteArray, ByteArray]
+    entry: TensorEntry,
+    files: RunReader,
+    on_read: Callable[[int], object],
+    buffers: tuple[ByteArray, ByteArray],
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
-    dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
+    if entry.dtype == "bool":
+        dtype = np.dtype(np.uint8)
+    else:
+        dtype = numpy_dtype(entry.dtype)
     for _, data in _ordered_runs(entry, entry.placement, files, buffers) if entry.placement else ():
         on_read(data.size)
         yield data.view(dtype)
     for index, stored in entry.chunks.items():
-        inside = [min(length, extent - i * length) for i, length, extent in zip(index, entry.chunk_shape, entry.shape)]
+        inside = [
+            # e.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
+            min(length, extent - i * length)
+            for i, length, extent in zip(index, entry.chunk_shape, entry.shape)
+        ]
         for start, data in _chunk_runs(entry, stored, files, buffers):
             on_read(data.size)
             values = data.view(dtype)
             is_padded = inside != list(entry.chunk_shape)
             yield (
-                values[_inside_mask(start // dtype.itemsize, values.size, entry.chunk_shape, inside)]
+                values[
+                    _inside_mask(start // dtype.itemsize, values.size, entry.chunk_shape, inside)
+                ]
                 if is_padded
                 else values
             )
@@ -132,9 +179,14 @@ def _ordered_runs(
     entry: TensorEntry, side: Locations, files: RunReader, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
     """Yield the bytes of a chunk in its own order, wherever they are stored, with the byte offset of each run."""
-    rows = entry.chunk_shape[0] if entry.chunk_shape else 1
+    if entry.chunk_shape:
+        rows = entry.chunk_shape[0]
+    else:
+        rows = 1
     yield from read_values(
-        files, Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), side, ()), buffers=buffers
+        files,
+        Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), side, ()),
+        buffers=buffers,
     )
 
 

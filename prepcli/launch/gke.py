@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
 
 from prepcli.errors import FAILED, USAGE
 from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_label
 from prepcli.launch.shell import command_line, comment, environment_lines, script
-from prepcli.launch.yaml_text import Yaml, yaml_document
 from trainer.models.process_address import DEFAULT_PORT
 
-FILES_FOLDER = "/etc/prep"  # in a container: the recipe and the start script
+# Folder of the recipe and the start script in a container.
+FILES_FOLDER = "/etc/prep"
 START_FILE = "start.sh"
-WORK_FOLDER = "/work"  # in a container: the volume with checkpoints, data and runs
+# Folder in a container where the volume with checkpoints, data and runs is mounted.
+WORK_FOLDER = "/work"
 CONTAINER = "prep"
 PODS = "train"
-JOB_SET_KEY = "jobset.sigs.k8s.io/jobset-name"  # label of pods
+# Label that JobSet gives to its pods.
+JOB_SET_KEY = "jobset.sigs.k8s.io/jobset-name"
 JOB_INDEX_FIELD = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-JOB_INDEX = "JOB_INDEX"  # variable with the index of the Job, which is that of the slice
+# Environment variable with the index of the Job. Each Job is one TPU slice.
+JOB_INDEX = "JOB_INDEX"
 EXCLUSIVE_KEY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 NODE_POOL = "cloud.google.com/gke-nodepool"
+# Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
+PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
+
+Yaml = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +44,13 @@ class GkeOptions:
         image: Container image with prep.
         nodes: Number of pods of all slices, one per node.
         devices_per_node: GPUs or TPU chips of each pod.
-        accelerator: Label of the nodes: a GPU such as `nvidia-h100-80gb`, or a TPU such as `tpu-v5p-slice`.
+        accelerator: Label of the nodes: a GPU such as `nvidia-h100-80gb`, or a TPU such as
+            `tpu-v5p-slice`.
         topology: Topology of a TPU slice, such as `4x4x8`.
         cpus: CPU cores of each pod.
         mem: Memory of each pod, such as `900Gi`.
-        claim: Persistent volume claim, mounted as the working folder; None for a folder that ends with the pod.
+        claim: Persistent volume claim, mounted as the working folder. Default: a folder that is
+            deleted with the pod.
         grace_s: Seconds that a pod has to save when its node is drained.
     """
 
@@ -51,46 +65,101 @@ class GkeOptions:
     grace_s: int = DEFAULT_GRACE_S
 
 
-def gke_manifest(job: LaunchJob, options: GkeOptions, *, recipe_text: str, num_slices: int = 1) -> str:
+def gke_manifest(
+    job: LaunchJob, options: GkeOptions, *, recipe_text: str, num_slices: int = 1
+) -> str:
     """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
 
-    All pods restart if one exits with 75, or if its node is lost. An error of the recipe or of the training ends
-    the job.
+    All pods restart if one exits with 75, or if its node is lost. An error of the recipe or of the
+    training ends the job.
 
     Args:
         job: The training.
-        options: Options of the JobSet; `check_training` checks them.
+        options: Options of the JobSet. `check_training` checks them.
         recipe_text: Text of the recipe.
-        num_slices: Number of slices of TPUs; each has an equal part of the nodes.
+        num_slices: Number of TPU slices. Each has an equal part of the nodes.
     """
     check_label(job.name)
     num_jobs = num_slices if _is_tpu(options) else 1
-    files: dict[str, Yaml] = {_recipe_file(job): recipe_text, START_FILE: _start_script(job, options, num_jobs)}
-    config_map: dict[str, Yaml] = {
+    files: Yaml = {
+        _recipe_file(job): recipe_text,
+        START_FILE: _start_script(job, options, num_jobs),
+    }
+    config_map: Yaml = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": job.name},
         "data": files,
     }
-    documents = [config_map, _job_set(job, options, num_jobs)]
-    head = comment(f"Trains {job.recipe} with one process per pod. Submit with `kubectl create -f FILE`.")
-    return f"{head}\n" + "---\n".join(yaml_document(document) for document in documents)
+    head = comment(
+        f"Trains {job.recipe} with one process per pod. Submit with `kubectl create -f FILE`."
+    )
+    return f"{head}\n{yaml_text([config_map, _job_set(job, options, num_jobs)])}"
 
 
-def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> dict[str, Yaml]:
+def yaml_text(documents: Iterable[Yaml]) -> str:
+    """Return mappings as YAML documents in block style.
+
+    All strings are quoted or literal blocks. PyYAML would leave e.g. `1e3` plain, and the parser
+    of Kubernetes would take it for a number.
+    """
+    return yaml.dump_all(
+        documents,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        # Folded lines would be hard to read in a manifest.
+        width=math.inf,
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper with quoted strings, literal blocks for scripts, and without aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write equal parts twice: requests and limits of resources are one dict."""
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Represent text of several lines as a literal block, and other text in quotes."""
+        style = '"'
+        lines = text.split("\n")
+        # Other line breaks than "\n" do not survive in a literal block.
+        if len(lines) > 1 and all(line.isprintable() for line in lines):
+            style = "|"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+    def represent_object(self, mapping: Yaml) -> yaml.MappingNode:
+        """Represent a mapping without quotes around usual keys."""
+        node = self.represent_dict(mapping)
+        for key, _ in node.value:
+            if PLAIN_KEY.fullmatch(key.value):
+                # PyYAML still quotes the words that it takes for other types, such as `null`.
+                key.style = None
+        return node
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(dict, _Dumper.represent_object)
+
+
+def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
     """Return the JobSet: one Job per slice of TPUs, or one Job with all nodes of GPUs."""
-    end_rule: dict[str, Yaml] = {
+    end_rule: Yaml = {
         "name": "endAfterError",
         "action": "FailJobSet",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    # The nodes of a slice are one node pool. Without the annotation, the pods of a Job may be in several slices.
-    annotations: dict[str, Yaml] = {"annotations": {EXCLUSIVE_KEY: NODE_POOL}} if _is_tpu(options) else {}
+    metadata: Yaml = {"name": job.name}
+    if _is_tpu(options):
+        # The nodes of a slice are one node pool. Without the annotation, the pods of a Job may be
+        # in several slices.
+        metadata["annotations"] = {EXCLUSIVE_KEY: NODE_POOL}
     pods = _pods(job, options, num_jobs)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": job.name, **annotations},
+        "metadata": metadata,
         "spec": {
             "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [end_rule]},
             "replicatedJobs": [{"name": PODS, "replicas": num_jobs, "template": {"spec": pods}}],
@@ -98,62 +167,89 @@ def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> dict[str, Ya
     }
 
 
-def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> dict[str, Yaml]:
-    """Return the Job: one pod per node, of which the first failure ends all."""
+def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
+    """Return the Job: one pod per node. The first failure ends all pods."""
     nodes = options.nodes // num_jobs
-    drained: dict[str, Yaml] = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    codes: dict[str, Yaml] = {"containerName": CONTAINER, "operator": "In", "values": [FAILED, USAGE]}
+    # The first matching rule applies. A drained pod counts as a failure that the JobSet may
+    # restart, before its exit code is compared.
+    drained: Yaml = {
+        "action": "Count",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    codes: Yaml = {
+        "containerName": CONTAINER,
+        "operator": "In",
+        # Errors of the training or its recipe, which a restart would repeat.
+        "values": [FAILED, USAGE],
+    }
     return {
         "parallelism": nodes,
         "completions": nodes,
         "completionMode": "Indexed",
+        # No restart of a single pod: the JobSet restarts all pods together.
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [drained, {"action": "FailJob", "onExitCodes": codes}]},
         "template": {"spec": _pod(job, options, num_jobs)},
     }
 
 
-def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> dict[str, Yaml]:
-    claim: dict[str, Yaml] = {"persistentVolumeClaim": {"claimName": options.claim or ""}}
-    work = claim if options.claim else {"emptyDir": {}}
-    pod: dict[str, Yaml] = {
+def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
+    work: Yaml = {"emptyDir": {}}
+    if options.claim:
+        work = {"persistentVolumeClaim": {"claimName": options.claim}}
+    pod: Yaml = {}
+    if options.accelerator:
+        pod["nodeSelector"] = _node_selector(options)
+    if options.nodes > 1 and not _is_tpu(options):
+        pod["affinity"] = _one_pod_per_node(job)
+    return {
+        **pod,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace_s,
         "containers": [_container(options, num_jobs)],
         "volumes": [{"name": "files", "configMap": {"name": job.name}}, {"name": "work", **work}],
     }
-    if options.nodes > 1 and not _is_tpu(options):
-        pod = {"affinity": _one_pod_per_node(job), **pod}
-    return {"nodeSelector": _node_selector(options), **pod} if options.accelerator else pod
 
 
-def _one_pod_per_node(job: LaunchJob) -> dict[str, Yaml]:
-    """Return the anti-affinity of a job's pods. Without it, pods that request part of a node's GPUs share a node."""
-    term: dict[str, Yaml] = {
+def _one_pod_per_node(job: LaunchJob) -> Yaml:
+    """Return the anti-affinity of a job's pods.
+
+    Without it, pods that request part of a node's GPUs share a node.
+    """
+    term: Yaml = {
         "labelSelector": {"matchLabels": {JOB_SET_KEY: job.name}},
         "topologyKey": "kubernetes.io/hostname",
     }
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _container(options: GkeOptions, num_jobs: int) -> dict[str, Yaml]:
-    container: dict[str, Yaml] = {
+def _container(options: GkeOptions, num_jobs: int) -> Yaml:
+    container: Yaml = {
         "name": CONTAINER,
         "image": options.image,
-        "command": ["bash", f"{FILES_FOLDER}/{START_FILE}"],  # not inline: Kubernetes expands `$(NAME)` there
+        # A file, because Kubernetes expands `$(NAME)` in inline commands.
+        "command": ["bash", f"{FILES_FOLDER}/{START_FILE}"],
         "workingDir": WORK_FOLDER,
-        "volumeMounts": [{"name": "files", "mountPath": FILES_FOLDER}, {"name": "work", "mountPath": WORK_FOLDER}],
+        "volumeMounts": [
+            {"name": "files", "mountPath": FILES_FOLDER},
+            {"name": "work", "mountPath": WORK_FOLDER},
+        ],
     }
     if num_jobs > 1:
-        container["env"] = [{"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": JOB_INDEX_FIELD}}}]
+        container["env"] = [
+            {"name": JOB_INDEX, "valueFrom": {"fieldRef": {"fieldPath": JOB_INDEX_FIELD}}}
+        ]
     resources = _resources(options)
-    return {**container, "resources": {"requests": resources, "limits": resources}} if resources else container
+    if resources:
+        container["resources"] = {"requests": resources, "limits": resources}
+    return container
 
 
 def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
-    """Return the script of a container; `exec` makes prep receive the signals of the pod."""
+    """Return the script of a container. `exec` makes prep receive the signals of the pod."""
     index = "$JOB_COMPLETION_INDEX"
     if num_jobs > 1:
+        # Counted over all slices, e.g. 2 slices of 4 nodes: pod 1 of slice 1 is 4 * 1 + 1 = 5.
         index = f"$(({options.nodes // num_jobs} * {JOB_INDEX} + JOB_COMPLETION_INDEX))"
     words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
     lines = [
@@ -167,18 +263,20 @@ def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
     return script(lines)
 
 
-def _resources(options: GkeOptions) -> dict[str, Yaml]:
+def _resources(options: GkeOptions) -> dict[str, str]:
     device = "google.com/tpu" if _is_tpu(options) else "nvidia.com/gpu"
     counts = {device: options.devices_per_node, "cpu": options.cpus, "memory": options.mem}
     return {name: str(count) for name, count in counts.items() if count}
 
 
-def _node_selector(options: GkeOptions) -> dict[str, Yaml]:
+def _node_selector(options: GkeOptions) -> Yaml:
     prefix = "cloud.google.com/gke"
     if not _is_tpu(options):
         return {f"{prefix}-accelerator": options.accelerator or ""}
-    topology: dict[str, Yaml] = {f"{prefix}-tpu-topology": options.topology} if options.topology else {}
-    return {f"{prefix}-tpu-accelerator": options.accelerator or "", **topology}
+    selector: Yaml = {f"{prefix}-tpu-accelerator": options.accelerator or ""}
+    if options.topology:
+        selector[f"{prefix}-tpu-topology"] = options.topology
+    return selector
 
 
 def _is_tpu(options: GkeOptions) -> bool:
@@ -186,5 +284,5 @@ def _is_tpu(options: GkeOptions) -> bool:
 
 
 def _recipe_file(job: LaunchJob) -> str:
-    """Return the name of the recipe in the ConfigMap, whose keys are file names."""
+    """Return the name of the recipe in the ConfigMap. Its keys are file names."""
     return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(job.recipe).name)

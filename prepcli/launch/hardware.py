@@ -14,10 +14,18 @@ from prepcli.planning.process_files import MAX_PROCESSES
 from trainer.models.mesh import Mesh, resolve_mesh
 from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
 from trainer.models.suggest import did_you_mean
-from trainer.planning.tpu_topologies import HOST_CHIPS, TPU_GENERATIONS, TpuGeneration, nearest_sizes, num_chips
+from trainer.planning.tpu_topologies import (
+    HOST_CHIPS,
+    TPU_GENERATIONS,
+    TpuGeneration,
+    nearest_sizes,
+    num_chips,
+)
 
-_MAX_HOST_CHIPS = 8  # of a v5e or v6e with one host
-MAX_DIGITS = 6  # of the number of an accelerator type
+# Largest v5e or v6e slice with one host.
+_MAX_HOST_CHIPS = 8
+# Digits of the number in the name of an accelerator type.
+MAX_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,7 @@ class Training:
     """Requirements of a training on its hardware.
 
     Attributes:
-        mesh: The mesh; one axis may be open.
+        mesh: The mesh. One axis may be open.
         slices: Number of slices along each axis.
         num_processes: Number of processes in the recipe. None means one per node of the job.
         local_devices: Number of devices per process. None means all devices of its node.
@@ -40,12 +48,12 @@ class Training:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of devices of the mesh; None with an open axis."""
+        """Number of devices of the mesh, or None with an open axis."""
         return None if -1 in self.mesh.sizes else self.mesh.n_devices
 
     @property
     def slice_devices(self) -> int | None:
-        """Number of devices of each slice; None with an open axis."""
+        """Number of devices of each slice, or None with an open axis."""
         return None if self.num_devices is None else self.num_devices // num_slices(self.slices)
 
 
@@ -56,9 +64,9 @@ class Hardware:
     Attributes:
         name: The hardware as the user named it.
         nodes: Number of nodes.
-        node_devices: Number of devices in JAX of each node; None if it is unknown.
+        node_devices: Number of devices in JAX of each node, or None if it is unknown.
         max_slices: Largest possible number of slices. None means no limit.
-        fitting: Options that fit the mesh; empty if there are none.
+        fitting: Options that fit the mesh, empty if there are none.
     """
 
     name: str
@@ -85,7 +93,9 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
     if training.num_processes not in (None, nodes):
         what = f"`cluster.n_processes` is {training.num_processes}"
         hint = f"remove the key, or `-- --set cluster.n_processes={nodes}`"
-        raise usage_error(what, f"{hardware.name} has {_count(nodes, 'process', 'processes')}", hint)
+        raise usage_error(
+            what, f"{hardware.name} has {_count(nodes, 'process', 'processes')}", hint
+        )
     if training.is_in_bucket and nodes > MAX_PROCESSES:
         why = f"each process writes a data file, and a step in a bucket has at most {MAX_PROCESSES}"
         hint = f"`-- --out FOLDER` on a file system that all hosts share, or at most {MAX_PROCESSES} nodes"
@@ -99,6 +109,7 @@ def _check_slices(training: Training, hardware: Hardware) -> None:
         hint = "`prep launch gke`, which starts several slices, or a recipe without the key"
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
     if hardware.nodes > 1 and hardware.nodes % count:
+        # The next multiple of the slices, e.g. 7 nodes in 2 slices: 8.
         above = -(-hardware.nodes // count) * count
         why = f"{hardware.name}: a node would be in two slices"
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, f"`--nodes {above}`")
@@ -114,7 +125,7 @@ def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> No
 
 
 def plain_hardware(nodes: int, node_devices: int | None) -> Hardware:
-    """Return the hardware of nodes with a number of devices each; None if it is unknown."""
+    """Return the hardware of nodes with a number of devices each, or None if it is unknown."""
     name = _count(nodes, "node", "nodes") if node_devices is None else f"{nodes} x {node_devices}"
     return Hardware(name=name, nodes=nodes, node_devices=node_devices)
 
@@ -127,7 +138,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
         training: The training, for the hints.
 
     Returns:
-        The hardware; None if the generation is unknown.
+        The hardware, or None if the generation is unknown.
 
     Raises:
         UsageError: The generation has no TPU VMs, or no slice of this size.
@@ -135,16 +146,23 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
     prefix, _, number = accelerator.partition("-")
     if prefix in TPU_GENERATIONS and not TPU_GENERATIONS[prefix].type_prefix:
         hint = f"`prep launch gke --accelerator {TPU_GENERATIONS[prefix].gke_label}`"
-        raise usage_error(f"`--accelerator {accelerator}`: no TPU VMs", f"only GKE has {prefix}", hint)
-    generations = {known.type_prefix: known for known in TPU_GENERATIONS.values() if known.type_prefix}
+        raise usage_error(
+            f"`--accelerator {accelerator}`: no TPU VMs", f"only GKE has {prefix}", hint
+        )
+    generations = {
+        known.type_prefix: known for known in TPU_GENERATIONS.values() if known.type_prefix
+    }
     if prefix not in generations:
         return None
     generation = generations[prefix]
+    # The limit of digits bounds the conversion of text from the user. 0 is no size of a slice.
     number_of_type = int(number) if number.isdecimal() and len(number) <= MAX_DIGITS else 0
     chips, rest = divmod(number_of_type, generation.type_units)
     if rest or not generation.has_size(chips):
         types = [num_chips(shape) * generation.type_units for shape in generation.slices]
-        hints = [f"`--accelerator {prefix}-{size}`" for size in nearest_sizes(number_of_type, types)]
+        hints = [
+            f"`--accelerator {prefix}-{size}`" for size in nearest_sizes(number_of_type, types)
+        ]
         why = f"no slice of {generation.name} has this size"
         raise usage_error(f"`--accelerator {accelerator}` is invalid", why, " or ".join(hints))
     hosts = 1 if _has_one_host(generation, chips) else chips // HOST_CHIPS
@@ -189,7 +207,7 @@ def gke_hardware(options: GkeOptions, training: Training) -> Hardware:
 
 
 def _gke_generation(label: str | None) -> TpuGeneration | None:
-    """Return the generation of a node label; None for GPUs."""
+    """Return the generation of a node label, or None for GPUs."""
     labels = {known.gke_label: known for known in TPU_GENERATIONS.values() if known.gke_label}
     if label is not None and label.startswith("tpu") and label not in labels:
         hint = did_you_mean(label, labels) or f"`--accelerator {next(iter(labels))}`"
@@ -200,7 +218,9 @@ def _gke_generation(label: str | None) -> TpuGeneration | None:
 def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
     if options.topology:
         raise usage_error(
-            "`--topology` is for TPUs only", f"--accelerator {options.accelerator}", "remove `--topology`"
+            "`--topology` is for TPUs only",
+            f"--accelerator {options.accelerator}",
+            "remove `--topology`",
         )
     if options.devices_per_node is None:
         count, rest = divmod(training.num_devices or 0, options.nodes)
@@ -213,29 +233,41 @@ def _no_devices_error(count: int) -> PrepError:
     return usage_error("`--devices-per-node` is missing", why, f"`--devices-per-node {count}`")
 
 
-def _tpu_pod_hardware(options: GkeOptions, generation: TpuGeneration, training: Training) -> Hardware:
+def _tpu_pod_hardware(
+    options: GkeOptions, generation: TpuGeneration, training: Training
+) -> Hardware:
     slices = num_slices(training.slices)
     topology = options.topology
     fitting = _fitting_shape(generation, training.slice_devices)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"
-        raise usage_error("`--topology` is missing", why, f"`--topology {fitting or generation.slices[-1]}`")
+        raise usage_error(
+            "`--topology` is missing", why, f"`--topology {fitting or generation.slices[-1]}`"
+        )
     if not generation.has_slice(topology):
         known = fitting or ", ".join(generation.slices)
-        raise usage_error(f"`--topology {topology}` is invalid", f"no slice of {generation.name} has it", known)
+        raise usage_error(
+            f"`--topology {topology}` is invalid", f"no slice of {generation.name} has it", known
+        )
     sizes = generation.node_sizes(topology)
     if options.devices_per_node is None:
         raise _no_devices_error(sizes[0])
     if options.devices_per_node not in sizes:
         what = f"`--devices-per-node {options.devices_per_node}` is invalid"
-        why = f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
+        why = (
+            f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
+        )
         raise usage_error(what, why, f"`--devices-per-node {sizes[0]}`")
     nodes = slices * num_chips(topology) // options.devices_per_node
     if options.nodes != nodes:
         count = _count(slices, "slice", "slices")
         why = f"{count} of {topology} with {options.devices_per_node} chips per node"
-        raise usage_error(f"`--nodes {options.nodes}` is invalid", f"{why}: {nodes} in all", f"`--nodes {nodes}`")
-    fitting_nodes = 0 if not fitting else slices * num_chips(fitting) // generation.node_sizes(fitting)[0]
+        raise usage_error(
+            f"`--nodes {options.nodes}` is invalid", f"{why}: {nodes} in all", f"`--nodes {nodes}`"
+        )
+    fitting_nodes = (
+        0 if not fitting else slices * num_chips(fitting) // generation.node_sizes(fitting)[0]
+    )
     return Hardware(
         name=f"{_count(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
@@ -251,7 +283,7 @@ def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
 
 
 def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
-    """Return the number of chips of a number of devices. None means that a chip would be shared."""
+    """Return the chips of a number of devices, or None if one of them would be shared."""
     if num_devices is None or num_devices % generation.devices_per_chip:
         return None
     return num_devices // generation.devices_per_chip

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from prepcli.errors import usage_error
 
-MAX_RESTARTS = 100  # of a job that exits with 75 each time
+# Restarts of a job that exits with 75 each time.
+MAX_RESTARTS = 100
 DEFAULT_GRACE_S = 120
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # RFC 1035, short enough for the suffixes of pods
+# RFC 1035, short enough for the suffixes of pods.
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class LaunchJob:
     max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
-        """Check the texts; raise UsageError for one that no script can hold."""
+        """Check the texts. Raise UsageError for one that no script can hold."""
         check_text("--job-name", self.name, "RECIPE", self.recipe)
         for line in self.setup:
             check_text("--setup", line)
@@ -53,10 +55,12 @@ class LaunchJob:
 
 
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the names and values of `KEY=VALUE` texts; raise UsageError for a text without `=`."""
+    """Return the names and values of `KEY=VALUE` texts. Raise UsageError for a text without `=`."""
     for text in texts:
         if "=" not in text:
-            raise usage_error(f"`--env {text}` has no value", "a variable is KEY=VALUE", f"`--env {text}=VALUE`")
+            raise usage_error(
+                f"`--env {text}` has no value", "a variable is KEY=VALUE", f"`--env {text}=VALUE`"
+            )
     return tuple((name, value) for name, _, value in (text.partition("=") for text in texts))
 
 
@@ -69,7 +73,9 @@ def check_text(*names_and_texts: str) -> None:
     for option, text in zip(names_and_texts[::2], names_and_texts[1::2]):
         _check_no_null(option, text)
         if len(text.splitlines()) > 1 or text.endswith(("\n", "\r")):
-            raise usage_error(f"{option} has more than one line", repr(text), f"one line per {option}")
+            raise usage_error(
+                f"{option} has more than one line", repr(text), f"one line per {option}"
+            )
 
 
 def check_variable(name: str) -> None:
@@ -83,7 +89,9 @@ def check_label(name: str) -> None:
     """Raise UsageError for a name that Google Cloud or Kubernetes refuses."""
     if not _LABEL.fullmatch(name):
         why = "at most 40 lower-case letters, digits and hyphens, the first of them a letter"
-        raise usage_error(f"`{name}` is an invalid name of a job", why, f"`--job-name {as_label(name)}`")
+        raise usage_error(
+            f"`{name}` is an invalid name of a job", why, f"`--job-name {as_label(name)}`"
+        )
 
 
 def as_label(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Several processes of one `prep` command on this machine, each with CPU devices of its own."""
+"""Several processes of one `prep` command on this machine, each with separate CPU devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from typing import TextIO
 
 from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
 
-REMOVED_PREFIXES = ("JAX_", "XLA_", "SLURM_", "OMPI_")  # would describe another job or other devices
+# Variables with these prefixes would describe another job or other devices.
+REMOVED_PREFIXES = (
+    "JAX_",
+    "XLA_",
+    "SLURM_",
+    "OMPI_",
+)
 POLL_S = 0.1
-GRACE_MARGIN_S = 60.0  # beyond the heartbeat's time-out, to report a lost process on a busy machine
+# Added to the time-out of the heartbeat: a busy machine needs time to report a lost process.
+GRACE_MARGIN_S = 60.0
 
 
 def free_port() -> int:
     """Return a port that no socket uses now."""
     with socket.socket() as listener:
+        # Port 0: the kernel chooses a free one. Another process may take it before the job does.
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
@@ -34,13 +42,15 @@ def process_environment(
     """Return the environment of one process of a local job.
 
     Args:
-        environ: Environment variables, of which those of other jobs are removed.
+        environ: Environment variables. Variables with REMOVED_PREFIXES are not inherited.
         index: Index of the process, from 0.
         count: Number of processes.
         port: Port of process 0.
         devices: CPU devices of each process.
     """
-    inherited = {name: value for name, value in environ.items() if not name.startswith(REMOVED_PREFIXES)}
+    inherited = {
+        name: value for name, value in environ.items() if not name.startswith(REMOVED_PREFIXES)
+    }
     platform = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
     return {**inherited, **platform, **address, "JAX_PROCESS_ID": str(index)}
@@ -55,14 +65,14 @@ def start_processes(
     env: Mapping[str, str],
     cwd: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start `prep WORDS` in several processes; process 0 is the first.
+    """Start `prep WORDS` in several processes. Process 0 is the first.
 
     Args:
         words: Words of the command line.
         count: Number of processes.
         devices: CPU devices of each process.
         environ: Environment to inherit from.
-        env: Variables that are added to it.
+        env: Variables to add to it.
         cwd: Working folder.
     """
     port = free_port()
@@ -70,13 +80,15 @@ def start_processes(
         subprocess.Popen(
             [sys.executable, "-m", "prepcli", *words],
             cwd=cwd,
-            env=process_environment(environ, index=index, count=count, port=port, devices=devices) | dict(env),
+            env=process_environment(environ, index=index, count=count, port=port, devices=devices)
+            | dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches the parent only, which forwards it once
+            # Ctrl-C reaches the parent only, which forwards it once.
+            start_new_session=True,
         )
         for index in range(count)
     ]
@@ -101,7 +113,8 @@ class ProcessWatcher:
     _results: dict[int, str] = field(default_factory=dict)
     _forwarded: str = ""
     _has_lines: set[int] = field(default_factory=set)
-    _returncodes: dict[int, int] = field(default_factory=dict)  # of the processes that this watcher did not kill
+    # Exit codes of the processes that this watcher did not kill.
+    _returncodes: dict[int, int] = field(default_factory=dict)
     _deadline_s: float = float("inf")
 
     def wait(self) -> str:
@@ -110,9 +123,14 @@ class ProcessWatcher:
         Raises:
             PrepError: A process failed or was stopped. The first cause determines the exit code.
         """
-        readers = [thread for index in range(len(self.processes)) for thread in self._start_readers(index)]
+        readers = [
+            thread for index in range(len(self.processes)) for thread in self._start_readers(index)
+        ]
         try:
-            while len(self._returncodes) < len(self.processes) and time.monotonic() <= self._deadline_s:
+            while (
+                len(self._returncodes) < len(self.processes)
+                and time.monotonic() <= self._deadline_s
+            ):
                 self._pass_lines(POLL_S)
                 self._forward_signal()
                 self._note_ends()
@@ -130,7 +148,10 @@ class ProcessWatcher:
     def _start_readers(self, index: int) -> list[threading.Thread]:
         process = self.processes[index]
         targets = [(self._read_lines, process.stderr), (self._read_result, process.stdout)]
-        threads = [threading.Thread(target=target, args=(index, stream), daemon=True) for target, stream in targets]
+        threads = [
+            threading.Thread(target=target, args=(index, stream), daemon=True)
+            for target, stream in targets
+        ]
         for thread in threads:
             thread.start()
         return threads
@@ -143,7 +164,7 @@ class ProcessWatcher:
         self._results[index] = stream.read()
 
     def _pass_lines(self, timeout_s: float) -> None:
-        """Pass on the lines that have arrived, waiting for the first one."""
+        """Pass on the available lines, waiting for the first one."""
         try:
             self._pass_line(*self._lines.get(timeout=timeout_s or None, block=timeout_s > 0))
             while True:
@@ -172,6 +193,7 @@ class ProcessWatcher:
             if returncode is None or index in self._returncodes:
                 continue
             self._returncodes[index] = returncode
+            # Only the first failure sets the deadline: later ones do not extend it.
             if returncode != OK and self._deadline_s == float("inf"):
                 self._deadline_s = time.monotonic() + self.grace_s
             if self._is_lost(index):
@@ -182,7 +204,9 @@ class ProcessWatcher:
         return self._returncodes[index] < 0 and not self._is_forwarded(index)
 
     def _is_forwarded(self, index: int) -> bool:
-        return bool(self._forwarded) and self._returncodes[index] == -signal.Signals[self._forwarded]
+        return (
+            bool(self._forwarded) and self._returncodes[index] == -signal.Signals[self._forwarded]
+        )
 
     def _rank(self, index: int) -> int:
         """Return the rank of a failure. The failure with the lowest rank is the cause of the other ones.
@@ -217,8 +241,14 @@ class ProcessWatcher:
         if self._is_lost(index):
             return PrepError(end, "the others cannot train without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):
-            what = f"stopped by {self._forwarded}" if self._forwarded else f"process {index} was stopped"
+            what = (
+                f"stopped by {self._forwarded}"
+                if self._forwarded
+                else f"process {index} was stopped"
+            )
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
-        return PrepError(end, "it printed no message", "`prep train` with the same words, in one process", code)
+        return PrepError(
+            end, "it printed no message", "`prep train` with the same words, in one process", code
+        )

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_text
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
-MIN_WAIT_S = 300  # the other tasks have at least this long to end after the first
-HEARTBEAT_MARGIN_S = 240  # beyond the heartbeat's time-out, after which they know that a task is lost
+# Minimum time for the remaining tasks to end after the first one.
+MIN_WAIT_S = 300
+# Added to the heartbeat's time-out, after which the tasks know that one is lost.
+HEARTBEAT_MARGIN_S = 240
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """Options of a SLURM job; None for the default of the cluster.
+    """Options of a SLURM job. None means the default of the cluster.
 
     Attributes:
         nodes: Number of nodes, each with one process.
@@ -29,7 +31,7 @@ class SlurmOptions:
         account: Account.
         modules: Environment modules to load.
         directives: Further options of `sbatch`, such as `--qos=long`.
-        log: Log file; `%j` is the number of the job.
+        log: Log file. `%j` is the number of the job.
         grace_s: Seconds before the time limit at which the training stops and saves.
     """
 
@@ -46,7 +48,9 @@ class SlurmOptions:
     grace_s: int = DEFAULT_GRACE_S
 
 
-def slurm_script(job: LaunchJob, options: SlurmOptions, *, heartbeat_timeout_s: float = 60.0) -> str:
+def slurm_script(
+    job: LaunchJob, options: SlurmOptions, *, heartbeat_timeout_s: float = 60.0
+) -> str:
     """Return the batch script of a job.
 
     `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves the same step and
@@ -95,8 +99,10 @@ def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
         "time": options.time,
         "partition": options.partition,
         "account": options.account,
+        # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
         "output": options.log or f"{job.name.replace('%', '%%').replace('/', '-')}-%j.log",
-        "open-mode": "append",  # a requeued job continues its log
+        # A requeued job continues its log.
+        "open-mode": "append",
         "signal": f"USR1@{options.grace_s}",
     }
     given = [f"--{name}={_quote(value)}" for name, value in values.items() if value is not None]
@@ -106,10 +112,11 @@ def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
 def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
     """Return `srun` with options.
 
-    `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. A task that ends first must not kill the others
-    while they save.
+    `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. The end of the first task must not kill the
+    remaining ones while they save.
     """
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    # With the default heartbeat of 60 s: max(300, 60 + 240) = 300 s.
     wait_s = max(MIN_WAIT_S, math.ceil(heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
     return f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus}"
 
@@ -118,7 +125,13 @@ def _quote(value: str) -> str:
     r"""Return a value as `sbatch` reads it from a directive: quotes keep spaces, and `\` escapes also inside them."""
     if _PLAIN.fullmatch(value):
         return value
-    return '"' + "".join(char if char in " \t" or _PLAIN.fullmatch(char) else f"\\{char}" for char in value) + '"'
+    return (
+        '"'
+        + "".join(
+            char if char in " \t" or _PLAIN.fullmatch(char) else f"\\{char}" for char in value
+        )
+        + '"'
+    )
 
 
 def _check_options(options: SlurmOptions) -> None:
@@ -129,7 +142,9 @@ def _check_options(options: SlurmOptions) -> None:
         "--account": options.account,
         "--log": options.log,
     }
-    given = [word for option, value in values.items() if value is not None for word in (option, value)]
+    given = [
+        word for option, value in values.items() if value is not None for word in (option, value)
+    ]
     repeated = [("--module", value) for value in options.modules] + [
         ("--sbatch", value) for value in options.directives
     ]

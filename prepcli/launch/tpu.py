@@ -12,7 +12,8 @@ from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment
 from trainer.models.suggest import did_you_mean
 from trainer.planning.tpu_topologies import TPU_GENERATIONS
 
-RUNTIME_VERSIONS = {  # software of a TPU VM by the generation in the name of its type
+# Software of a TPU VM by the generation in the name of its accelerator type.
+RUNTIME_VERSIONS = {
     generation.type_prefix: generation.runtime_version
     for generation in TPU_GENERATIONS.values()
     if generation.type_prefix
@@ -26,8 +27,8 @@ class TpuOptions:
     Attributes:
         accelerator: Type and size, such as `v5p-256`.
         zone: Zone of the TPU.
-        project: Project; None for that of `gcloud config`.
-        runtime_version: Software of the TPU VM; None for that of the type.
+        project: Project, or None for the project of `gcloud config`.
+        runtime_version: Software of the TPU VM, or None for the default of the TPU type.
         spot: Whether the TPU may be preempted.
     """
 
@@ -39,13 +40,25 @@ class TpuOptions:
 
 
 def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
-    """Return the script of `gcloud` commands; run again, it uses the TPU that exists."""
+    """Return the script of `gcloud` commands. A second run of it uses the existing TPU."""
     check_label(job.name)
-    check_text("--accelerator", options.accelerator, "--zone", options.zone, "--project", options.project or "")
-    name, location = shlex.quote(job.name), _location(options)
-    resources, vm = "gcloud compute tpus queued-resources", "gcloud compute tpus tpu-vm"
+    check_text(
+        "--accelerator",
+        options.accelerator,
+        "--zone",
+        options.zone,
+        "--project",
+        options.project or "",
+    )
+    name = shlex.quote(job.name)
+    location = _location(options)
+    resources = "gcloud compute tpus queued-resources"
+    vm = "gcloud compute tpus tpu-vm"
     recipe = PurePosixPath(job.recipe).name
-    copy = command_line(["./" + job.recipe if ":" in job.recipe else job.recipe, f"{job.name}:{recipe}"])
+    # scp reads `a:b` as a path on host a. A leading "./" makes it a local path.
+    copy = command_line(
+        ["./" + job.recipe if ":" in job.recipe else job.recipe, f"{job.name}:{recipe}"]
+    )
     return script(
         [
             "#!/bin/bash",
@@ -81,20 +94,25 @@ def _location(options: TpuOptions) -> str:
 def _hardware(options: TpuOptions) -> str:
     runtime = options.runtime_version or _runtime_version(options.accelerator)
     spot = ["--spot"] if options.spot else []
-    return command_line([f"--accelerator-type={options.accelerator}", f"--runtime-version={runtime}", *spot])
+    return command_line(
+        [f"--accelerator-type={options.accelerator}", f"--runtime-version={runtime}", *spot]
+    )
 
 
 def _runtime_version(accelerator: str) -> str:
     generation = accelerator.partition("-")[0]
     if generation not in RUNTIME_VERSIONS:
         hint = did_you_mean(generation, RUNTIME_VERSIONS) or "`--runtime-version VERSION`"
-        raise usage_error(f"unknown TPU type `{accelerator}`", f"known: {', '.join(RUNTIME_VERSIONS)}", hint)
+        raise usage_error(
+            f"unknown TPU type `{accelerator}`", f"known: {', '.join(RUNTIME_VERSIONS)}", hint
+        )
     return RUNTIME_VERSIONS[generation]
 
 
 def _host_command(job: LaunchJob, recipe: str) -> str:
     """Return the command of every host: all of them stop together, and start again."""
-    train = f'prep train "$HOME"/{command_line([recipe, *job.train_words])}'  # a line of the setup may be `cd`
+    # Not relative to the working folder: a line of the setup may be `cd`.
+    train = f'prep train "$HOME"/{command_line([recipe, *job.train_words])}'
     lines = [
         "set -e",
         *environment_lines(job),

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.boxes import strides
 from prepcli.planning.tensors import itemsize
+from trainer.models.boxes import strides
 
 BLOCK_NBYTES = 1 << 20  # maximum size of a block
 
@@ -47,7 +47,9 @@ class ChunkBlocks:
     @property
     def block_count(self) -> int:
         """Number of blocks in the chunk."""
-        return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group if self.group_nbytes else 0
+        if not self.group_nbytes:
+            return 0
+        return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group
 
     @property
     def _blocks_per_group(self) -> int:
@@ -60,7 +62,9 @@ class ChunkBlocks:
             block_in_group = offset_in_group // self.block_nbytes
             block_start = group * self.group_nbytes + block_in_group * self.block_nbytes
             block_stop = min(block_start + self.block_nbytes, (group + 1) * self.group_nbytes)
-            yield ChecksumBlock(group * self._blocks_per_group + block_in_group, block_start, block_stop)
+            yield ChecksumBlock(
+                group * self._blocks_per_group + block_in_group, block_start, block_stop
+            )
             start = block_stop
 
 
@@ -75,12 +79,19 @@ def chunk_blocks(chunk_shape: Sequence[int], dtype: str) -> ChunkBlocks:
         The division. It depends on the arguments alone.
     """
     item_nbytes = itemsize(dtype)
-    byte_strides, nbytes = strides(chunk_shape, item_nbytes), math.prod(chunk_shape) * item_nbytes
+    byte_strides = strides(chunk_shape, item_nbytes)
+    nbytes = math.prod(chunk_shape) * item_nbytes
     if not chunk_shape:
         return ChunkBlocks(0, 1, nbytes, nbytes, nbytes)
-    axis = next((n for n, stride in enumerate(byte_strides) if stride <= BLOCK_NBYTES), len(chunk_shape) - 1)
+    # A float32 chunk [8, 600, 1024] has the byte strides 2,457,600, 4,096 and 4. Blocks are split on
+    # axis 1, with 256 rows of 4,096 bytes each: 3 blocks per index of axis 0, of 256, 256 and 88 rows.
+    axis = 0
+    while axis < len(chunk_shape) - 1 and byte_strides[axis] > BLOCK_NBYTES:
+        axis += 1
     rows = max(1, BLOCK_NBYTES // byte_strides[axis])
-    return ChunkBlocks(axis, rows, rows * byte_strides[axis], chunk_shape[axis] * byte_strides[axis], nbytes)
+    return ChunkBlocks(
+        axis, rows, rows * byte_strides[axis], chunk_shape[axis] * byte_strides[axis], nbytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +119,8 @@ class LeafBlocks:
         return self.first_number + flat_index * self.per_chunk.block_count
 
 
-LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk shape, dtype
+# name, shape, chunk shape, dtype
+LeafShape = tuple[str, Sequence[int], Sequence[int], str]
 
 
 def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:

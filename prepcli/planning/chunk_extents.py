@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 
-from prepcli.planning.boxes import strides
 from prepcli.planning.checksum_blocks import LeafBlocks, number_blocks
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
+from trainer.models.boxes import strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ChunkExtent:
 
     @property
     def _chunk_counts(self) -> list[int]:
-        return [stop - first for first, stop in zip(self.placed_chunks.first, self.placed_chunks.stop)]
+        return list(map(sub, self.placed_chunks.stop, self.placed_chunks.first))
 
     def first_block(self, position: int) -> int:
         """Return the number of the first checksum block of the extent's chunk `position`."""
@@ -49,10 +50,14 @@ class ChunkExtent:
 
 def leaf_blocks(leaves: Iterable[OutputLeaf]) -> dict[str, LeafBlocks]:
     """Return the numbered checksum blocks of output leaves, by leaf name."""
-    return number_blocks((leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves)
+    return number_blocks(
+        (leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves
+    )
 
 
-def chunk_extents(leaves: Sequence[OutputLeaf], blocks: Mapping[str, LeafBlocks]) -> list[ChunkExtent]:
+def chunk_extents(
+    leaves: Sequence[OutputLeaf], blocks: Mapping[str, LeafBlocks]
+) -> list[ChunkExtent]:
     """Return the extents of output leaves, sorted by file and offset.
 
     Args:
@@ -62,10 +67,12 @@ def chunk_extents(leaves: Sequence[OutputLeaf], blocks: Mapping[str, LeafBlocks]
     Returns:
         One extent per box of placed chunks.
     """
-    extents = []
+    extents: list[ChunkExtent] = []
     for leaf in leaves:
         for box in leaf.placed_chunks:
             placement = box.placement
             stride_nbytes = placement.strides[-1] if placement.strides else leaf.chunk_nbytes
-            extents.append(ChunkExtent(placement.file, placement.offset, stride_nbytes, box, blocks[leaf.name]))
+            extents.append(
+                ChunkExtent(placement.file, placement.offset, stride_nbytes, box, blocks[leaf.name])
+            )
     return sorted(extents, key=lambda extent: (extent.file, extent.offset))

@@ -10,15 +10,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prepcli.planning.boxes import full_box, strides
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import PlacedChunks
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.strided_copies import Region, region_copies
+from prepcli.planning.strided_copies import ChunkedLocation, region_copies
 from trainer.models.axis_map import AxisMap
+from trainer.models.boxes import full_box, strides
 
-FILE_NBYTES = 1 << 30  # a data file of at least this size takes no more chunks
-MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE  # smaller chunks are not page-aligned: the padding would cost more than it saves
+# a data file of at least this size takes no more chunks
+FILE_NBYTES = 1 << 30
+# Smaller chunks are not page-aligned: the padding would cost more than it saves.
+MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class LeafPiece:
         stacked_indices: (atom, index) of each stacked atom in the tensor's name.
         grid: Chunk grid of the leaf.
         itemsize: Bytes per element.
-        source_offset: Offset of the tensor in its source file; 0 if it has none.
+        source_offset: Offset of the tensor in its source file, or 0 if it has none.
     """
 
     leaf_name: str
@@ -52,7 +54,7 @@ class ChunkLayout:
         file_sizes: Size of each data file in bytes.
     """
 
-    regions: list[Region] = field(default_factory=list)
+    regions: list[ChunkedLocation] = field(default_factory=list)
     placed_chunks: dict[str, list[PlacedChunks]] = field(default_factory=dict)
     file_sizes: list[int] = field(default_factory=lambda: [0])
 
@@ -69,13 +71,15 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     Returns:
         The layout. Chunks never overlap.
     """
-    layout, placements = ChunkLayout(), {}
+    layout = ChunkLayout()
+    placements: dict[tuple[str, tuple[int, ...]], StridedPlacement] = {}
     for piece in pieces:
         first, stop = chunk_group(piece)
         key = (piece.leaf_name, first)
         if key not in placements:
             placements[key] = _place_group(layout, piece, first, stop)
-            layout.placed_chunks.setdefault(piece.leaf_name, []).append(PlacedChunks(first, stop, placements[key]))
+            group = PlacedChunks(first, stop, placements[key])
+            layout.placed_chunks.setdefault(piece.leaf_name, []).append(group)
         layout.regions.append(_make_region(piece, placements[key]))
     return layout
 
@@ -87,14 +91,21 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
     it holds only the chunk of the piece.
     """
     stacked = dict(piece.stacked_indices)
-    first, stop = [], []
-    for dim, length, count in zip(piece.axis_map.leaf_dims, piece.grid.chunk_shape, piece.grid.chunk_counts):
-        is_stacked = dim and all(f.atom in stacked for f in dim)
+    first: list[int] = []
+    stop: list[int] = []
+    for dim, length, count in zip(
+        piece.axis_map.leaf_dims, piece.grid.chunk_shape, piece.grid.chunk_counts
+    ):
+        is_stacked = dim and all(factor.atom in stacked for factor in dim)
+        if not is_stacked:
+            first.append(0)
+            stop.append(count)
+            continue
         index = 0
-        for factor in dim if is_stacked else ():
+        for factor in dim:
             index = index * factor.extent + stacked[factor.atom]
-        first.append(index // length if is_stacked else 0)
-        stop.append(index // length + 1 if is_stacked else count)
+        first.append(index // length)
+        stop.append(index // length + 1)
     return tuple(first), tuple(stop)
 
 
@@ -106,10 +117,15 @@ def _place_group(
         layout.file_sizes.append(0)
     counts = [stop_index - start_index for start_index, stop_index in zip(first, stop)]
     nbytes = math.prod(piece.grid.chunk_shape) * piece.itemsize
-    file, start = len(layout.file_sizes) - 1, -(-layout.file_sizes[-1] // PAGE) * PAGE
-    placement = StridedPlacement(file, start + piece.source_offset % PAGE, first, strides(counts, nbytes))
+    file = len(layout.file_sizes) - 1
+    start = -(-layout.file_sizes[-1] // PAGE) * PAGE
+    # Direct I/O copies whole pages between buffers and files of equal page offsets, so a tensor that
+    # stays one run keeps the page offset of its source.
+    offset = start + piece.source_offset % PAGE
+    placement = StridedPlacement(file, offset, first, strides(counts, nbytes))
     if not _is_contiguous(piece, placement):
-        nbytes = -(-nbytes // PAGE) * PAGE if nbytes >= MIN_ALIGNED_CHUNK_NBYTES else nbytes
+        if nbytes >= MIN_ALIGNED_CHUNK_NBYTES:
+            nbytes = -(-nbytes // PAGE) * PAGE
         placement = StridedPlacement(file, start, first, strides(counts, nbytes))
     layout.file_sizes[-1] = placement.offset + math.prod(counts) * nbytes
     return placement
@@ -117,9 +133,13 @@ def _place_group(
 
 def _is_contiguous(piece: LeafPiece, placement: StridedPlacement) -> bool:
     """Whether the whole tensor is one contiguous run at its placement."""
-    copies = itertools.islice(region_copies(_make_region(piece, placement), full_box(piece.axis_map.source_shape)), 2)
-    return [copy.width for copy in copies] == [math.prod(piece.axis_map.source_shape) * piece.itemsize]
+    shape = piece.axis_map.source_shape
+    copies = region_copies(_make_region(piece, placement), full_box(shape))
+    widths = [copy.width for copy in itertools.islice(copies, 2)]
+    return widths == [math.prod(shape) * piece.itemsize]
 
 
-def _make_region(piece: LeafPiece, placement: StridedPlacement) -> Region:
-    return Region(piece.axis_map, piece.stacked_indices, piece.grid, placement, piece.itemsize)
+def _make_region(piece: LeafPiece, placement: StridedPlacement) -> ChunkedLocation:
+    return ChunkedLocation(
+        piece.axis_map, piece.stacked_indices, piece.grid, placement, piece.itemsize
+    )

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from prepcli.errors import PrepError
-from prepcli.planning.boxes import strides
 from prepcli.planning.plan import Contiguous, Locations, OutputLeaf, Plan, Stream, location_copies
 from prepcli.planning.slabs import Slab
-from prepcli.planning.strided_copies import Region, StridedCopy
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from trainer.models.axis_map import TensorDim
+from trainer.models.boxes import Range, strides
 
-FileSpan = tuple[int, int, int]  # file number, start byte, stop byte
-Repeats = tuple[tuple[int, int], ...]  # (count, stride) of a repeated run, outermost first
+# file number, start byte, stop byte
+FileSpan = tuple[int, int, int]
+# (count, stride) of a repeated run, outermost first
+Repeats = tuple[tuple[int, int], ...]
 
 
 def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
@@ -34,32 +36,42 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
     for stream in plan.streams:
         _check_stream(stream)
     for equality in plan.checks:
-        pieces = [
-            {stream.rows for stream in plan.streams if stream.name == name and stream.reads}
-            for name in (equality.name, equality.duplicate_of)
-        ]
-        if not pieces[1] or not pieces[1] <= pieces[0]:
-            raise _coverage_error(f"{equality.name} and {equality.duplicate_of} would not be compared")
-    _check_equal_spans("read", _copy_spans(_slab_copies(plan, make_slabs(), "reads")), _expected_read_spans(plan))
-    _check_equal_spans("written", _copy_spans(_slab_copies(plan, make_slabs(), "writes")), _expected_write_spans(plan))
+        rows = _read_rows(plan, equality.name)
+        original_rows = _read_rows(plan, equality.duplicate_of)
+        if not original_rows or not original_rows <= rows:
+            raise _coverage_error(
+                f"{equality.name} and {equality.duplicate_of} would not be compared"
+            )
+    # Both directions are compared as byte ranges: the slabs' copies, and the plan's locations.
+    # Slabs come from the code that the engine runs, so an error of the index algebra is found here.
+    actual_reads = _copy_spans(_slab_copies(plan, make_slabs(), "reads"))
+    _check_equal_spans("read", actual_reads, _expected_read_spans(plan))
+    actual_writes = _copy_spans(_slab_copies(plan, make_slabs(), "writes"))
+    _check_equal_spans("written", actual_writes, _expected_write_spans(plan))
+
+
+def _read_rows(plan: Plan, name: str) -> set[Range]:
+    """Return the row ranges in which a tensor is read."""
+    return {stream.rows for stream in plan.streams if stream.name == name and stream.reads}
 
 
 def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
     """Yield the byte ranges of the data files that neither streams nor constants write. They must be zero."""
-    constant_spans = (
-        (number, offset, offset + len(data))
-        for number, file in enumerate(plan.files)
-        for offset, data in ((0, file.header), *file.constant_ranges)
-    )
-    file_ends = ((number, file.size, file.size) for number, file in enumerate(plan.files))
-    last_file, last_stop = 0, 0
-    for number, start, stop in sorted(
-        [*_merge_spans("written", itertools.chain(_expected_write_spans(plan), constant_spans)), *file_ends]
-    ):
+    constant_spans: list[FileSpan] = []
+    file_ends: list[FileSpan] = []
+    for number, file in enumerate(plan.files):
+        file_ends.append((number, file.size, file.size))
+        for offset, data in ((0, file.header), *file.constant_ranges):
+            constant_spans.append((number, offset, offset + len(data)))
+    written = itertools.chain(_expected_write_spans(plan), constant_spans)
+    last_file = 0
+    last_stop = 0
+    for number, start, stop in sorted([*_merge_spans("written", written), *file_ends]):
         gap_start = last_stop if last_file == number else 0
         if gap_start < start:
             yield number, gap_start, start
-        last_file, last_stop = number, stop
+        last_file = number
+        last_stop = stop
 
 
 def stream_write_spans(stream: Stream) -> Iterator[FileSpan]:
@@ -72,31 +84,48 @@ def _check_stream(stream: Stream) -> None:
     if not stream.reads and stream.fill is None:
         raise _coverage_error(f"{stream.name} is neither read nor filled")
     for locations in (stream.reads, stream.writes):
-        for a, b in itertools.combinations([location for location in locations if isinstance(location, Region)], 2):
-            dim_pairs = zip(a.axis_map.source_dims, b.axis_map.source_dims)
-            if not any(_row_indices(dim_a).isdisjoint(_row_indices(dim_b)) for dim_a, dim_b in dim_pairs):
+        regions = [location for location in locations if isinstance(location, ChunkedLocation)]
+        for a, b in itertools.combinations(regions, 2):
+            if _share_elements(a, b):
                 raise _coverage_error(
                     f"two rows map the same part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
                 )
 
 
+def _share_elements(a: ChunkedLocation, b: ChunkedLocation) -> bool:
+    """Return whether two regions of a tensor have a common element: a common index in every dim."""
+    for dim_a, dim_b in zip(a.axis_map.source_dims, b.axis_map.source_dims):
+        if _row_indices(dim_a).isdisjoint(_row_indices(dim_b)):
+            return False
+    return True
+
+
 def _row_indices(dim: TensorDim) -> set[int]:
     """Return the indices of a tensor dim mapped by an axis-map row."""
     indices = [dim.start]
-    for factor, stride in zip(dim.factors, strides([f.extent for f in dim.factors])):
+    for factor, stride in zip(dim.factors, strides([factor.extent for factor in dim.factors])):
         factor_indices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
-        indices = [start + index * stride for start in indices for index in factor_indices]
+        steps = [index * stride for index in factor_indices]
+        indices = list(map(sum, itertools.product(indices, steps)))
     return set(indices)
 
 
-def _slab_copies(plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]) -> Iterator[StridedCopy]:
-    """Yield the copies of all slabs in one direction; raise PrepError if a slab's copies do not add up to its size."""
+def _slab_copies(
+    plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]
+) -> Iterator[StridedCopy]:
+    """Yield the copies of all slabs in one direction. Raise PrepError if a slab's copies do not add up to its size."""
     is_read = direction == "reads"
     for slab in slabs:
         stream = plan.streams[slab.stream_number]
-        copies, locations = (slab.reads, stream.reads) if is_read else (slab.writes, stream.writes)
+        if is_read:
+            copies = slab.reads
+            locations = stream.reads
+            expected_nbytes = slab.nbytes
+        else:
+            copies = slab.writes
+            locations = stream.writes
+            expected_nbytes = slab.written_nbytes
         copied_nbytes = sum(copy.nbytes for copy in copies)
-        expected_nbytes = slab.nbytes if is_read else slab.written_nbytes
         if locations and copied_nbytes != expected_nbytes:
             why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
             raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
@@ -120,16 +149,26 @@ def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
 
 def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> Iterator[FileSpan]:
     """Yield the byte ranges that a stream's rows occupy in the files of `locations` (its reads or its writes)."""
-    for location in locations if stream.nbytes else ():
+    if not stream.nbytes:
+        return
+    for location in locations:
         if isinstance(location, Contiguous):
-            start, stop = (byte // itemsize(stream.dtype) * item_nbytes for byte in stream.byte_range)
-            yield location.file, location.offset + start, location.offset + stop
+            # the byte range counts bytes as read, the location may count bytes of a cast
+            read_nbytes = itemsize(stream.dtype)
+            start, stop = stream.byte_range
+            yield (
+                location.file,
+                location.offset + start // read_nbytes * item_nbytes,
+                location.offset + stop // read_nbytes * item_nbytes,
+            )
         else:
-            yield from _copy_spans(location_copies((location,), stream.shape, item_nbytes=item_nbytes, box=stream.box))
+            yield from _copy_spans(
+                location_copies((location,), stream.shape, item_nbytes=item_nbytes, box=stream.box)
+            )
 
 
 def _chunk_spans(leaf: OutputLeaf) -> Iterator[FileSpan]:
-    """Yield the byte range of each chunk of a leaf; raise PrepError if the plan places too few or too many."""
+    """Yield the byte range of each chunk of a leaf. Raise PrepError if the plan places too few or too many."""
     chunk_nbytes = leaf.chunk_nbytes
     placed_count = 0
     for box in leaf.placed_chunks:
@@ -148,33 +187,44 @@ def _copy_spans(copies: Iterable[StridedCopy]) -> Iterator[FileSpan]:
     """Yield the byte ranges of copies in the files.
 
     One slab of a transpose writes a short run in each of many rows, and the next slab continues these runs. Such copies
-    are joined to longer runs before they are expanded; otherwise there would be millions of ranges.
+    are joined to longer runs before they are expanded, because there would be millions of ranges.
     """
-    # (file, end of the first run, repeats) -> (start of the first run, bytes per run)
+    # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
+    # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
     runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
     for copy in copies:
-        run_nbytes, repeats = copy.run_nbytes, copy.repeats
-        start, preceding_nbytes = runs_by_end.pop((copy.file, copy.file_offset, repeats), (copy.file_offset, 0))
+        run_nbytes = copy.run_nbytes
+        repeats = copy.repeats
+        preceding_end = (copy.file, copy.file_offset, repeats)
+        start, preceding_nbytes = runs_by_end.pop(preceding_end, (copy.file_offset, 0))
         end = copy.file, copy.file_offset + run_nbytes, repeats
-        if end in runs_by_end:  # the same bytes are copied twice
+        # the same bytes are copied twice
+        if end in runs_by_end:
             yield from _run_spans(copy.file, *runs_by_end[end], repeats)
         runs_by_end[end] = start, preceding_nbytes + run_nbytes
     for (file, _, repeats), (start, run_nbytes) in runs_by_end.items():
         yield from _run_spans(file, start, run_nbytes, repeats)
 
 
-def _run_spans(file: int, first_offset: int, run_nbytes: int, repeats: Repeats) -> Iterator[FileSpan]:
+def _run_spans(
+    file: int, first_offset: int, run_nbytes: int, repeats: Repeats
+) -> Iterator[FileSpan]:
     """Yield the byte range of each repetition of a run."""
     while repeats and repeats[-1][1] == run_nbytes:
-        run_nbytes, repeats = run_nbytes * repeats[-1][0], repeats[:-1]
-    for displacements in itertools.product(*(range(0, count * stride, stride) for count, stride in repeats)):
+        run_nbytes *= repeats[-1][0]
+        repeats = repeats[:-1]
+    ranges = [range(0, count * stride, stride) for count, stride in repeats]
+    for displacements in itertools.product(*ranges):
         start = first_offset + sum(displacements)
         yield file, start, start + run_nbytes
 
 
-def _check_equal_spans(verb: str, actual_spans: Iterable[FileSpan], expected_spans: Iterable[FileSpan]) -> None:
+def _check_equal_spans(
+    verb: str, actual_spans: Iterable[FileSpan], expected_spans: Iterable[FileSpan]
+) -> None:
     """Raise PrepError unless two sets of byte ranges cover the same bytes, each once."""
-    actual, expected = _merge_spans(verb, actual_spans), _merge_spans(verb, expected_spans)
+    actual = _merge_spans(verb, actual_spans)
+    expected = _merge_spans(verb, expected_spans)
     for actual_span, expected_span in itertools.zip_longest(actual, expected):
         if actual_span != expected_span:
             raise _coverage_error(
@@ -183,7 +233,7 @@ def _check_equal_spans(verb: str, actual_spans: Iterable[FileSpan], expected_spa
 
 
 def _merge_spans(verb: str, spans: Iterable[FileSpan]) -> list[FileSpan]:
-    """Sort spans and join adjacent ones; raise PrepError if two overlap."""
+    """Sort spans and join adjacent ones. Raise PrepError if two overlap."""
     merged: list[FileSpan] = []
     for file, start, stop in sorted(span for span in spans if span[1] < span[2]):
         if merged and merged[-1][0] == file and merged[-1][2] > start:
@@ -198,7 +248,9 @@ def _merge_spans(verb: str, spans: Iterable[FileSpan]) -> list[FileSpan]:
 
 
 def _span_text(span: FileSpan | None) -> str:
-    return f"file {span[0]}, {span[1]:,} to {span[2]:,}" if span else "nothing"
+    if span is None:
+        return "nothing"
+    return f"file {span[0]}, {span[1]:,} to {span[2]:,}"
 
 
 def _coverage_error(why: str) -> PrepError:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.planning.boxes import Box
-from prepcli.planning.strided_copies import Region, StridedCopy, region_copies
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, region_copies
+from trainer.models.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +20,34 @@ class GappedRegion:
             further back.
     """
 
-    region: Region
+    region: ChunkedLocation
     gaps: tuple[tuple[int, int], ...]
 
     def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
-        """Yield the copies between a box of the tensor and the file; see `region_copies`. No copy crosses a gap."""
-        remaining, shift_nbytes = list(region_copies(self.region, box, window)), 0
+        """Yield the copies between a box of the tensor and the file. See `region_copies`. No copy crosses a gap."""
+        # Each gap splits the copies that are left. Those before it have their final shift.
+        remaining = list(region_copies(self.region, box, window))
+        shift_nbytes = 0
         for boundary, nbytes in self.gaps:
-            split_copies = [split_copy(copy, boundary) for copy in remaining]
-            yield from (_shift_file_offset(copy, shift_nbytes) for before, _ in split_copies for copy in before)
-            remaining, shift_nbytes = [copy for _, after in split_copies for copy in after], shift_nbytes + nbytes
-        yield from (_shift_file_offset(copy, shift_nbytes) for copy in remaining)
+            rest: list[StridedCopy] = []
+            for copy in remaining:
+                before, after = split_copy(copy, boundary)
+                rest += after
+                for part in before:
+                    yield _shift_file_offset(part, shift_nbytes)
+            remaining = rest
+            shift_nbytes += nbytes
+        for copy in remaining:
+            yield _shift_file_offset(copy, shift_nbytes)
 
 
 def gaps_between(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the gaps between runs (offset, nbytes) of a leaf, for a region that starts at the first run."""
-    gaps, gapless_offset = [], runs[0][0]
+    """Return the gaps between runs (offset, nbytes) of a leaf, for a region that starts at the first run.
+
+    E.g. runs (100, 50), (160, 50) -> one gap (150, 10).
+    """
+    gaps: list[tuple[int, int]] = []
+    gapless_offset = runs[0][0]
     for (offset, nbytes), (next_offset, _) in itertools.pairwise(runs):
         gapless_offset += nbytes
         gaps.append((gapless_offset, next_offset - offset - nbytes))
@@ -52,20 +64,29 @@ def split_copy(copy: StridedCopy, boundary: int) -> tuple[list[StridedCopy], lis
     Returns:
         The copies of the bytes before the boundary, and the copies of the bytes from it on.
     """
-    end = copy.file_offset + sum((count - 1) * stride for count, _, stride in copy.dims) + copy.width
-    if end <= boundary or copy.file_offset >= boundary:
-        return ([copy], []) if end <= boundary else ([], [copy])
+    span = copy.width + sum((count - 1) * stride for count, _, stride in copy.dims)
+    if copy.file_offset + span <= boundary:
+        return [copy], []
+    if copy.file_offset >= boundary:
+        return [], [copy]
     if not copy.dims:
         width = boundary - copy.file_offset
-        rest = replace(copy, tensor_offset=copy.tensor_offset + width, file_offset=boundary, width=copy.width - width)
+        rest = replace(
+            copy,
+            tensor_offset=copy.tensor_offset + width,
+            file_offset=boundary,
+            width=copy.width - width,
+        )
         return [replace(copy, width=width)], [rest]
     (count, tensor_stride, file_stride), *inner = copy.dims
     inner_span = sum((n - 1) * stride for n, _, stride in inner) + copy.width
-    first_crossing, stop_crossing = (
-        max(0, (boundary - copy.file_offset - inner_span) // file_stride + 1),
-        min(count, -(-(boundary - copy.file_offset) // file_stride)),
-    )
-    before, after = _slice_outer_dim(copy, 0, first_crossing), _slice_outer_dim(copy, stop_crossing, count)
+    # Step i of the outermost loop spans bytes i * file_stride to i * file_stride + inner_span. Steps
+    # before `first_crossing` end before the boundary, steps from `stop_crossing` on begin after it.
+    distance = boundary - copy.file_offset
+    first_crossing = max(0, (distance - inner_span) // file_stride + 1)
+    stop_crossing = min(count, -(-distance // file_stride))
+    before = _slice_outer_dim(copy, 0, first_crossing)
+    after = _slice_outer_dim(copy, stop_crossing, count)
     for index in range(first_crossing, stop_crossing):
         crossed = replace(
             copy,
@@ -74,7 +95,8 @@ def split_copy(copy: StridedCopy, boundary: int) -> tuple[list[StridedCopy], lis
             dims=tuple(inner),
         )
         head, tail = split_copy(crossed, boundary)
-        before, after = before + head, tail + after
+        before = before + head
+        after = tail + after
     return before, after
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul, sub
 
-from prepcli.planning.boxes import Range, split_merged_range, strides
-from trainer.models.axis_map import Factor
+from trainer.models.axis_map import SizedAxis
+from trainer.models.boxes import Range, split_merged_range, strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class StridedPlacement:
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
         """Return the file number and offset of a chunk."""
-        return self.file, self.offset + sum(map(mul, map(sub, index, self.first_index), self.strides))
+        # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks
+        displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
+        return self.file, self.offset + displacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ class DimPiece:
     steps: tuple[AxisStep, ...]
 
 
-def split_dim(factors: Sequence[Factor], chunk_length: int, *, atom_ranges: Mapping[str, Range]) -> Iterator[DimPiece]:
+def split_dim(
+    factors: Sequence[SizedAxis], chunk_length: int, *, atom_ranges: Mapping[str, Range]
+) -> Iterator[DimPiece]:
     """Split a box of a leaf dim's atoms at chunk boundaries, into as few regular pieces as possible.
 
     Args:
@@ -113,23 +117,32 @@ def split_dim(factors: Sequence[Factor], chunk_length: int, *, atom_ranges: Mapp
     if not factors:
         yield DimPiece((), 0, 0, ())
         return
-    extents = [f.extent for f in factors]
-    ranges = [atom_ranges[f.atom] for f in factors]
+    extents = [factor.extent for factor in factors]
+    ranges = [atom_ranges[factor.atom] for factor in factors]
     if any(start >= stop for start, stop in ranges):
         return
     split_atom = find_split_atom(extents, chunk_length)
     if split_atom is None:
         yield from _pieces_by_chunk(factors, chunk_length, ranges)
         return
+    # Of a dim (heads=4 head_dim=6) in chunks of 12, chunk boundaries split `heads`: inner_extent is
+    # 6, and a chunk has 2 steps of heads. The range heads 1..4 splits at the multiples of 2:
+    #
+    #   heads          1   |   2   3
+    #   chunk          0   |   1   1
+    #
+    # Each piece is then a nest of loops with constant steps: whole chunks outside, elements inside.
     inner_extent = math.prod(extents[split_atom + 1 :])
-    chunk_steps = strides([*extents[:split_atom], -(-extents[split_atom] * inner_extent // chunk_length)])
+    steps_per_chunk = chunk_length // inner_extent
+    chunks_per_dim = -(-extents[split_atom] * inner_extent // chunk_length)
+    chunk_steps = strides([*extents[:split_atom], chunks_per_dim])
     element_steps = strides(extents[split_atom:])
-    for split_range in _split_at_multiples(ranges[split_atom], chunk_length // inner_extent):
+    for split_range in _split_at_multiples(ranges[split_atom], steps_per_chunk):
         yield _aligned_piece(
             factors,
             [*ranges[:split_atom], split_range, *ranges[split_atom + 1 :]],
             split_atom=split_atom,
-            steps_per_chunk=chunk_length // inner_extent,
+            steps_per_chunk=steps_per_chunk,
             chunk_steps=chunk_steps,
             element_steps=element_steps,
         )
@@ -146,13 +159,15 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
         The position of the only split atom. None if chunk boundaries fall at
         different indices of the inner atoms.
     """
-    if chunk_length >= math.prod(extents):
-        chunk_length = math.prod(extents)
+    chunk_length = min(chunk_length, math.prod(extents))
     inner_extent = 1
     for number in reversed(range(len(extents))):
         if chunk_length % inner_extent == 0 and chunk_length // inner_extent <= extents[number]:
+            # Chunks may end short at the end of the whole dim, but not at each step of outer atoms.
             is_even = extents[number] % (chunk_length // inner_extent) == 0
-            return number if is_even or math.prod(extents[:number]) == 1 else None
+            if is_even or math.prod(extents[:number]) == 1:
+                return number
+            return None
         inner_extent *= extents[number]
     return None
 
@@ -160,12 +175,13 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
 def _split_at_multiples(split_range: Range, step: int) -> Iterator[Range]:
     """Split a range at its first and its last multiple of `step`."""
     start, stop = split_range
-    edges = sorted({start, min(stop, -(-start // step) * step), max(start, stop // step * step), stop})
-    yield from itertools.pairwise(edges)
+    first_multiple = min(stop, -(-start // step) * step)
+    last_multiple = max(start, stop // step * step)
+    yield from itertools.pairwise(sorted({start, first_multiple, last_multiple, stop}))
 
 
 def _aligned_piece(
-    factors: Sequence[Factor],
+    factors: Sequence[SizedAxis],
     ranges: Sequence[Range],
     *,
     split_atom: int,
@@ -173,49 +189,64 @@ def _aligned_piece(
     chunk_steps: Sequence[int],
     element_steps: Sequence[int],
 ) -> DimPiece:
-    """Return the piece of a dim whose chunk boundaries split one atom evenly."""
-    steps, chunk_index, element_offset = [], 0, 0
+    """Return a piece of a dim, given chunk boundaries that split one atom evenly."""
+    steps: list[AxisStep] = []
+    atom_starts: list[tuple[str, int]] = []
+    chunk_index = 0
+    element_offset = 0
     for number, (factor, (start, stop)) in enumerate(zip(factors, ranges)):
+        count = stop - start
+        atom_starts.append((factor.atom, start))
         if number < split_atom:
-            steps.append(AxisStep(factor.atom, stop - start, 1, chunk_steps[number], 0))
-            chunk_index += start * chunk_steps[number]
+            # a step of an outer atom moves whole chunks
+            chunk_step = chunk_steps[number]
+            steps.append(AxisStep(factor.atom, count, 1, chunk_step, 0))
+            chunk_index += start * chunk_step
         elif number > split_atom:
-            steps.append(AxisStep(factor.atom, stop - start, 1, 0, element_steps[number - split_atom]))
-            element_offset += start * element_steps[number - split_atom]
+            # a step of an inner atom stays in the chunk
+            element_step = element_steps[number - split_atom]
+            steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
+            element_offset += start * element_step
         else:
-            chunk_index, element_offset = (
-                chunk_index + start // steps_per_chunk,
-                element_offset + start % steps_per_chunk * element_steps[0],
-            )
-            if stop - start > steps_per_chunk:  # whole chunks
-                steps.append(AxisStep(factor.atom, (stop - start) // steps_per_chunk, steps_per_chunk, 1, 0))
-            steps.append(AxisStep(factor.atom, min(stop - start, steps_per_chunk), 1, 0, element_steps[0]))
-    return DimPiece(
-        tuple((f.atom, start) for f, (start, _) in zip(factors, ranges)), chunk_index, element_offset, tuple(steps)
-    )
+            chunk_index += start // steps_per_chunk
+            element_offset += start % steps_per_chunk * element_steps[0]
+            if count > steps_per_chunk:  # whole chunks
+                num_chunks = count // steps_per_chunk
+                steps.append(AxisStep(factor.atom, num_chunks, steps_per_chunk, 1, 0))
+            count_in_chunk = min(count, steps_per_chunk)
+            steps.append(AxisStep(factor.atom, count_in_chunk, 1, 0, element_steps[0]))
+    return DimPiece(tuple(atom_starts), chunk_index, element_offset, tuple(steps))
 
 
-def _pieces_by_chunk(factors: Sequence[Factor], chunk_length: int, ranges: Sequence[Range]) -> Iterator[DimPiece]:
+def _pieces_by_chunk(
+    factors: Sequence[SizedAxis], chunk_length: int, ranges: Sequence[Range]
+) -> Iterator[DimPiece]:
     """Yield one piece per chunk and run of the innermost atom, for chunk boundaries that fall unevenly."""
-    extents = [f.extent for f in factors]
-    atom_strides = strides(extents)
-    inner_factor = factors[-1]
-    for index in itertools.product(*(range(start, row_stop) for start, row_stop in ranges[:-1])):
-        row_start = sum(i * stride for i, stride in zip(index, atom_strides))
-        start, row_stop = row_start + ranges[-1][0], row_start + ranges[-1][1]
+    # e.g. (a=2 b=3) in chunks of 2: elements 0 1 | 2 3 | 4 5. Row a=0 has the elements 0..3, in
+    # pieces 0 1 and 2. Row a=1 has 3..6, in pieces 3 and 4 5.
+    atom_strides = strides([factor.extent for factor in factors])
+    inner_atom = factors[-1].atom
+    inner_start, inner_stop = ranges[-1]
+    outer_ranges = [range(start, stop) for start, stop in ranges[:-1]]
+    for index in itertools.product(*outer_ranges):
+        row_start = sum(map(mul, index, atom_strides))
+        start = row_start + inner_start
+        row_stop = row_start + inner_stop
         while start < row_stop:
             stop = min(row_stop, (start // chunk_length + 1) * chunk_length)
-            atom_starts = tuple((f.atom, i) for f, i in zip(factors, (*index, start - row_start)))
+            indices = (*index, start - row_start)
             yield DimPiece(
-                atom_starts,
+                tuple((factor.atom, i) for factor, i in zip(factors, indices)),
                 start // chunk_length,
                 start % chunk_length,
-                (AxisStep(inner_factor.atom, stop - start, 1, 0, 1),),
+                (AxisStep(inner_atom, stop - start, 1, 0, 1),),
             )
             start = stop
 
 
-def free_atom_ranges(factors: Sequence[Factor], merged_range: Range) -> Iterator[dict[str, Range]]:
+def free_atom_ranges(
+    factors: Sequence[SizedAxis], merged_range: Range
+) -> Iterator[dict[str, Range]]:
     """Split a range of a merged dim into boxes over its free atoms.
 
     Args:
@@ -225,7 +256,13 @@ def free_atom_ranges(factors: Sequence[Factor], merged_range: Range) -> Iterator
     Yields:
         Ranges of the free atoms, by atom. Elements with another index of a fixed atom are excluded.
     """
-    for box in split_merged_range(merged_range, [f.extent for f in factors]):
-        fixed_ranges = [(f.fixed, atom_range) for f, atom_range in zip(factors, box) if f.fixed is not None]
-        if all(start <= index < stop for index, (start, stop) in fixed_ranges):
-            yield {f.atom: atom_range for f, atom_range in zip(factors, box) if f.fixed is None}
+    for box in split_merged_range(merged_range, [factor.extent for factor in factors]):
+        free_ranges: dict[str, Range] = {}
+        has_fixed = True
+        for factor, (start, stop) in zip(factors, box):
+            if factor.fixed is None:
+                free_ranges[factor.atom] = (start, stop)
+            elif not start <= factor.fixed < stop:
+                has_fixed = False
+        if has_fixed:
+            yield free_ranges

@@ -1,9 +1,9 @@
 """A plan of a conversion, as pure data. Equal plans write the same bytes.
 
 A conversion streams each tensor in C order, from its locations in the source to its locations in the output. A
-location is contiguous in a file (`Contiguous`), a strided view (`Strided`), or the chunks of a leaf (`Region`,
+location is contiguous in a file (`Contiguous`), a strided view (`Strided`), or the chunks of a leaf (`ChunkedLocation`,
 `GappedRegion`). A tensor's digest therefore does not depend on how it is stored, and one engine saves, exports and
-reshards. Padding rows are a stream of their own.
+reshards. Padding rows form a separate stream.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prepcli.planning.boxes import Box, Range, full_box, strides, volume
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
-from prepcli.planning.strided_copies import Region, StridedCopy, merge_dims, region_copies
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
+from trainer.models.boxes import Box, Range, full_box, strides, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Strided:
     strides: tuple[int, ...]
 
 
-Locations = tuple[Contiguous | Strided | Region | GappedRegion, ...]
+Locations = tuple[Contiguous | Strided | ChunkedLocation | GappedRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +83,18 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a tensor to move in order; the unit of digests.
+    """The unit of digests: rows of a tensor to move in order.
 
     Attributes:
         name: Bare name of the tensor.
         dtype: Dtype of the tensor where it is read. Sizes and offsets count bytes of this dtype.
         shape: Shape of the tensor. A 0-d tensor has one row.
         rows: Range of rows to move.
-        reads: Where the rows are read; empty if they are filled.
-        writes: Where the rows are written; empty if they are only digested.
+        reads: Where the rows are read, or empty if they are filled.
+        writes: Where the rows are written, or empty if they are only digested.
         fill: How to generate the rows instead of reading them.
-        cast_to: Dtype of the written values; empty if they are not cast.
-        update: Matrix to add to the values; None to keep them.
+        cast_to: Dtype of the written values, or empty if they are not cast.
+        update: Matrix to add to the values, or None to keep them.
     """
 
     name: str
@@ -120,7 +120,9 @@ class Stream:
     @property
     def written_nbytes(self) -> int:
         """Number of bytes to write."""
-        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast_to) if self.cast_to else self.nbytes
+        if not self.cast_to:
+            return self.nbytes
+        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast_to)
 
     @property
     def row_nbytes(self) -> int:
@@ -140,7 +142,9 @@ class Stream:
     @property
     def box(self) -> Box:
         """Box of the streamed elements."""
-        return (self.rows, *full_box(self.shape[1:])) if self.shape else ()
+        if not self.shape:
+            return ()
+        return (self.rows, *full_box(self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class SmallFile:
         content: Content of the file, if it is not copied.
         copied_from: Path of the file to copy. It does not affect the plan's digest.
         stamp: Size and modification time of the copied file, so that another file is another plan.
-        xxh3: Recorded digest of the copied file, compared when it is copied; empty if there is none.
+        xxh3: Recorded digest of the copied file, compared when it is copied, or empty if there is none.
     """
 
     path: str
@@ -212,7 +216,7 @@ class PlacedChunks:
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Return the index of every chunk, in C order."""
-        return itertools.product(*(range(first, stop) for first, stop in zip(self.first, self.stop)))
+        return itertools.product(*map(range, self.first, self.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,7 @@ class DroppedTensor:
         name: Bare name of the tensor.
         nbytes: Size in bytes.
         rule: The rule that drops it.
-        rows: Range of dropped rows; None for the whole tensor.
+        rows: Range of dropped rows, or None for the whole tensor.
     """
 
     name: str
@@ -266,7 +270,7 @@ class DroppedTensor:
 
 @dataclass(frozen=True, slots=True)
 class EqualityCheck:
-    """Two tensors, such as tied weights, that must be equal bit for bit; otherwise the conversion stops."""
+    """Two tensors, such as tied weights, that must be equal bit for bit. The conversion stops if they differ."""
 
     name: str
     duplicate_of: str
@@ -284,13 +288,13 @@ class Plan:
         streams: Tensors to move, in order.
         files: Data files to write.
         small_files: Configs and tokenizer files to write.
-        leaves: Leaves to write; empty if tensors are written to files as they are.
+        leaves: Leaves to write, or empty if tensors are written to files as they are.
         dropped: Source tensors dropped from the output.
         checks: Pairs of tensors that must be equal.
         settings: The manifest's keys that describe the model.
         display_names: Full names of tensors, by bare name, where the two differ.
-        item: Folder in the output that contains all files except the manifest; empty for the output itself.
-        zstd_level: Level at which chunks are compressed at the end; None for no compression.
+        item: Folder in the output that contains all files except the manifest, or empty for the output itself.
+        zstd_level: Level at which chunks are compressed at the end, or None for no compression.
     """
 
     command: str
@@ -331,12 +335,14 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the line of `repr`, then one line per file, moved tensor and dropped tensor."""
-        files = (f"file  {file.path}  {file.size:,} bytes" for file in self.files)
-        streams = (
-            _describe_stream(stream, self.display_names.get(stream.name, stream.name)) for stream in self.streams
-        )
-        dropped = (f"drop  {tensor.name}  {tensor.nbytes:,} bytes  {tensor.rule}" for tensor in self.dropped)
-        return "\n".join((repr(self), *files, *streams, *dropped))
+        lines = [repr(self)]
+        for file in self.files:
+            lines.append(f"file  {file.path}  {file.size:,} bytes")
+        for stream in self.streams:
+            lines.append(_describe_stream(stream, self.display_names.get(stream.name, stream.name)))
+        for tensor in self.dropped:
+            lines.append(f"drop  {tensor.name}  {tensor.nbytes:,} bytes  {tensor.rule}")
+        return "\n".join(lines)
 
 
 def _describe_stream(stream: Stream, display_name: str) -> str:
@@ -362,10 +368,14 @@ def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
 
     The box must be contiguous in the tensor's C order.
     """
-    return location_copies(stream.writes, stream.shape, item_nbytes=itemsize(stream.written_dtype), box=box)
+    return location_copies(
+        stream.writes, stream.shape, item_nbytes=itemsize(stream.written_dtype), box=box
+    )
 
 
-def location_copies(locations: Locations, shape: Sequence[int], *, item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
+def location_copies(
+    locations: Locations, shape: Sequence[int], *, item_nbytes: int, box: Box
+) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and its locations.
 
     Args:
@@ -375,12 +385,13 @@ def location_copies(locations: Locations, shape: Sequence[int], *, item_nbytes: 
         box: The box. It must be contiguous in the tensor's C order.
 
     Yields:
-        Copies whose tensor offsets count from the tensor's first byte.
+        Copies with tensor offsets from the tensor's first byte.
     """
     for location in locations:
         if isinstance(location, Contiguous):
-            tensor_offset = sum(start * stride for (start, _), stride in zip(box, strides(shape, item_nbytes)))
-            yield StridedCopy(tensor_offset, location.file, location.offset + tensor_offset, volume(box) * item_nbytes)
+            tensor_offset = _offset_of_box(box, strides(shape, item_nbytes))
+            file_offset = location.offset + tensor_offset
+            yield StridedCopy(tensor_offset, location.file, file_offset, volume(box) * item_nbytes)
         elif isinstance(location, Strided):
             yield _strided_copy(location, shape, item_nbytes, box)
         elif isinstance(location, GappedRegion):
@@ -389,14 +400,23 @@ def location_copies(locations: Locations, shape: Sequence[int], *, item_nbytes: 
             yield from region_copies(location, box)
 
 
-def _strided_copy(location: Strided, shape: Sequence[int], item_nbytes: int, box: Box) -> StridedCopy:
+def _strided_copy(
+    location: Strided, shape: Sequence[int], item_nbytes: int, box: Box
+) -> StridedCopy:
     """Return the copy between a box of a tensor and a strided view."""
     tensor_strides = strides(shape, item_nbytes)
-    tensor_offset = sum(start * stride for (start, _), stride in zip(box, tensor_strides))
-    file_offset = location.offset + sum(start * stride for (start, _), stride in zip(box, location.strides))
-    counts = (stop - start for start, stop in box)
+    counts = [stop - start for start, stop in box]
     return merge_dims(
         StridedCopy(
-            tensor_offset, location.file, file_offset, item_nbytes, tuple(zip(counts, tensor_strides, location.strides))
+            _offset_of_box(box, tensor_strides),
+            location.file,
+            location.offset + _offset_of_box(box, location.strides),
+            item_nbytes,
+            tuple(zip(counts, tensor_strides, location.strides)),
         )
     )
+
+
+def _offset_of_box(box: Box, byte_strides: Sequence[int]) -> int:
+    """Return the offset of a box's first element."""
+    return sum(start * stride for (start, _), stride in zip(box, byte_strides))

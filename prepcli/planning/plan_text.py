@@ -27,8 +27,8 @@ from prepcli.planning.plan import (
     Stream,
     Strided,
 )
-from prepcli.planning.strided_copies import Region
-from trainer.models.axis_map import AxisMap, Factor, TensorDim, TensorIndex
+from prepcli.planning.strided_copies import ChunkedLocation
+from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
 
 # Class -> its name in the text, and the fields whose names in the text differ from those in code
 NAMES: dict[type, tuple[str, dict[str, str]]] = {
@@ -38,13 +38,16 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
     Contiguous: ("Flat", {}),
     Strided: ("Strided", {"strides": "steps"}),
-    Region: ("Region", {"axis_map": "row", "stacked_indices": "at", "placement": "places"}),
+    ChunkedLocation: (
+        "Region",
+        {"axis_map": "row", "stacked_indices": "at", "placement": "places"},
+    ),
     GappedRegion: ("Gapped", {}),
     ChunkGrid: ("Grid", {"chunk_shape": "chunk"}),
     StridedPlacement: ("Lattice", {"first_index": "first"}),
     ExplicitPlacement: ("Scatter", {}),
     AxisMap: ("AxisMap", {"leaf_dims": "leaf", "name_parts": "name", "source_dims": "source"}),
-    Factor: ("Factor", {"fixed": "held"}),
+    SizedAxis: ("Factor", {"fixed": "held"}),
     TensorDim: ("TensorDim", {}),
     TensorIndex: ("Choice", {"listed_indices": "numbers"}),
     Fill: ("Fill", {}),
@@ -55,15 +58,19 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     DroppedTensor: ("Dropped", {}),
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
 }
-ADDED_FIELDS = {"update"}  # later than the first digests on disk: without a value they are not in the text
+# Later than the first digests on disk: without a value they are not in the text.
+ADDED_FIELDS = {"update"}
 
 
 def _labels(cls: type) -> Iterator[tuple[str, str]]:
     """Return the name of each encoded field in code, and its name in the text with an equals sign."""
     names = NAMES[cls][1]
-    return ((field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr)
+    return (
+        (field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr
+    )
 
 
+# Labels are computed once: a plan of a large model has 10^5 regions to encode.
 _LABELS = {cls: tuple(_labels(cls)) for cls in NAMES}
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.planning.plan import Plan
 from trainer.models.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 
@@ -25,93 +25,99 @@ class Share:
 
     def split(self, workers: int) -> tuple[Share, ...]:
         """Return the shares of `workers` processes that replace this one."""
-        return tuple(Share(self.count * workers, self.index * workers + worker) for worker in range(workers))
+        first = self.index * workers
+        return tuple(Share(self.count * workers, first + worker) for worker in range(workers))
 
 
 SINGLE_PROCESS = Share()
-SHARING_LAUNCHERS = (JAX_VARIABLES, SLURM)  # others, such as TPU pods, often start processes without a shared folder
+# Launchers of processes that share a folder. TPU pods, e.g., often have a disk per host.
+SHARING_LAUNCHERS = (JAX_VARIABLES, SLURM)
 
 
-def parse_share(text: str) -> Share:
+def parse_share(value: str) -> Share:
     """Parse the value of `--processes`.
 
     Args:
-        text: `N/I`: process I, from 0, of N.
+        value: `N/I`: process I, from 0, of N.
 
     Returns:
         The share.
 
     Raises:
-        UsageError: The text has another form, or I is not below N.
+        UsageError: The value has another form, or I is not below N.
     """
-    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip(), re.ASCII)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value.strip(), re.ASCII)
     if match is None:
         why = "the expected form is N/I: process I, from 0, of N"
-        raise usage_error(f"`--processes {text}` is invalid", why, "`--processes 4/0`")
-    count, index = int(match[1]), int(match[2])
+        what = text("{} is invalid", Option("processes", value))
+        raise usage_error(what, why, text("{}", Option("processes", "4/0")))
+    count = int(match[1])
+    index = int(match[2])
     if not 0 <= index < count <= MAX_PROCESSES:
-        hint = f"`--processes {index}/{count}`" if count < index else "`--processes 4/0` to `--processes 4/3`"
+        hint = text("{} to {}", Option("processes", "4/0"), Option("processes", "4/3"))
+        if count < index:
+            hint = text("{}", Option("processes", f"{index}/{count}"))
         why = f"N is at most {MAX_PROCESSES:,}, and I is at least 0 and below N"
-        raise usage_error(f"`--processes {text}` is out of range", why, hint)
+        raise usage_error(text("{} is out of range", Option("processes", value)), why, hint)
     return Share(count, index)
 
 
 def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
-    """Return the share assigned to this process by a launcher, and the launcher's name; one process without one."""
-    process = detect_launcher(environ, SHARING_LAUNCHERS)
-    return (SINGLE_PROCESS, "") if process is None else (Share(process.count, process.index), process.launcher)
+    """Return the share assigned to this process by a launcher, and the launcher's name.
 
-
-def requested_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
-    """Return the share given by `--processes`, or else by a launcher, and the launcher's name."""
-    return launcher_share(environ) if text is None else (parse_share(text), "")
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How the streams of a plan are divided among processes.
-
-    Attributes:
-        count: Number of processes.
-        durable_digests: Digests, by stream number, of streams that were durable before the division was made. These
-            streams are only read back.
+    Without a launcher there is one process, and the name is empty.
     """
-
-    count: int = 1
-    durable_digests: Mapping[int, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """Text that identifies the division in journals."""
-        return f"{self.count} without {','.join(map(str, sorted(self.durable_digests)))}"
+    process = detect_launcher(environ, SHARING_LAUNCHERS)
+    if process is None:
+        return SINGLE_PROCESS, ""
+    return Share(process.count, process.index), process.launcher
 
 
-def divide_streams(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
+def requested_share(value: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
+    """Return the share given by `--processes`, or else by a launcher, and the launcher's name."""
+    if value is None:
+        return launcher_share(environ)
+    return parse_share(value), ""
+
+
+def divide_streams(
+    plan: Plan, count: int, *, durable: Container[int] = ()
+) -> tuple[tuple[int, ...], ...]:
     """Divide the streams of a plan among processes.
 
     All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
-    assigned first, each to the process with the fewest bytes. Durable streams are divided separately in the same way.
+    assigned first, each to the process with the fewest bytes, e.g. groups of 5, 4, 3 and 2 bytes -> 5 + 2 and 4 + 3.
 
     Args:
         plan: The plan.
-        division: The number of processes and the durable streams.
+        count: Number of processes.
+        durable: Numbers of durable streams. They are divided separately, in the same way: reading them back costs
+            less than writing the pending ones.
 
     Returns:
         The stream numbers of each process, ascending. They depend on the arguments alone.
     """
-    groups_by_durability: tuple[list[list[int]], list[list[int]]] = [], []  # pending groups, durable groups
+    pending_groups: list[list[int]] = []
+    durable_groups: list[list[int]] = []
     for group in _stream_groups(plan):
-        groups_by_durability[all(number in division.durable_digests for number in group)].append(group)
-    pending_shares, durable_shares = (_balance_groups(plan, groups, division.count) for groups in groups_by_durability)
-    return tuple(
-        tuple(sorted([*pending_share, *durable_share]))
-        for pending_share, durable_share in zip(pending_shares, durable_shares)
-    )
+        if all(number in durable for number in group):
+            durable_groups.append(group)
+        else:
+            pending_groups.append(group)
+    pending_shares = _balance_groups(plan, pending_groups, count)
+    durable_shares = _balance_groups(plan, durable_groups, count)
+    shares: list[tuple[int, ...]] = []
+    for index in range(count):
+        shares.append(tuple(sorted(pending_shares[index] + durable_shares[index])))
+    return tuple(shares)
 
 
 def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
     """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
-    sized_groups = sorted(((sum(plan.streams[n].nbytes for n in group), group) for group in groups), key=_largest_first)
+    sized_groups: list[tuple[int, list[int]]] = []
+    for group in groups:
+        sized_groups.append((sum(plan.streams[number].nbytes for number in group), group))
+    sized_groups.sort(key=_largest_first)
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, process) for process in range(count)]
     for nbytes, group in sized_groups:
@@ -129,7 +135,9 @@ def _largest_first(sized_group: tuple[int, list[int]]) -> tuple[int, int]:
 
 def _stream_groups(plan: Plan) -> list[list[int]]:
     """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
-    parents: dict[str, str] = {}  # union-find: tensor name -> another tensor of the same group
+    # union-find: tensor name -> another tensor of the same group
+    # Only the process that reads both tensors of a check can compare their digests.
+    parents: dict[str, str] = {}
 
     def root(name: str) -> str:
         while parents.get(name, name) != name:
@@ -145,7 +153,8 @@ def _stream_groups(plan: Plan) -> list[list[int]]:
 
 
 def subplan(plan: Plan, stream_numbers: Container[int]) -> Plan:
-    """Return a plan with some of a plan's streams and the checks of their tensors; files and leaves stay the same."""
-    streams = tuple(stream for number, stream in enumerate(plan.streams) if number in stream_numbers)
+    """Return a plan with some of a plan's streams and the checks of their tensors. Files and leaves stay the same."""
+    streams = [stream for number, stream in enumerate(plan.streams) if number in stream_numbers]
     names = {stream.name for stream in streams}
-    return dataclasses.replace(plan, streams=streams, checks=tuple(c for c in plan.checks if c.name in names))
+    checks = [check for check in plan.checks if check.name in names]
+    return dataclasses.replace(plan, streams=tuple(streams), checks=tuple(checks))

@@ -10,19 +10,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.boxes import Box, full_box, strides
 from prepcli.planning.grids import find_split_atom
 from prepcli.planning.plan import Stream, read_copies, write_copies
-from prepcli.planning.strided_copies import Region, StridedCopy
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
+from trainer.models.boxes import Box, full_box, strides
 
 PAGE = 4096  # bytes; unit of direct I/O
-LONG_RUN_NBYTES = 64 << 10  # longer runs are hardly faster
+# longer runs are hardly faster
+LONG_RUN_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A contiguous byte range of a tensor in C order; the unit of work.
+    """The unit of work: a contiguous byte range of a tensor in C order.
 
     Attributes:
         stream_number: Number of the stream.
@@ -30,7 +31,7 @@ class Slab:
         nbytes: Size of the range.
         reads: Copies from the source files.
         writes: Copies to the output files. Their tensor offsets count bytes of the written dtype.
-        itemsizes: Bytes per element in the read and in the written dtype; (1, 1) for unchanged values.
+        itemsizes: Bytes per element in the read and in the written dtype, or (1, 1) for unchanged values.
     """
 
     stream_number: int
@@ -58,9 +59,12 @@ class Slab:
     @property
     def is_contiguous(self) -> bool:
         """Whether reads and writes are each a single run of all bytes, or empty."""
-        return all(
-            not copies or [copy.width for copy in copies] == [self.nbytes] for copies in (self.reads, self.writes)
-        )
+        return _is_single_run(self.reads, self.nbytes) and _is_single_run(self.writes, self.nbytes)
+
+
+def _is_single_run(copies: tuple[StridedCopy, ...], nbytes: int) -> bool:
+    """Return whether copies are one run of `nbytes` bytes, or empty."""
+    return not copies or (len(copies) == 1 and copies[0].width == nbytes)
 
 
 def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
@@ -76,12 +80,18 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
     """
     if not stream.nbytes:
         return
-    reads, writes = (tuple(itertools.islice(copies, 2)) for copies in _stream_copies(stream, stream.box))
-    if not stream.is_changed and Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes).is_contiguous:
+    read_iterator, write_iterator = _stream_copies(stream, stream.box)
+    # two copies of each are enough to see that a stream is not contiguous
+    reads = tuple(itertools.islice(read_iterator, 2))
+    writes = tuple(itertools.islice(write_iterator, 2))
+    whole = Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes)
+    if whole.is_contiguous and not stream.is_changed:
         yield from _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
-    else:
-        read_itemsize, written_itemsize = _itemsizes(stream)
-        yield from _row_slabs(stream_number, stream, max_nbytes * read_itemsize // max(read_itemsize, written_itemsize))
+        return
+    # e.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read
+    read_itemsize, written_itemsize = _itemsizes(stream)
+    max_read_nbytes = max_nbytes * read_itemsize // max(read_itemsize, written_itemsize)
+    yield from _row_slabs(stream_number, stream, max_read_nbytes)
 
 
 def _stream_copies(stream: Stream, box: Box) -> tuple[Iterator[StridedCopy], Iterator[StridedCopy]]:
@@ -90,14 +100,22 @@ def _stream_copies(stream: Stream, box: Box) -> tuple[Iterator[StridedCopy], Ite
 
 
 def _itemsizes(stream: Stream) -> tuple[int, int]:
-    """Return the read and the written bytes per element; (1, 1) for unchanged values."""
-    return (itemsize(stream.dtype), itemsize(stream.written_dtype)) if stream.is_changed else (1, 1)
+    """Return the read and the written bytes per element, or (1, 1) for unchanged values."""
+    if not stream.is_changed:
+        return 1, 1
+    return itemsize(stream.dtype), itemsize(stream.written_dtype)
 
 
 def _contiguous_slabs(
-    stream_number: int, stream: Stream, reads: tuple[StridedCopy, ...], writes: tuple[StridedCopy, ...], max_nbytes: int
+    stream_number: int,
+    stream: Stream,
+    reads: tuple[StridedCopy, ...],
+    writes: tuple[StridedCopy, ...],
+    max_nbytes: int,
 ) -> Iterator[Slab]:
     """Split a stream that needs no reordering, at page boundaries of the written file."""
+    # file offset = tensor offset + shift. A slab ends at the last page boundary of the file that it
+    # can reach, e.g. shift 100 and slabs of 8,192 bytes: the first one has 8,092.
     start, stop = stream.byte_range
     shift = next((copy.file_offset - copy.tensor_offset for copy in (*writes, *reads)), 0)
     while start < stop:
@@ -115,20 +133,26 @@ def _contiguous_slabs(
 
 def _clip_copies(copies: tuple[StridedCopy, ...], start: int, stop: int) -> tuple[StridedCopy, ...]:
     """Clip copies without dims to a byte range of the tensor."""
-    return tuple(
-        StridedCopy(start, copy.file, copy.file_offset + start - copy.tensor_offset, stop - start) for copy in copies
-    )
+    clipped: list[StridedCopy] = []
+    for copy in copies:
+        file_offset = copy.file_offset + start - copy.tensor_offset
+        clipped.append(StridedCopy(start, copy.file, file_offset, stop - start))
+    return tuple(clipped)
 
 
 def _row_slabs(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
     """Split a stream along one axis, where possible at boundaries of bands of whole chunks."""
     axis = _split_axis(stream, max_nbytes)
-    bands, page_rows = (tuple(_chunk_bands(stream, axis)), _page_rows(stream, axis)) if stream.shape else ((), 1)
+    bands: tuple[_ChunkBand, ...] = ()
+    page_rows = 1
+    if stream.shape:
+        bands = tuple(_chunk_bands(stream, axis))
+        page_rows = _page_rows(stream, axis)
     yield from _slabs_along_axis(stream_number, stream, max_nbytes, axis, bands, page_rows)
 
 
 def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream into slabs whose boundaries depend on the tensor's shape alone, not on how it is stored.
+    """Split a stream at rows that depend on the tensor's shape alone, not on how it is stored.
 
     Args:
         stream_number: Number of the stream in its plan.
@@ -140,32 +164,56 @@ def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) 
     """
     if not stream.nbytes:
         return iter(())
-    return _slabs_along_axis(stream_number, stream, max_nbytes, _split_axis(stream, max_nbytes), (), 1)
+    axis = _split_axis(stream, max_nbytes)
+    return _slabs_along_axis(stream_number, stream, max_nbytes, axis, (), 1)
 
 
 def _slabs_along_axis(
-    stream_number: int, stream: Stream, max_nbytes: int, axis: int, bands: tuple[_ChunkBand, ...], page_rows: int
+    stream_number: int,
+    stream: Stream,
+    max_nbytes: int,
+    axis: int,
+    bands: tuple[_ChunkBand, ...],
+    page_rows: int,
 ) -> Iterator[Slab]:
     """Split a stream along an axis, for every index of the dims before it."""
     byte_strides = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
-    row_nbytes, extent = byte_strides[axis], stream.shape[axis] if axis else stream.rows[1]
+    row_nbytes = byte_strides[axis]
+    first_row = stream.rows[0]
+    stop_row = stream.rows[1]
+    if axis:
+        first_row = 0
+        stop_row = stream.shape[axis]
     edges = _SlabEdges(bands, max(1, max_nbytes // row_nbytes), page_rows)
-    for outer_index in itertools.product(*(range(*dim_range) for dim_range in stream.box[:axis])):
-        row = 0 if axis else stream.rows[0]
-        while row < extent:
-            row_stop = min(extent, edges.end_after(row))
-            box = (*((index, index + 1) for index in outer_index), (row, row_stop), *full_box(stream.shape[axis + 1 :]))
-            box = box if stream.shape else ()
-            reads, writes = map(tuple, _stream_copies(stream, box))
-            start = sum(dim_range[0] * stride for dim_range, stride in zip(box, byte_strides))
-            yield Slab(stream_number, start, (row_stop - row) * row_nbytes, reads, writes, _itemsizes(stream))
-            row = row_stop
+    inner_box = full_box(stream.shape[axis + 1 :])
+    outer_ranges = [range(start, stop) for start, stop in stream.box[:axis]]
+    for outer_index in itertools.product(*outer_ranges):
+        outer_box = tuple((index, index + 1) for index in outer_index)
+        row = first_row
+        while row < stop_row:
+            slab_stop = min(stop_row, edges.end_after(row))
+            box: Box = ()
+            if stream.shape:
+                box = (*outer_box, (row, slab_stop), *inner_box)
+            reads, writes = _stream_copies(stream, box)
+            yield Slab(
+                stream_number,
+                sum(start * stride for (start, _), stride in zip(box, byte_strides)),
+                (slab_stop - row) * row_nbytes,
+                tuple(reads),
+                tuple(writes),
+                _itemsizes(stream),
+            )
+            row = slab_stop
 
 
 def _split_axis(stream: Stream, max_nbytes: int) -> int:
     """Return the outermost axis at which one index has at most `max_nbytes` bytes."""
     sizes = strides(stream.shape, itemsize(stream.dtype))
-    return next((axis for axis, nbytes in enumerate(sizes) if nbytes <= max_nbytes), max(0, len(sizes) - 1))
+    for axis, nbytes in enumerate(sizes):
+        if nbytes <= max_nbytes:
+            return axis
+    return max(0, len(sizes) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +248,16 @@ class _SlabEdges:
         crossed = [band for band in self.bands if band.first < max_stop < band.stop]
         if not crossed:
             return max_stop
-        best_stop, rows = start, 1
+        # Bands of 6 written and 4 read rows, from row 0, at most 20 rows: 18 after the first band, but
+        # 12 after both, which is a multiple of lcm(6, 4). Then neither side has a partial chunk.
+        best_stop = start
+        rows = 1
         for band in crossed:
             common_rows = math.lcm(rows, band.rows)
             stop = band.first + (max_stop - band.first) // common_rows * common_rows
             if stop > start and band.first == crossed[0].first:
-                best_stop, rows = stop, common_rows
+                best_stop = stop
+                rows = common_rows
         if best_stop > start:
             return best_stop
         return start + (self.max_rows // self.page_rows * self.page_rows or self.max_rows)
@@ -214,12 +266,12 @@ class _SlabEdges:
 def _chunk_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     """Yield the bands of whole chunks along an axis, first of written and then of read regions."""
     for location in (*stream.writes, *stream.reads):
-        if isinstance(location, Region) and (rows := _band_rows(location, axis)) > 1:
+        if isinstance(location, ChunkedLocation) and (rows := _band_rows(location, axis)) > 1:
             dim = location.axis_map.source_dims[axis]
             yield _ChunkBand(dim.start, dim.start + dim.selected_extent, rows)
 
 
-def _band_rows(region: Region, axis: int) -> int:
+def _band_rows(region: ChunkedLocation, axis: int) -> int:
     """Return the number of rows along an axis of the tensor that fill whole chunks."""
     atom_lengths = _atom_lengths_in_chunk(region)
     rows = 1
@@ -231,34 +283,36 @@ def _band_rows(region: Region, axis: int) -> int:
     return band_rows
 
 
-def _atom_lengths_in_chunk(region: Region) -> dict[str, int]:
+def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
     """Return the number of indices of each atom in one chunk.
 
     Atoms with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
     for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):
-        extents = [f.extent for f in dim]
+        extents = [factor.extent for factor in dim]
         split_atom = find_split_atom(extents, length)
-        for number, factor in enumerate(dim):
-            if split_atom is not None and number >= split_atom:
-                atom_lengths[factor.atom] = (
-                    factor.extent if number > split_atom else length // math.prod(extents[split_atom + 1 :])
-                )
+        if split_atom is None:
+            continue
+        for factor in dim[split_atom + 1 :]:
+            atom_lengths[factor.atom] = factor.extent
+        atom_lengths[dim[split_atom].atom] = length // math.prod(extents[split_atom + 1 :])
     return atom_lengths
 
 
 def _page_rows(stream: Stream, axis: int) -> int:
-    """Return the number of rows along an axis whose bytes fill whole pages in every chunk."""
+    """Return the number of rows along an axis that fill whole pages in every chunk."""
     rows = 1
     for location in (*stream.writes, *stream.reads):
-        if isinstance(location, Region):
-            atom_lengths = _atom_lengths_in_chunk(location)
-            inner_atoms = [
-                f.atom for dim in location.axis_map.source_dims[axis + 1 :] for f in dim.factors if f.fixed is None
-            ]
-            row_nbytes = math.prod(atom_lengths.get(atom, 1) for atom in inner_atoms) * location.itemsize
-            rows = math.lcm(rows, PAGE // math.gcd(PAGE, row_nbytes))
+        if not isinstance(location, ChunkedLocation):
+            continue
+        atom_lengths = _atom_lengths_in_chunk(location)
+        row_nbytes = location.itemsize
+        for dim in location.axis_map.source_dims[axis + 1 :]:
+            for factor in dim.factors:
+                if factor.fixed is None:
+                    row_nbytes *= atom_lengths.get(factor.atom, 1)
+        rows = math.lcm(rows, PAGE // math.gcd(PAGE, row_nbytes))
     return rows
 
 
@@ -277,26 +331,29 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
         streams: The streams of a plan.
 
     Returns:
-        Size in bytes; 0 if any slab size has long runs.
+        Size in bytes, or 0 if any slab size has long runs.
     """
-    return max((_stream_min_buffer_nbytes(stream) for stream in streams if stream.nbytes), default=0)
+    return max((_stream_min_buffer_nbytes(s) for s in streams if s.nbytes), default=0)
 
 
 def _stream_min_buffer_nbytes(stream: Stream) -> int:
     """Return the slab size that gives a stream long runs in both reads and writes."""
     itemsizes = _itemsizes(stream)
-    copies_and_itemsizes = zip(_stream_copies(stream, stream.box), itemsizes)
-    spreads = (
-        _spread_nbytes(copy) // item_nbytes
-        for copies, item_nbytes in copies_and_itemsizes
-        for copy in itertools.islice(copies, 4)
-    )
-    return max(spreads, default=0) * max(itemsizes)
+    # in elements, or in bytes for unchanged values
+    spread = 0
+    for copies, item_nbytes in zip(_stream_copies(stream, stream.box), itemsizes):
+        for copy in itertools.islice(copies, 4):
+            spread = max(spread, _spread_nbytes(copy) // item_nbytes)
+    return spread * max(itemsizes)
 
 
 def _spread_nbytes(copy: StridedCopy) -> int:
-    """Return the span in the tensor, in bytes, of a long run of the file; 0 if the run is contiguous there."""
+    """Return the span in the tensor, in bytes, of a long run of the file, or 0 if the run is contiguous there."""
     if not copy.dims:
         return 0
     count, tensor_stride, file_stride = copy.dims[-1]
-    return min(count, -(-LONG_RUN_NBYTES // copy.width)) * tensor_stride if file_stride == copy.width else 0
+    if file_stride != copy.width:
+        return 0
+    # e.g. the transpose of [50257, 2048] float32: a run of 64 KiB in the file has 16,384 elements,
+    # which are 8,192 bytes apart in the tensor
+    return min(count, -(-LONG_RUN_NBYTES // copy.width)) * tensor_stride

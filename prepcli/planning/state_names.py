@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.models.axis_map import AxisMap, Factor, TensorDim
+from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 
 PARAMS = "params"
 OPT_STATE = "opt_state"
-OPT_STATE_RULE, TRAINING_STATE_RULE = "optimizer state", "training state"  # rules that drop such leaves
+# Rules that drop such leaves
+OPT_STATE_RULE = "optimizer state"
+TRAINING_STATE_RULE = "training state"
 SEPARATOR = "/"
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,15 +42,18 @@ def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
         The subtrees of `opt_state` that contain every parameter in its shape, sorted.
     """
     first_path = next(iter(parameters), "")
-    candidates = {name.removesuffix(f".{first_path}") for name in leaves if name.endswith(f".{first_path}")}
-    slots = (
-        slot for slot in candidates if all(leaves.get(f"{slot}.{path}") == shape for path, shape in parameters.items())
-    )
-    return tuple(sorted(slot for slot in slots if slot.split(".")[0] == OPT_STATE))
+    slots: list[str] = []
+    for name in leaves:
+        slot = name.removesuffix(f".{first_path}")
+        if slot == name or slot.split(".")[0] != OPT_STATE:
+            continue
+        if all(leaves.get(f"{slot}.{path}") == shape for path, shape in parameters.items()):
+            slots.append(slot)
+    return tuple(sorted(slots))
 
 
 def identity_axis_map(name: str, shape: tuple[int, ...]) -> AxisMap:
     """Return the axis map of a leaf that equals one tensor, dim by dim."""
-    factors = tuple(Factor(f"d{axis}", extent) for axis, extent in enumerate(shape))
+    factors = tuple(SizedAxis(f"d{axis}", extent) for axis, extent in enumerate(shape))
     source_dims = tuple(TensorDim(factor.extent, 0, (factor,)) for factor in factors)
     return AxisMap(name, tuple((factor,) for factor in factors), (name,), source_dims)

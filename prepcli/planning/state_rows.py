@@ -12,12 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from prepcli.planning.state_names import OPT_STATE, SEPARATOR, Shapes
-from trainer.models.axis_map import AxisMap, Factor, TensorDim, TensorIndex
-from trainer.models.leaf_matrices import counts_layers, layer_number_path, reduced_axes
+from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim, TensorIndex
+from trainer.models.leaf_matrices import counts_layers, reduced_axes, unstacked_path
 from trainer.models.param_tree import find_param_path
 
-StackedIndices = tuple[tuple[str, int], ...]  # (atom, index) of each stacked dim
-LAYER_MARK = "\0"  # stands for the number of a layer while a name is split
+# (atom, index) of each stacked dim
+StackedIndices = tuple[tuple[str, int], ...]
+# placeholder for the layer number while a name is split
+LAYER_MARK = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class PathLeaf:
     path: str
 
 
-def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]) -> Iterator[PathLeaf]:
+def find_state_leaves(
+    leaves: Shapes, parameters: Shapes, slots: Collection[str]
+) -> Iterator[PathLeaf]:
     """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot.
 
     Args:
@@ -44,7 +48,9 @@ def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]
         slots: Names of the complete slots.
     """
     for name, shape in leaves.items():
-        path = find_param_path(name, parameters) if name.startswith(f"{OPT_STATE}.") else None
+        if not name.startswith(f"{OPT_STATE}."):
+            continue
+        path = find_param_path(name, parameters)
         if path is None or reduced_axes(shape, parameters[path]) is None:
             continue
         slot = name.removesuffix(f".{path}")
@@ -52,7 +58,7 @@ def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]
             yield PathLeaf(name, slot, path)
 
 
-def is_path_name(tensor: str) -> bool:
+def is_leaf_path(tensor: str) -> bool:
     """Return whether the name of a tensor in a slot is `/PATH`."""
     return tensor.startswith(SEPARATOR)
 
@@ -63,20 +69,30 @@ def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
     Args:
         path: Path of the parameter's leaf.
         row: The axis map of the parameter.
-        shape: Shape of the leaf: that of the parameter, or with extent 1 in some axes.
+        shape: Shape of the leaf: the parameter's shape, or with extent 1 in some axes.
     """
+    # The parameter `layers embed mlp` with 12 layers, reduced in `mlp` to [12, 768, 1]: the tensors are
+    # /layers.0.mlp.w to /layers.11.mlp.w, each [768, 1].
     axes = reduced_axes(shape, row.leaf_shape)
     assert axes is not None
-    dims = tuple(() if axis in axes else dim for axis, dim in enumerate(row.leaf_dims))
-    layer_dims = [axis for axis, dim in enumerate(dims) if counts_layers([factor.atom for factor in dim])]
-    source_dims = tuple(_tensor_dim(dim) for axis, dim in enumerate(dims) if axis not in layer_dims)
-    name = SEPARATOR + (layer_number_path(path, LAYER_MARK) if layer_dims else path)
+    dims: list[tuple[SizedAxis, ...]] = []
+    layer_indices: list[TensorIndex] = []
+    source_dims: list[TensorDim] = []
+    for axis, dim in enumerate(row.leaf_dims):
+        kept_dim = () if axis in axes else dim
+        dims.append(kept_dim)
+        if counts_layers([factor.atom for factor in kept_dim]):
+            layer_indices.append(TensorIndex(kept_dim))
+        else:
+            source_dims.append(_tensor_dim(kept_dim))
+    name = SEPARATOR + path
+    if layer_indices:
+        name = SEPARATOR + unstacked_path(path, LAYER_MARK)
     before, _, after = name.partition(LAYER_MARK)
-    number = tuple(TensorIndex(dims[axis]) for axis in layer_dims)
-    return AxisMap(row.text, dims, (before, *number, after), source_dims)
+    return AxisMap(row.text, tuple(dims), (before, *layer_indices, after), tuple(source_dims))
 
 
-def _tensor_dim(factors: tuple[Factor, ...]) -> TensorDim:
+def _tensor_dim(factors: tuple[SizedAxis, ...]) -> TensorDim:
     """Return a dim of a tensor with all elements of a dim of the leaf."""
     extent = 1
     for factor in factors:
@@ -84,7 +100,9 @@ def _tensor_dim(factors: tuple[Factor, ...]) -> TensorDim:
     return TensorDim(extent, 0, factors)
 
 
-def index_state_tensors(rows: Mapping[str, AxisMap]) -> dict[str, tuple[str, AxisMap, StackedIndices]]:
+def index_state_tensors(
+    rows: Mapping[str, AxisMap],
+) -> dict[str, tuple[str, AxisMap, StackedIndices]]:
     """Return the leaf of each tensor that `state_axis_map` names: path, axis map of the parameter, indices of layers.
 
     Args:
@@ -111,10 +129,13 @@ def shape_in_leaf(row: AxisMap, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     Args:
         row: The axis map of the parameter.
-        shape: Shape of the tensor, which lacks the axis of stacked layers.
+        shape: Shape of the tensor, without the axis of stacked layers.
     """
     extents = iter(shape)
-    atoms = ([factor.atom for factor in dim] for dim in row.leaf_dims)
-    return tuple(
-        extent if counts_layers(dim) else next(extents) for dim, extent in zip(atoms, row.leaf_shape, strict=True)
-    )
+    leaf_shape: list[int] = []
+    for dim, extent in zip(row.leaf_dims, row.leaf_shape, strict=True):
+        if counts_layers([factor.atom for factor in dim]):
+            leaf_shape.append(extent)
+        else:
+            leaf_shape.append(next(extents))
+    return tuple(leaf_shape)

@@ -2,6 +2,38 @@
 
 A tensor is bytes in C order, a leaf is bytes in chunks. A `StridedCopy` relates strided bytes of one to strided bytes
 of the other. The same copies save a tensor to chunks and export chunks to a tensor.
+
+An example: the float32 tensor w [2, 3] becomes the leaf [3, 2], in chunks [1, 2]. The axis map of the leaf names its
+dims on the left and the dims of the tensor on the right:
+
+>>> from prepcli.planning.grids import StridedPlacement
+>>> from trainer.models.axis_map import bind_row, parse_row
+>>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
+>>> axis_map.source_shape, axis_map.leaf_shape
+((2, 3), (3, 2))
+
+    element    tensor byte    leaf index    chunk    byte in file
+    w[0, 0]         0           [0, 0]        0           0
+    w[0, 1]         4           [1, 0]        1           8
+    w[0, 2]         8           [2, 0]        2          16
+    w[1, 0]        12           [0, 1]        0           4
+    w[1, 1]        16           [1, 1]        1          12
+    w[1, 2]        20           [2, 1]        2          20
+
+The 3 chunks of 8 bytes are stored one after another, so that `strides` of their placement is (8, 8). A step of b moves
+4 bytes in the tensor and 8 in the file, a step of a moves 12 bytes and 4. One copy describes all six elements: its
+`width` is one element, and each dim is (count, tensor stride, file stride).
+
+>>> location = ChunkedLocation(
+...     axis_map, (), ChunkGrid((3, 2), (1, 2)), StridedPlacement(0, 0, (0, 0), (8, 8)), itemsize=4
+... )
+>>> list(region_copies(location, full_box((2, 3))))
+[StridedCopy(tensor_offset=0, file=0, file_offset=0, width=4, dims=((3, 4, 8), (2, 12, 4)))]
+
+For row 1 of the tensor alone, a is fixed at 1: 12 bytes further in the tensor, 4 bytes further in the file.
+
+>>> list(region_copies(location, ((1, 2), (0, 3))))
+[StridedCopy(tensor_offset=12, file=0, file_offset=4, width=4, dims=((3, 4, 8),))]
 """
 
 from __future__ import annotations
@@ -11,9 +43,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.boxes import Box, Range, full_box, intersect, split_merged_range, strides
-from prepcli.planning.grids import ChunkGrid, DimPiece, Placement, StridedPlacement, free_atom_ranges, split_dim
+from prepcli.planning.grids import (
+    ChunkGrid,
+    DimPiece,
+    Placement,
+    StridedPlacement,
+    free_atom_ranges,
+    split_dim,
+)
 from trainer.models.axis_map import AxisMap
+from trainer.models.boxes import Box, Range, full_box, intersect, split_merged_range, strides
 
 NO_INDICES: Mapping[str, int] = {}
 
@@ -54,7 +93,8 @@ class StridedCopy:
     @property
     def repeats(self) -> tuple[tuple[int, int], ...]:
         """(count, file stride) of the repetitions of a run, outermost first."""
-        length, outer_dims = self.width, len(self.dims)
+        length = self.width
+        outer_dims = len(self.dims)
         while outer_dims and self.dims[outer_dims - 1][2] == length:
             length *= self.dims[outer_dims - 1][0]
             outer_dims -= 1
@@ -62,12 +102,13 @@ class StridedCopy:
 
     def run_offsets(self) -> Iterator[int]:
         """Yield the file offset of each run, in packing order."""
-        for displacements in itertools.product(*(range(0, count * stride, stride) for count, stride in self.repeats)):
+        ranges = [range(0, count * stride, stride) for count, stride in self.repeats]
+        for displacements in itertools.product(*ranges):
             yield self.file_offset + sum(displacements)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ChunkedLocation:
     """The part of a tensor that one leaf takes, and where the leaf's chunks are stored.
 
     Attributes:
@@ -85,50 +126,40 @@ class Region:
     itemsize: int
 
 
-def region_copies(region: Region, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
+def region_copies(
+    region: ChunkedLocation, box: Box, window: Box | None = None
+) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and a leaf's chunks.
 
     Args:
         region: The region.
         box: Box of the tensor. Elements of other leaves are excluded.
-        window: Box of the tensor whose bytes in C order the tensor offsets count; None: the whole tensor.
+        window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
 
     Yields:
-        Copies whose tensor offsets count from the first byte of the tensor or window.
+        Copies with tensor offsets from the first byte of the tensor or window.
     """
-    stacked = {atom: (index, index + 1) for atom, index in region.stacked_indices}
+    stacked = _ranges_of(dict(region.stacked_indices))
     for atom_ranges in _atom_ranges_of_tensor_box(region.axis_map, box):
         yield from _copies_to_chunks(region, stacked | atom_ranges, window)
 
 
+def _ranges_of(indices: Mapping[str, int]) -> dict[str, Range]:
+    """Return the range of each atom that is fixed at one index."""
+    return {atom: (index, index + 1) for atom, index in indices.items()}
+
+
 def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
-    """Split a box of a tensor into boxes over its free atoms; yield the range of each atom."""
-    ranges_per_dim = [
-        list(free_atom_ranges(dim.factors, _clip_range(dim_range, dim.start, dim.selected_extent)))
-        for dim_range, dim in zip(box, axis_map.source_dims)
-    ]
+    """Split a box of a tensor into boxes over its free atoms. Yield the range of each atom."""
+    ranges_per_dim: list[list[dict[str, Range]]] = []
+    for dim_range, dim in zip(box, axis_map.source_dims):
+        selected_range = _clip_range(dim_range, dim.start, dim.selected_extent)
+        ranges_per_dim.append(list(free_atom_ranges(dim.factors, selected_range)))
     for dim_ranges in itertools.product(*ranges_per_dim):
-        yield {atom: atom_range for free_ranges in dim_ranges for atom, atom_range in free_ranges.items()}
-
-
-def leaf_box_copies(
-    axis_map: AxisMap, box: Box, *, itemsize: int = 1, unscanned_indices: Mapping[str, int] = NO_INDICES
-) -> Iterator[tuple[str, StridedCopy]]:
-    """Yield the copies that fill a box of a leaf from its source tensors.
-
-    Args:
-        axis_map: Maps the tensors' elements to the leaf's.
-        box: Box of the leaf.
-        itemsize: Bytes per element.
-        unscanned_indices: Index of each atom that selects one of several unscanned leaves.
-
-    Yields:
-        (tensor name, copy). File offsets count from the start of the box in C order, file numbers are 0. Elements that
-        no copy fills are padding.
-    """
-    for part in leaf_box_parts(axis_map, box, unscanned_indices):
-        for copy in part_copies(axis_map, part, itemsize=itemsize):
-            yield part.tensor_name, copy
+        atom_ranges: dict[str, Range] = {}
+        for free_ranges in dim_ranges:
+            atom_ranges |= free_ranges
+        yield atom_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +180,29 @@ class LeafBoxPart:
 def leaf_box_parts(
     axis_map: AxisMap, box: Box, unscanned_indices: Mapping[str, int] = NO_INDICES
 ) -> Iterator[LeafBoxPart]:
-    """Yield the parts of a box of a leaf: one or more per source tensor; see `leaf_box_copies`."""
-    unscanned_ranges = {atom: (index, index + 1) for atom, index in unscanned_indices.items()}
-    true_extents = {
-        f.atom: f.extent
-        for f in (*axis_map.stacked_factors, *(f for dim in axis_map.source_dims for f in dim.factors))
-        if f.fixed is None
-    }
+    """Yield the parts of a box of a leaf, one or more per source tensor.
+
+    Args:
+        axis_map: Maps the tensors' elements to the leaf's.
+        box: Box of the leaf.
+        unscanned_indices: Index of each atom that selects one of several unscanned leaves.
+
+    Yields:
+        The parts. Elements in no part are padding.
+    """
+    # An axis map has the padded extents in the leaf's dims, and the true ones in the tensor's. What
+    # is beyond the true extents is padding, which no tensor fills.
+    true_extents: dict[str, int] = {}
+    for factors in (axis_map.stacked_factors, *(dim.factors for dim in axis_map.source_dims)):
+        for factor in factors:
+            if factor.fixed is None:
+                true_extents[factor.atom] = factor.extent
     for atom_ranges in _atom_ranges_of_box(axis_map, box):
-        clipped = unscanned_ranges | {
-            atom: intersect(atom_range, (0, true_extents[atom])) for atom, atom_range in atom_ranges.items()
-        }
-        for stacked in _iterate_stacked(axis_map, clipped):
-            ranges = clipped | {atom: (index, index + 1) for atom, index in stacked.items()}
+        true_ranges = _ranges_of(unscanned_indices)
+        for atom, atom_range in atom_ranges.items():
+            true_ranges[atom] = intersect(atom_range, (0, true_extents[atom]))
+        for stacked in _iterate_stacked(axis_map, true_ranges):
+            ranges = true_ranges | _ranges_of(stacked)
             if all(start < stop for start, stop in ranges.values()):
                 yield LeafBoxPart(box, axis_map.tensor_name(stacked), ranges)
 
@@ -175,19 +216,19 @@ def part_copies(
         axis_map: Maps the tensor's elements to the leaf's.
         part: The part.
         itemsize: Bytes per element.
-        window: Box of the tensor to copy from; None: the whole tensor.
+        window: Box of the tensor to copy from, or None for the whole tensor.
 
     Yields:
-        Copies whose tensor offsets count from the first byte of the tensor, or of the window in C order. File offsets
+        Copies with tensor offsets from the first byte of the tensor, or of the window in C order. File offsets
         count from the start of the leaf's box in C order, file numbers are 0.
     """
     box_strides = strides([stop - start for start, stop in part.box], itemsize)
     origin = -sum(start * stride for (start, _), stride in zip(part.box, box_strides))
     for atom_ranges in _atom_ranges_in_window(axis_map, part.atom_ranges, window):
-        pieces_per_dim = [
-            list(split_dim(dim, math.prod(f.extent for f in dim), atom_ranges=atom_ranges))
-            for dim in axis_map.leaf_dims
-        ]
+        # The box is one chunk as long as each dim, so that each dim is one piece.
+        pieces_per_dim: list[list[DimPiece]] = []
+        for dim, length in zip(axis_map.leaf_dims, axis_map.leaf_shape):
+            pieces_per_dim.append(list(split_dim(dim, length, atom_ranges=atom_ranges)))
         for dim_pieces in itertools.product(*pieces_per_dim):
             yield _make_copy(
                 axis_map,
@@ -205,10 +246,17 @@ def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
     """Return the smallest box of a tensor that contains the elements of some atom ranges."""
     box: list[Range] = []
     for dim in axis_map.source_dims:
-        ranges = [atom_ranges[f.atom] if f.fixed is None else (f.fixed, f.fixed + 1) for f in dim.factors]
-        factor_strides = strides([f.extent for f in dim.factors])
-        first = dim.start + sum(start * stride for (start, _), stride in zip(ranges, factor_strides))
-        last = dim.start + sum((stop - 1) * stride for (_, stop), stride in zip(ranges, factor_strides))
+        first = dim.start
+        last = dim.start
+        factor_strides = strides([factor.extent for factor in dim.factors])
+        for factor, stride in zip(dim.factors, factor_strides):
+            if factor.fixed is None:
+                start, stop = atom_ranges[factor.atom]
+            else:
+                start = factor.fixed
+                stop = factor.fixed + 1
+            first += start * stride
+            last += (stop - 1) * stride
         box.append((first, last + 1))
     return tuple(box)
 
@@ -221,47 +269,53 @@ def _atom_ranges_in_window(
         yield atom_ranges
         return
     for window_ranges in _atom_ranges_of_tensor_box(axis_map, window):
-        common = {atom: intersect(atom_ranges[atom], atom_range) for atom, atom_range in window_ranges.items()}
+        common: dict[str, Range] = {}
+        for atom, atom_range in window_ranges.items():
+            common[atom] = intersect(atom_ranges[atom], atom_range)
         if all(start < stop for start, stop in common.values()):
             yield {**atom_ranges, **common}
 
 
 def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
-    """Split a box of a leaf into boxes over its atoms; yield the range of each atom."""
-    boxes_per_dim = [
-        list(split_merged_range(dim_range, [f.extent for f in dim])) for dim_range, dim in zip(box, axis_map.leaf_dims)
-    ]
+    """Split a box of a leaf into boxes over its atoms. Yield the range of each atom."""
+    boxes_per_dim: list[list[Box]] = []
+    for dim_range, dim in zip(box, axis_map.leaf_dims):
+        extents = [factor.extent for factor in dim]
+        boxes_per_dim.append(list(split_merged_range(dim_range, extents)))
     for atom_boxes in itertools.product(*boxes_per_dim):
-        yield {
-            f.atom: atom_range
-            for dim, atom_box in zip(axis_map.leaf_dims, atom_boxes)
-            for f, atom_range in zip(dim, atom_box)
-        }
+        atom_ranges: dict[str, Range] = {}
+        for dim, atom_box in zip(axis_map.leaf_dims, atom_boxes):
+            for factor, atom_range in zip(dim, atom_box):
+                atom_ranges[factor.atom] = atom_range
+        yield atom_ranges
 
 
-def _iterate_stacked(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
+def _iterate_stacked(
+    axis_map: AxisMap, atom_ranges: Mapping[str, Range]
+) -> Iterator[dict[str, int]]:
     """Yield the index of each stacked atom, for every tensor in the ranges."""
-    atoms = [f.atom for f in axis_map.stacked_factors]
-    for index in itertools.product(*(range(*atom_ranges[atom]) for atom in atoms)):
+    atoms = [factor.atom for factor in axis_map.stacked_factors]
+    index_ranges = [range(*atom_ranges[atom]) for atom in atoms]
+    for index in itertools.product(*index_ranges):
         yield dict(zip(atoms, index))
 
 
 def _clip_range(index_range: Range, start: int, length: int) -> Range:
-    """Return the part of a range inside `length` indices from `start` on, counted from `start`."""
+    """Intersect a range with [start, start + length) and shift it by -start, e.g. (2, 9), 4, 3 -> (0, 3)."""
     clipped_start, clipped_stop = intersect(index_range, (start, start + length))
     return clipped_start - start, clipped_stop - start
 
 
 def _copies_to_chunks(
-    region: Region, atom_ranges: Mapping[str, Range], window: Box | None = None
+    region: ChunkedLocation, atom_ranges: Mapping[str, Range], window: Box | None = None
 ) -> Iterator[StridedCopy]:
     """Yield the copies of a box of atoms to the leaf's chunks."""
-    axis_map, grid = region.axis_map, region.grid
-    element_strides = strides(grid.chunk_shape, region.itemsize)
-    pieces_per_dim = [
-        list(split_dim(dim, length, atom_ranges=atom_ranges))
-        for dim, length in zip(axis_map.leaf_dims, grid.chunk_shape)
-    ]
+    axis_map = region.axis_map
+    chunk_shape = region.grid.chunk_shape
+    element_strides = strides(chunk_shape, region.itemsize)
+    pieces_per_dim: list[list[DimPiece]] = []
+    for dim, length in zip(axis_map.leaf_dims, chunk_shape):
+        pieces_per_dim.append(list(split_dim(dim, length, atom_ranges=atom_ranges)))
     for dim_pieces in itertools.product(*pieces_per_dim):
         if isinstance(region.placement, StridedPlacement):
             file, file_offset = region.placement.find([piece.chunk_index for piece in dim_pieces])
@@ -277,11 +331,13 @@ def _copies_to_chunks(
                 window=window,
             )
         else:
-            yield from _copies_by_chunk(region, atom_ranges, dim_pieces, element_strides, window=window)
+            yield from _copies_by_chunk(
+                region, atom_ranges, dim_pieces, element_strides, window=window
+            )
 
 
 def _copies_by_chunk(
-    region: Region,
+    region: ChunkedLocation,
     atom_ranges: Mapping[str, Range],
     dim_pieces: Sequence[DimPiece],
     element_strides: Sequence[int],
@@ -308,8 +364,9 @@ def _split_by_chunk(piece: DimPiece) -> Iterator[DimPiece]:
     """Split a piece of a dim into pieces that touch one chunk each."""
     chunk_loops = [step for step in piece.steps if step.chunk_step]
     element_loops = tuple(step for step in piece.steps if not step.chunk_step)
-    for index in itertools.product(*(range(step.count) for step in chunk_loops)):
-        atom_starts, chunk_index = dict(piece.atom_starts), piece.chunk_index
+    for index in itertools.product(*[range(step.count) for step in chunk_loops]):
+        atom_starts = dict(piece.atom_starts)
+        chunk_index = piece.chunk_index
         for iteration, step in zip(index, chunk_loops):
             atom_starts[step.atom] += iteration * step.atom_step
             chunk_index += iteration * step.chunk_step
@@ -338,30 +395,32 @@ def _make_copy(
         file: Number of the file.
         file_offset: Offset of the first chunk.
         itemsize: Bytes per element.
-        chunk_strides: Bytes between chunks, per leaf dim; empty if the pieces touch one chunk.
-        window: Box of the tensor whose bytes in C order the tensor offsets count; None: the whole tensor.
+        chunk_strides: Bytes between chunks, per leaf dim, or empty if the pieces touch one chunk.
+        window: Tensor offsets count the bytes of this box of the tensor in C order. None for the whole tensor.
 
     Returns:
         The copy.
     """
-    atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()} | {
-        atom: start for piece in dim_pieces for atom, start in piece.atom_starts
-    }
-    tensor_offset, tensor_strides = _tensor_offset_and_strides(axis_map, atom_starts, itemsize, window)
-    file_offset += sum(
-        piece.element_offset * element_stride for piece, element_stride in zip(dim_pieces, element_strides)
+    # In the example of the module, for the whole tensor: the piece of dim b has the loops
+    # (count 3, chunk_step 1) and (count 1, element_step 1), the piece of dim a the loop
+    # (count 2, element_step 1). `element_strides` are (8, 4) and `chunk_strides` (8, 8), so that the
+    # file strides are 1 * 8, 1 * 8 and 1 * 4. The tensor strides of b and a are 4 and 12.
+    atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()}
+    for piece in dim_pieces:
+        atom_starts.update(piece.atom_starts)
+    tensor_offset, tensor_strides = _tensor_offset_and_strides(
+        axis_map, atom_starts, itemsize, window
     )
-    dims = [
-        (
-            step.count,
-            tensor_strides.get(step.atom, 0) * step.atom_step,
-            step.chunk_step * chunk_stride + step.element_step * element_stride,
-        )
-        for piece, element_stride, chunk_stride in zip(
-            dim_pieces, element_strides, chunk_strides or (0,) * len(dim_pieces)
-        )
-        for step in piece.steps
-    ]
+    if not chunk_strides:
+        chunk_strides = (0,) * len(dim_pieces)
+    dims: list[tuple[int, int, int]] = []
+    for piece, element_stride, chunk_stride in zip(dim_pieces, element_strides, chunk_strides):
+        file_offset += piece.element_offset * element_stride
+        for step in piece.steps:
+            # an atom of the leaf without a counterpart in the tensor has the extent 1
+            tensor_stride = tensor_strides.get(step.atom, 0) * step.atom_step
+            file_stride = step.chunk_step * chunk_stride + step.element_step * element_stride
+            dims.append((step.count, tensor_stride, file_stride))
     return merge_dims(StridedCopy(tensor_offset, file, file_offset, itemsize, tuple(dims)))
 
 
@@ -369,27 +428,44 @@ def _tensor_offset_and_strides(
     axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int, window: Box | None
 ) -> tuple[int, dict[str, int]]:
     """Return the tensor offset of the atoms' first indices, and the tensor stride of each free atom."""
-    tensor_offset, atom_strides = 0, {}
-    window = full_box(axis_map.source_shape) if window is None else window
+    if window is None:
+        window = full_box(axis_map.source_shape)
+    tensor_offset = 0
+    atom_strides: dict[str, int] = {}
     dim_strides = strides([stop - start for start, stop in window], itemsize)
     for dim, (window_start, _), dim_stride in zip(axis_map.source_dims, window, dim_strides):
         tensor_offset += (dim.start - window_start) * dim_stride
-        for factor, atom_stride in zip(dim.factors, strides([f.extent for f in dim.factors], dim_stride)):
-            tensor_offset += (atom_starts[factor.atom] if factor.fixed is None else factor.fixed) * atom_stride
+        factor_strides = strides([factor.extent for factor in dim.factors], dim_stride)
+        for factor, atom_stride in zip(dim.factors, factor_strides):
             if factor.fixed is None:
+                tensor_offset += atom_starts[factor.atom] * atom_stride
                 atom_strides[factor.atom] = atom_stride
+            else:
+                tensor_offset += factor.fixed * atom_stride
     return tensor_offset, atom_strides
 
 
 def merge_dims(copy: StridedCopy) -> StridedCopy:
     """Return an equal copy with as few dims as possible, sorted by descending file stride."""
-    dims = sorted((dim for dim in copy.dims if dim[0] > 1), key=lambda dim: -dim[2])
-    width, merged = copy.width, []
+    dims = sorted((dim for dim in copy.dims if dim[0] > 1), key=_by_descending_file_stride)
+    width = copy.width
+    merged: list[tuple[int, int, int]] = []  # innermost first
     for count, tensor_stride, file_stride in reversed(dims):
         if not merged and tensor_stride == file_stride == width:
+            # neighbours in both, e.g. width 4 and (3, 4, 4) -> width 12
             width *= count
-        elif merged and (tensor_stride, file_stride) == (merged[-1][0] * merged[-1][1], merged[-1][0] * merged[-1][2]):
-            merged[-1] = (merged[-1][0] * count, merged[-1][1], merged[-1][2])
-        else:
-            merged.append((count, tensor_stride, file_stride))
-    return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, width, tuple(reversed(merged)))
+            continue
+        if merged:
+            inner_count, inner_tensor_stride, inner_file_stride = merged[-1]
+            is_next_tensor_byte = tensor_stride == inner_count * inner_tensor_stride
+            if is_next_tensor_byte and file_stride == inner_count * inner_file_stride:
+                # one loop continues the other, e.g. (2, 24, 48), (3, 8, 16) -> (6, 8, 16)
+                merged[-1] = (inner_count * count, inner_tensor_stride, inner_file_stride)
+                continue
+        merged.append((count, tensor_stride, file_stride))
+    merged.reverse()
+    return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, width, tuple(merged))
+
+
+def _by_descending_file_stride(dim: tuple[int, int, int]) -> int:
+    return -dim[2]

@@ -20,7 +20,8 @@ class FileTensor:
     """A tensor in a file: C order, little endian, `nbytes` bytes from `offset` of file number `file` on."""
 
     name: str
-    dtype: str  # a key of ITEM_BITS: NumPy's or ml_dtypes' name
+    # a key of ITEM_BITS: NumPy's or ml_dtypes' name
+    dtype: str
     shape: tuple[int, ...]
     file: int
     offset: int

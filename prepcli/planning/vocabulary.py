@@ -9,8 +9,10 @@ from typing import Any
 from prepcli.errors import PrepError, usage_error
 from trainer.models.parameters import read_size
 
-VOCAB_SIZE_KEY, TRUE_VOCAB_SIZE_KEY = "vocab_size", "true_vocab_size"
-MAX_ROWS = (1 << 31) - 1  # token ids are 32-bit integers
+VOCAB_SIZE_KEY = "vocab_size"
+TRUE_VOCAB_SIZE_KEY = "true_vocab_size"
+# token ids are 32-bit integers
+MAX_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,9 @@ class Vocabulary:
         return -(-self.true_size // multiple) * multiple
 
 
-def read_vocabulary(config: Mapping[str, Any], default_size: int, *, true_size: int | None = None) -> Vocabulary:
+def read_vocabulary(
+    config: Mapping[str, Any], default_size: int, *, true_size: int | None = None
+) -> Vocabulary:
     """Read the vocabulary sizes from a config.
 
     Args:
@@ -45,11 +49,18 @@ def read_vocabulary(config: Mapping[str, Any], default_size: int, *, true_size: 
         PrepError: A size is not a positive integer, or the true size is larger than the stored size.
     """
     stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
-    size = true_size if true_size is not None else read_size(config, TRUE_VOCAB_SIZE_KEY, stored_size)
+    if true_size is None:
+        size = read_size(config, TRUE_VOCAB_SIZE_KEY, stored_size)
+        origin = f"config.json's {TRUE_VOCAB_SIZE_KEY}"
+        make_error = PrepError
+    else:
+        size = true_size
+        origin = "--true-vocab"
+        make_error = usage_error
     if not 1 <= size <= stored_size:
-        origin = "--true-vocab" if true_size is not None else f"config.json's {TRUE_VOCAB_SIZE_KEY}"
-        make_error = usage_error if true_size is not None else PrepError
-        raise make_error(f"{origin} {size} is out of range", f"the vocabulary has {stored_size} rows")
+        raise make_error(
+            f"{origin} {size} is out of range", f"the vocabulary has {stored_size} rows"
+        )
     return Vocabulary(size, stored_size)
 
 
@@ -72,6 +83,6 @@ def with_vocabulary(config: Mapping[str, Any], vocabulary: Vocabulary) -> dict[s
     """Return the config with the given vocabulary sizes. Without padding, the config has no true size."""
     updated = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
     updated.pop(TRUE_VOCAB_SIZE_KEY, None)
-    return updated | (
-        {TRUE_VOCAB_SIZE_KEY: vocabulary.true_size} if vocabulary.true_size != vocabulary.stored_size else {}
-    )
+    if vocabulary.true_size != vocabulary.stored_size:
+        updated[TRUE_VOCAB_SIZE_KEY] = vocabulary.true_size
+    return updated

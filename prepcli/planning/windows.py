@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from prepcli.planning.boxes import Box, strides, volume
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.plan import Contiguous, Locations, Strided
 from prepcli.planning.strided_copies import StridedCopy, merge_dims, region_copies
+from trainer.models.boxes import Box, full_box, strides, volume
 
 
 def window_copies(
@@ -24,10 +24,10 @@ def window_copies(
         locations: Where the tensor is stored.
         shape: Shape of the tensor.
         item_nbytes: Bytes per element.
-        window: Box of the tensor; it need not be contiguous.
+        window: Box of the tensor. It need not be contiguous.
 
     Yields:
-        Copies whose tensor offsets count the bytes of the window.
+        Copies with tensor offsets from the first byte of the window.
     """
     for location in locations:
         if isinstance(location, GappedRegion):
@@ -43,7 +43,9 @@ def window_copies(
 
 def _strided_copy(location: Strided, item_nbytes: int, window: Box) -> StridedCopy:
     counts = [stop - start for start, stop in window]
-    file_offset = location.offset + sum(start * stride for (start, _), stride in zip(window, location.strides))
+    file_offset = location.offset
+    for (start, _), stride in zip(window, location.strides):
+        file_offset += start * stride
     dims = tuple(zip(counts, strides(counts, item_nbytes), location.strides))
     return merge_dims(StridedCopy(0, location.file, file_offset, item_nbytes, dims))
 
@@ -53,19 +55,25 @@ def file_strides(locations: Locations, shape: Sequence[int], item_nbytes: int) -
 
     For an axis that several loops cover, it is the distance of the outermost loop.
     """
-    whole = tuple((0, extent) for extent in shape)
-    copies = window_copies(locations, shape, item_nbytes=item_nbytes, window=whole)
+    copies = window_copies(locations, shape, item_nbytes=item_nbytes, window=full_box(shape))
     first = next(copies, StridedCopy(0, 0, 0, item_nbytes))
     tensor_strides = strides(shape, item_nbytes)
     result = list(tensor_strides)
     for axis, tensor_stride in enumerate(tensor_strides):
-        inner = [dim for dim in first.dims if tensor_stride <= dim[1] < tensor_stride * max(2, shape[axis])]
-        if inner:
-            result[axis] = max(file_stride for _, _, file_stride in inner)
+        # a loop belongs to this axis if its steps stay inside one index of the axis before it
+        stop_stride = tensor_stride * max(2, shape[axis])
+        largest_stride = 0
+        for _, loop_stride, file_stride in first.dims:
+            if tensor_stride <= loop_stride < stop_stride:
+                largest_stride = max(largest_stride, file_stride)
+        if largest_stride:
+            result[axis] = largest_stride
     return tuple(result)
 
 
-def merge_windows(windows: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int) -> list[Box]:
+def merge_windows(
+    windows: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int
+) -> list[Box]:
     """Replace windows by their union where the union adds no elements, or gaps in the file that are read anyway.
 
     Args:
@@ -86,8 +94,13 @@ def merge_windows(windows: Sequence[Box], axis_strides: Sequence[int], max_gap_n
     return merged
 
 
-def _mergeable_box(box: Box, others: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int) -> Box | None:
-    return next((other for other in others if _is_mergeable(box, other, axis_strides, max_gap_nbytes)), None)
+def _mergeable_box(
+    box: Box, others: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int
+) -> Box | None:
+    for other in others:
+        if _is_mergeable(box, other, axis_strides, max_gap_nbytes):
+            return other
+    return None
 
 
 def _union(a: Box, b: Box) -> Box:
@@ -97,7 +110,7 @@ def _union(a: Box, b: Box) -> Box:
 def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: int) -> bool:
     if volume(_union(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
-    different = [axis for axis, (x, y) in enumerate(zip(a, b)) if x != y]
+    different = [axis for axis in range(len(a)) if a[axis] != b[axis]]
     if len(different) != 1:
         return False
     (axis,) = different
@@ -124,8 +137,10 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
         remaining //= lengths[axis]
     ranges = [range(*window[axis], lengths[axis]) for axis in axes]
     for starts in itertools.product(*ranges):
-        box = dict(zip(axes, starts))
-        yield tuple((box[axis], min(box[axis] + lengths[axis], stop)) for axis, (_, stop) in enumerate(window))
+        box = list(window)
+        for axis, start in zip(axes, starts):
+            box[axis] = (start, min(start + lengths[axis], window[axis][1]))
+        yield tuple(box)
 
 
 def span_nbytes(copy: StridedCopy) -> int:
@@ -133,7 +148,9 @@ def span_nbytes(copy: StridedCopy) -> int:
     return copy.width + sum((count - 1) * file_stride for count, _, file_stride in copy.dims)
 
 
-def split_into_spans(copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int) -> Iterator[StridedCopy]:
+def split_into_spans(
+    copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int
+) -> Iterator[StridedCopy]:
     """Split a copy into copies that are read at once: gaps in the file of less than a limit are read with it.
 
     Args:
@@ -144,23 +161,34 @@ def split_into_spans(copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int)
     Yields:
         Copies in the order of their file offsets.
     """
-    inner, number = copy.width, len(copy.dims)
+    # `inner` is the span of the loops from `number` on. They are read at once, with their gaps.
+    inner = copy.width
+    number = len(copy.dims)
     while number and copy.dims[number - 1][2] - inner < max_gap_nbytes:
         count, _, file_stride = copy.dims[number - 1]
-        if (count - 1) * file_stride + inner > max_nbytes:
+        span = (count - 1) * file_stride + inner
+        if span > max_nbytes:
             break
-        inner, number = (count - 1) * file_stride + inner, number - 1
+        inner = span
+        number -= 1
     if not number:
         yield copy
         return
-    count, tensor_stride, file_stride = copy.dims[number - 1]
-    group = max(1, (max_nbytes - inner) // file_stride + 1) if file_stride - inner < max_gap_nbytes else 1
-    for indices in itertools.product(*(range(n) for n, _, _ in copy.dims[: number - 1]), range(0, count, group)):
-        steps = [(index, *dim[1:]) for index, dim in zip(indices, copy.dims)]
-        grouped = (min(group, count - indices[-1]), tensor_stride, file_stride)
-        yield replace(
-            copy,
-            tensor_offset=copy.tensor_offset + sum(index * stride for index, stride, _ in steps),
-            file_offset=copy.file_offset + sum(index * stride for index, _, stride in steps),
-            dims=((grouped, *copy.dims[number:]) if grouped[0] > 1 else copy.dims[number:]),
-        )
+    # The next loop is too long to read at once, or has long gaps. `group` of its steps are read together.
+    *outer_dims, (count, tensor_stride, file_stride) = copy.dims[:number]
+    inner_dims = copy.dims[number:]
+    group = 1
+    if file_stride - inner < max_gap_nbytes:
+        group = max(1, (max_nbytes - inner) // file_stride + 1)
+    index_ranges = [range(outer_count) for outer_count, _, _ in outer_dims]
+    for *outer_indices, first in itertools.product(*index_ranges, range(0, count, group)):
+        tensor_offset = copy.tensor_offset + first * tensor_stride
+        file_offset = copy.file_offset + first * file_stride
+        for index, (_, outer_tensor_stride, outer_file_stride) in zip(outer_indices, outer_dims):
+            tensor_offset += index * outer_tensor_stride
+            file_offset += index * outer_file_stride
+        dims = inner_dims
+        num_steps = min(group, count - first)
+        if num_steps > 1:
+            dims = ((num_steps, tensor_stride, file_stride), *inner_dims)
+        yield replace(copy, tensor_offset=tensor_offset, file_offset=file_offset, dims=dims)

@@ -1,13 +1,14 @@
 """A lock of a URL in an object store: one plan at a time writes below it.
 
-Object stores have no locks, but conditional writes. The lock is the object `URL/.prep-lock`, which names its owner.
+Object stores have conditional writes instead of locks. The lock is the object `URL/.prep-lock` with the name of its
+owner.
 The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A kill
 leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
 
 with BucketLock(bucket, plan_digest, note=ui.note) as lock:
     bucket.write(...)
-    lock.check()  # before the output becomes visible
-    bucket.write("prep-manifest.json", ...)
+    lock.confirm()
+    publish_file(bucket, "prep-manifest.json", path)  # the output becomes visible
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import ignore_note
 from trainer.files.json_values import load_json
 
+# A lock expires after 10 missed renewals. `check` trusts the last renewal for UNSURE_S.
+# A write that it allows has at least 300 - 120 = 180 s until another plan may take the lock over.
 RENEW_S = 30.0
-STALE_S = 300.0  # without a renewal, until another plan takes the lock over
-UNSURE_S = 120.0  # without a successful renewal, until `check` asks the store
+# Seconds without a renewal until another plan takes the lock over.
+STALE_S = 300.0
+# Seconds without a successful renewal until `check` asks the store.
+UNSURE_S = 120.0
 MAX_NBYTES = 4096  # of the lock object
-MAX_TRIES = 10  # to acquire a lock that others acquire and release meanwhile
+# Tries to acquire a lock while other processes acquire and release it.
+MAX_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,44 +87,59 @@ class LockOwner:
             return UNKNOWN_OWNER
         texts = (owner.host, owner.plan, owner.token)
         numbers = (owner.process, owner.renewals)
-        is_valid = all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
-        return owner if is_valid else UNKNOWN_OWNER
+        is_valid = all(type(text) is str for text in texts) and all(
+            type(number) is int for number in numbers
+        )
+        if is_valid:
+            return owner
+        return UNKNOWN_OWNER
 
 
 UNKNOWN_OWNER = LockOwner("an unknown host", 0, "", "")
 
 
 def lock_owner(bucket: Bucket) -> LockOwner | None:
-    """Return the owner of a URL's lock; None without a lock.
+    """Return the owner of a URL's lock, or None without a lock.
 
     Raises:
         PrepError: The store does not answer, or access is denied.
     """
     lock_object = read_object(bucket, LOCK_FILE, MAX_NBYTES)
-    return None if lock_object is None else LockOwner.from_bytes(lock_object.content)
+    if lock_object is None:
+        return None
+    return LockOwner.from_bytes(lock_object.content)
 
 
 class BucketLock:
     """The lock of a URL, held from `acquire` to `release`. A thread renews it."""
 
     def __init__(
-        self, bucket: Bucket, plan_digest: str, *, note: Callable[[str], object] = ignore_note, renew_s: float = RENEW_S
+        self,
+        bucket: Bucket,
+        plan_digest: str,
+        *,
+        note: Callable[[str], object] = ignore_note,
+        renew_s: float = RENEW_S,
     ) -> None:
         """Create a free lock.
 
         Args:
             bucket: Client of the URL to lock.
-            plan_digest: Digest of the plan; a holder with the same plan is replaced.
+            plan_digest: Digest of the plan. A holder with the same plan is replaced.
             note: Receives a line if the URL cannot be locked or unlocked.
             renew_s: Seconds between two renewals.
         """
         self._bucket = bucket
         self._note = note
         self._renew_s = renew_s
-        self._owner = LockOwner(socket.gethostname(), os.getpid(), plan_digest, secrets.token_hex(8))
-        self._version: ObjectVersion | None = None  # of the lock object; None if this process has not written it
+        self._owner = LockOwner(
+            socket.gethostname(), os.getpid(), plan_digest, secrets.token_hex(8)
+        )
+        # Version of the lock object. None if this process has not written it.
+        self._version: ObjectVersion | None = None
         self._new_owner: LockOwner | None = None  # that took the lock over
         self._renewed_s = 0.0
+        # Guards `_version`, `_new_owner` and `_owner`: `check` and the renewing thread both renew.
         self._mutex = threading.Lock()
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,7 +149,10 @@ class BucketLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.release()
 
@@ -151,21 +175,29 @@ class BucketLock:
         self._thread.start()
 
     def _write_first(self) -> ObjectVersion:
-        """Write the lock object of this owner; return its version."""
+        """Write the lock object of this owner, and return its version."""
         for _ in range(MAX_TRIES):
             version = create_object(self._bucket, LOCK_FILE, self._owner.to_bytes())
-            lock_object = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version:
+                lock_object = None
+            else:
+                lock_object = read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
             if version is None and lock_object is not None:
                 version = self._take_over(lock_object)
             if version is not None:
                 return version
-        raise PrepError(f"{self._bucket.name} cannot be locked", "other processes lock it again and again", RERUN_HINT)
+        raise PrepError(
+            f"{self._bucket.name} cannot be locked",
+            "other processes lock it again and again",
+            RERUN_HINT,
+        )
 
     def _take_over(self, lock_object: SmallObject) -> ObjectVersion | None:
-        """Replace the lock object of another owner; None if it has changed meanwhile."""
+        """Replace the lock object of another owner. Return None if it has changed meanwhile."""
         owner = LockOwner.from_bytes(lock_object.content)
         if owner.token == self._owner.token:
-            return lock_object.version  # an earlier request of this process arrived, and its answer was lost
+            # An earlier request of this process arrived, and its answer was lost.
+            return lock_object.version
         _check_available(self._bucket, lock_object, self._owner.plan)
         return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), lock_object.version)
 
@@ -195,7 +227,9 @@ class BucketLock:
         if self._new_owner is not None:
             why = f"{self._new_owner} works on it now"
             raise PrepError(
-                f"{self._bucket.name} was taken over", why, "wait until it ends, then run the command again"
+                f"{self._bucket.name} was taken over",
+                why,
+                "wait until it ends, then run the command again",
             )
 
     def _renew_until_released(self) -> None:
@@ -207,17 +241,26 @@ class BucketLock:
     def _renew(self) -> None:
         """Rewrite the lock object. Record its new owner if this process no longer holds it."""
         with self._mutex:
+            # No write after `release`: it would create the lock object again.
             if self._version is None or self._new_owner is not None or self._released.is_set():
                 return
             owner = self._owner
-            self._owner = LockOwner(owner.host, owner.process, owner.plan, owner.token, owner.renewals + 1)
+            self._owner = LockOwner(
+                owner.host, owner.process, owner.plan, owner.token, owner.renewals + 1
+            )
             content = self._owner.to_bytes()
+            # The write depends on the version that this process wrote last. The store compares
+            # and writes in one step, so of two holders one fails.
             version = replace_object(self._bucket, LOCK_FILE, content, self._version)
-            lock_object = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version:
+                lock_object = None
+            else:
+                lock_object = read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
             if version is None and lock_object is None:
                 version = create_object(self._bucket, LOCK_FILE, content)  # a user removed it
             elif lock_object is not None:
                 holder = LockOwner.from_bytes(lock_object.content)
+                # The token is this owner's if an earlier request arrived and its answer was lost.
                 if holder.token == owner.token:
                     version = lock_object.version
                 else:
@@ -232,10 +275,13 @@ class BucketLock:
         with self._mutex:
             is_held = self._version is not None and self._new_owner is None
             self._version = None
+        # The lock object of another owner stays.
         if not is_held:
             return
         try:
             owner = lock_owner(self._bucket)
+            # A delete has no condition in obstore 0.12. Between this read and the delete, only
+            # the same plan could take the lock, or another plan STALE_S after the last renewal.
             if owner is not None and owner.token == self._owner.token:
                 self._bucket.delete(LOCK_FILE)
         except PrepError as error:
@@ -268,6 +314,7 @@ def locked_error(bucket: Bucket, owner: LockOwner) -> PrepError:
 
 def _store_time(bucket: Bucket) -> datetime:
     """Return the current time of the store: write an object, and read its modification time."""
+    # The clocks of two hosts differ. Both times of an age come from the store.
     path = f"{LOCK_FILE}-time-{secrets.token_hex(8)}"
     create_object(bucket, path, b"\n")
     try:
@@ -275,5 +322,9 @@ def _store_time(bucket: Bucket) -> datetime:
     finally:
         bucket.delete(path)
     if written is None:
-        raise PrepError(f"cannot lock {bucket.name}", "an object that was written cannot be read back", RERUN_HINT)
+        raise PrepError(
+            f"cannot lock {bucket.name}",
+            "an object that was written cannot be read back",
+            RERUN_HINT,
+        )
     return written.modified

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from prepcli.errors import PrepError
 from prepcli.remote.object_store import Bucket, status_of
 from prepcli.remote.retries import WRITE_TIMEOUT_FACTOR, call_with_timeout
 
@@ -28,8 +30,8 @@ class ObjectVersion:
     """Version of an object.
 
     Attributes:
-        etag: ETag; empty if the store has none.
-        generation: Generation of GCS; empty for other stores.
+        etag: ETag, empty if the store has none.
+        generation: Generation of GCS, empty for other stores.
     """
 
     etag: str
@@ -60,7 +62,7 @@ def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | 
         content: The bytes.
 
     Returns:
-        Its version; None if the object exists.
+        Its version, or None if the object exists.
 
     Raises:
         ConditionsNotSupportedError: The store has no conditional writes.
@@ -69,7 +71,9 @@ def create_object(bucket: Bucket, path: str, content: bytes) -> ObjectVersion | 
     return _put(bucket, path, content, "create")
 
 
-def replace_object(bucket: Bucket, path: str, content: bytes, version: ObjectVersion) -> ObjectVersion | None:
+def replace_object(
+    bucket: Bucket, path: str, content: bytes, version: ObjectVersion
+) -> ObjectVersion | None:
     """Overwrite an object that still has a version.
 
     Args:
@@ -79,7 +83,7 @@ def replace_object(bucket: Bucket, path: str, content: bytes, version: ObjectVer
         version: The version to replace.
 
     Returns:
-        The new version; None if the object has another version or does not exist.
+        The new version, or None if the object has another version or does not exist.
 
     Raises:
         ConditionsNotSupportedError: The store has no conditional writes.
@@ -93,8 +97,46 @@ def replace_object(bucket: Bucket, path: str, content: bytes, version: ObjectVer
     return _put(bucket, path, content, known)
 
 
+def publish_file(bucket: Bucket, path: str, file: Path) -> None:
+    """Upload the object that makes an output visible, if no other process has done so.
+
+    Call it directly after `BucketLock.confirm`. The object must not exist: the caller deletes the
+    one of an earlier output first.
+
+    Args:
+        bucket: Client of the output's URL.
+        path: Path of the object below the URL.
+        file: Local file with the content, sent in one request.
+
+    Raises:
+        PrepError: Another process has published an output there, or the store does not answer.
+    """
+    # The lock and the manifest are two objects, and a store puts a condition only on the object
+    # that a request writes. So the requests come in this order:
+    #   1. confirm: a compare-and-swap of the lock object. It fails if another process has the lock.
+    #   2. create: fails if another process has published the output since step 1.
+    # One gap remains. A holder that takes the lock between 1 and 2 may list this output as a
+    # leftover, and delete its data after step 2. The manifest then names objects that do not
+    # exist: readers report damage, and none of them takes other bytes for values.
+    content = file.read_bytes()
+    try:
+        version = create_object(bucket, path, content)
+    except ConditionsNotSupportedError:
+        bucket.write(path, file)
+        return
+    if version is not None:
+        return
+    # obstore repeats a request without an answer. If the first one arrived, the object has
+    # exactly this content, and the create has succeeded.
+    existing = read_object(bucket, path, len(content) + 1)
+    if existing is None or existing.content != content:
+        why = f"another process has written its {path} meanwhile"
+        hint = "wait until it ends, then run the command again"
+        raise PrepError(f"{bucket.name} was taken over", why, hint)
+
+
 def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | None:
-    """Read an object; None if it does not exist.
+    """Read an object, or None if it does not exist.
 
     Args:
         bucket: Client of the store.
@@ -111,6 +153,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
         content = bytearray()
         for chunk in result.stream():
             content += chunk
+            # The size of the object is not trusted: the loop ends after the first chunk above the limit.
             if len(content) > max_nbytes:
                 break
         metadata = result.meta
@@ -132,7 +175,11 @@ def _put(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVers
             result = call_with_timeout(
                 lambda: bucket.store.put(bucket.url.key(path), content, mode=mode), _limit_s(bucket)
             )
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotFoundError):
+        except (
+            exceptions.AlreadyExistsError,
+            exceptions.PreconditionError,
+            exceptions.NotFoundError,
+        ):
             return None
         except FileExistsError:
             return None

@@ -20,7 +20,12 @@ from prepcli.errors import PrepError
 from prepcli.formats.untrusted import read_bytes
 from prepcli.remote.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
 from prepcli.remote.hub_ranges import HubRangeReader
-from prepcli.remote.placeholders import RemoteCheckpoint, create_placeholder_folder, write_headers, write_small_file
+from prepcli.remote.placeholders import (
+    RemoteCheckpoint,
+    create_placeholder_folder,
+    write_headers,
+    write_small_file,
+)
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import RetryPolicy, map_in_daemon_threads
 
@@ -36,7 +41,7 @@ class HubListing:
     """The listed files of one revision of a repository."""
 
     hub_id: str
-    revision: str | None  # as requested; None: `main`
+    revision: str | None  # as requested, None for `main`
     commit: str | None
     siblings: Mapping[str, RepoSibling]
     retry_policy: RetryPolicy
@@ -46,7 +51,9 @@ class HubListing:
         """Download a small file into the hub's cache, and return bytes of it."""
         from huggingface_hub import hf_hub_download
 
-        return read_bytes(Path(hf_hub_download(self.hub_id, name, revision=self.commit)), start, stop - start)
+        return read_bytes(
+            Path(hf_hub_download(self.hub_id, name, revision=self.commit)), start, stop - start
+        )
 
     def download(self, names: Sequence[str], progress: Progress) -> Path:
         """Download files into the hub's cache, unless they are there.
@@ -68,17 +75,26 @@ class HubListing:
         missing = _missing_files(self, names)
         needed_bytes = sum(self.siblings[name].size or 0 for name in missing)
         _check_disk_space(self.hub_id, needed_bytes, Path(HF_HUB_CACHE))
-        blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.hub_id, repo_type=self.repo_type) / "blobs"
+        blobs = (
+            Path(HF_HUB_CACHE)
+            / repo_folder_name(repo_id=self.hub_id, repo_type=self.repo_type)
+            / "blobs"
+        )
         with _report_progress(blobs, needed_bytes, progress):
             # Not in the library's own threads: Ctrl-C would wait for them
             map_in_daemon_threads(
-                lambda name: hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit),
+                lambda name: hf_hub_download(
+                    self.hub_id, name, repo_type=self.repo_type, revision=self.commit
+                ),
                 missing,
                 num_threads=MAX_DOWNLOADS,
             )
             return Path(
                 snapshot_download(
-                    self.hub_id, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*names]
+                    self.hub_id,
+                    repo_type=self.repo_type,
+                    revision=self.revision,
+                    allow_patterns=[*names],
                 )
             )
 
@@ -93,13 +109,15 @@ class HubListing:
 
         if _missing_files(self, [name]):
             _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
-        return Path(hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit))
+        return Path(
+            hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit)
+        )
 
     def open_remote(self, weights: Sequence[str], small_names: Sequence[str]) -> RemoteCheckpoint:
         """Fetch small files, and the headers of safetensors files, into a folder of placeholder files.
 
         Args:
-            weights: Safetensors files, which are read remotely.
+            weights: Safetensors files to read remotely.
             small_names: Files to fetch whole, through the hub's cache.
 
         Raises:
@@ -108,7 +126,9 @@ class HubListing:
         from huggingface_hub import constants, snapshot_download
 
         assert self.commit is not None
-        cached = Path(snapshot_download(self.hub_id, revision=self.commit, allow_patterns=[*small_names]))
+        cached = Path(
+            snapshot_download(self.hub_id, revision=self.commit, allow_patterns=[*small_names])
+        )
         reader = HubRangeReader(self.hub_id, self.commit, constants.ENDPOINT, self.retry_policy)
         files = {name: self.remote_file(name) for name in sorted({*weights, *small_names})}
         remote = RemoteCheckpoint(tuple(files.values()), reader, create_placeholder_folder())
@@ -125,7 +145,10 @@ class HubListing:
         if sibling.lfs and sibling.lfs.sha256:
             digest = f"sha256:{sibling.lfs.sha256}"
         else:
-            digest = f"git:{sibling.blob_id}" if sibling.blob_id else str(self.commit)
+            if sibling.blob_id:
+                digest = f"git:{sibling.blob_id}"
+            else:
+                digest = str(self.commit)
         return RemoteFile(name, sibling.size, digest)
 
 
@@ -146,11 +169,11 @@ def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
 def list_repository(
     hub_id: str, revision: str | None, *, retry_policy: RetryPolicy, repo_type: str = "model"
 ) -> HubListing:
-    """List the files of a repository; a failed request raises an error of huggingface_hub.
+    """List the files of a repository. A failed request raises an error of huggingface_hub.
 
     Args:
         hub_id: `OWNER/NAME`.
-        revision: Branch, tag or commit; None for `main`.
+        revision: Branch, tag or commit, or None for `main`.
         retry_policy: Time-out and retries of each request.
         repo_type: `model` or `dataset`.
 
@@ -160,23 +183,43 @@ def list_repository(
     from huggingface_hub import HfApi
 
     api = HfApi()
-    list_info = api.dataset_info if repo_type == "dataset" else api.model_info
+    if repo_type == "dataset":
+        list_info = api.dataset_info
+    else:
+        list_info = api.model_info
     info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
     texts = [info.sha or "", *(file.rfilename for file in files)]
-    if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(f.size, int | None) for f in files
+    ):
         raise PrepError(f"cannot read {hub_id}", MALFORMED_ANSWER, CHECK_ENDPOINT)
-    return HubListing(hub_id, revision, info.sha, {file.rfilename: file for file in files}, retry_policy, repo_type)
+    return HubListing(
+        hub_id,
+        revision,
+        info.sha,
+        {file.rfilename: file for file in files},
+        retry_policy,
+        repo_type,
+    )
 
 
 def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model") -> Path:
-    """Return the snapshot folder of a revision in the cache; raise FileNotFoundError if there is none."""
+    """Return the snapshot folder of a revision in the cache.
+
+    Raise FileNotFoundError if there is none.
+    """
     from huggingface_hub import snapshot_download
 
-    patterns = ["README.md" if repo_type == "dataset" else "config.json"]  # a file that every user of the cache has
+    # A file that every user of the cache has.
+    patterns = ["README.md" if repo_type == "dataset" else "config.json"]
     return Path(
         snapshot_download(
-            hub_id, repo_type=repo_type, revision=revision, local_files_only=True, allow_patterns=patterns
+            hub_id,
+            repo_type=repo_type,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=patterns,
         )
     )
 
@@ -193,7 +236,9 @@ def _missing_files(listing: HubListing, names: Sequence[str]) -> list[str]:
     from huggingface_hub import try_to_load_from_cache
 
     def is_cached(name: str) -> bool:
-        path = try_to_load_from_cache(listing.hub_id, name, revision=listing.commit, repo_type=listing.repo_type)
+        path = try_to_load_from_cache(
+            listing.hub_id, name, revision=listing.commit, repo_type=listing.repo_type
+        )
         return isinstance(path, str)
 
     return [name for name in names if not is_cached(name)]
@@ -204,7 +249,9 @@ def _check_disk_space(hub_id: str, needed_bytes: int, cache: Path) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
         why = f"needs {format_bytes(needed_bytes)}, {cache} has {format_bytes(free_bytes)} free"
-        raise PrepError(f"not enough room for {hub_id}", why, "set HF_HUB_CACHE to a folder on another disk")
+        raise PrepError(
+            f"not enough room for {hub_id}", why, "set HF_HUB_CACHE to a folder on another disk"
+        )
 
 
 @contextmanager
@@ -213,7 +260,8 @@ def _report_progress(blobs: Path, total_bytes: int, progress: Progress) -> Itera
     if not total_bytes:
         yield
         return
-    initial_bytes, stop = _allocated_bytes(blobs), threading.Event()
+    initial_bytes = _allocated_bytes(blobs)
+    stop = threading.Event()
     reported_bytes = 0
 
     def report(grown_bytes: int) -> None:
@@ -241,7 +289,7 @@ def _report_progress(blobs: Path, total_bytes: int, progress: Progress) -> Itera
 
 
 def _allocated_bytes(folder: Path) -> int:
-    """Return the allocated bytes of a folder's files, without holes; files may vanish meanwhile."""
+    """Return the allocated bytes of a folder's files, without holes. Files may vanish meanwhile."""
     allocated_bytes = 0
     for path in folder.glob("*"):
         try:

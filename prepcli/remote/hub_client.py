@@ -1,8 +1,8 @@
 """HTTP client for huggingface_hub with a time-out on every request and reported retries.
 
 The library's own client waits without limit on most requests and retries some silently. Here each request follows a
-RetryPolicy, and the last failure is a NoAnswerError, not caught by the library. The library's own retries apply
-only to requests whose body cannot be sent twice.
+RetryPolicy, and the last failure is a NoAnswerError, not caught by the library. The library's retries apply
+only to requests with a body that can be sent once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECK_ENDPOINT = "a proxy or a login page may have answered: check the network a
 
 
 class NoAnswerError(OSError):
-    """Failure of all tries of a request; `status` is the server's last HTTP error status, or 0."""
+    """Failure of all tries of a request. `status` is the server's last HTTP error status, or 0."""
 
     def __init__(self, why: str, status: int = 0) -> None:
         super().__init__(why)
@@ -42,12 +42,11 @@ class NoAnswerError(OSError):
 def install_retrying_client(retry_policy: RetryPolicy) -> None:
     """Make huggingface_hub send all requests of this process with these time-outs and retries."""
     from huggingface_hub import set_client_factory
-    from huggingface_hub.utils._http import default_client_factory
 
     state = _RetryState()
 
     def make() -> Any:
-        client: Any = default_client_factory()
+        client = _default_client()
         http = sys.modules[type(client).__module__.partition(".")[0]]  # httpx, or a fork of it
         client.send = _RetryingSender(client.send, http, retry_policy, state)
         return client
@@ -55,12 +54,25 @@ def install_retrying_client(retry_policy: RetryPolicy) -> None:
     set_client_factory(make)
 
 
+def _default_client() -> Any:
+    """Return the client that huggingface_hub would use: with its proxies, event hooks and TLS settings."""
+    # `default_client_factory` is private. The public `set_client_factory` replaces the client as
+    # a whole, and without the library's own one its hooks would be lost: request ids, offline
+    # mode and the limits of the cloud environment. Tested with huggingface_hub 2.4.0.
+    from huggingface_hub.utils._http import default_client_factory
+
+    return default_client_factory()
+
+
 def is_malformed_answer(error: BaseException) -> bool:
     """Return whether huggingface_hub failed to parse an answer: HTML, a wrong type or a missing key."""
     if not isinstance(error, ValueError | LookupError | TypeError | AttributeError):
         return False
+    # A built-in exception with a frame of huggingface_hub in its traceback comes from the library.
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith("huggingface_hub") for frame, _ in frames)
+    return any(
+        frame.f_globals.get("__name__", "").startswith("huggingface_hub") for frame, _ in frames
+    )
 
 
 @dataclass(slots=True)
@@ -86,17 +98,24 @@ class _RetryingSender:
             return self.send(request, stream=stream, **options)
         while True:
             try:
-                response = self._read_body(request, stream, self._send_with_timeout(request, options))
+                response = self._read_body(
+                    request, stream, self._send_with_timeout(request, options)
+                )
             except self._network_errors as error:
+                # The first connection of the process failed: the machine is offline, and the user
+                # waits for the message, not for more tries.
                 if isinstance(error, self.http.ConnectError) and not self.state.has_answered:
                     raise  # no network: retrying is pointless
                 self._record_failure(request, self._failure_text(request, error), error)
                 if not self._can_resend(request):
-                    raise  # the library resends it from the start of its body
+                    # The library resends it from the start of its body.
+                    raise
                 continue
             if response.status_code not in RETRYABLE_STATUSES or _is_commit(request):
                 return response
-            self._record_failure(request, f"HTTP {response.status_code} from {_host(request)}", None, response)
+            self._record_failure(
+                request, f"HTTP {response.status_code} from {_host(request)}", None, response
+            )
             if not self._can_resend(request):
                 return response
             response.close()
@@ -106,25 +125,37 @@ class _RetryingSender:
         return self.http.TimeoutException, self.http.NetworkError, self.http.RemoteProtocolError
 
     def _can_resend(self, request: Any) -> bool:
+        # A body in memory can be sent twice. A file or a generator is at its end after the first
+        # try, and only the library can rewind it.
         return isinstance(request.stream, self.http.ByteStream)
 
     def _send_with_timeout(self, request: Any, options: dict[str, Any]) -> Any:
-        """Send a request and return the response with its body unread; raise ReadTimeout if its headers are late."""
+        """Send a request and return the response with its body unread.
+
+        Raise ReadTimeout if its headers are late.
+        """
         timeout_s = self.retry_policy.timeout_s
         limit_s = timeout_s * (1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR)
         limits = {"connect": timeout_s, "read": limit_s, "write": limit_s, "pool": limit_s}
         request.extensions = {**request.extensions, "timeout": limits}
         body_nbytes = int(request.headers.get("content-length") or 0)
-        whole_s = limit_s * (1 + body_nbytes / MIN_PROGRESS_NBYTES) if self._can_resend(request) else None
+        if self._can_resend(request):
+            # Time to send the body at the minimum rate, MIN_PROGRESS_NBYTES per limit, and one
+            # limit for the answer. e.g. 128 KiB with a limit of 10 s: 10 * (1 + 2) = 30 s.
+            whole_s = limit_s * (1 + body_nbytes / MIN_PROGRESS_NBYTES)
+        else:
+            whole_s = None
         try:
-            response = call_with_timeout(lambda: self.send(request, stream=True, **options), whole_s)
+            response = call_with_timeout(
+                lambda: self.send(request, stream=True, **options), whole_s
+            )
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
         self.state.has_answered = True
         return response
 
     def _read_body(self, request: Any, stream: bool, response: Any) -> Any:
-        """Read the body of a response; limit the body of a stream to be read later."""
+        """Read the body of a response. Wrap the body of a stream, which is read later."""
         response.stream = self._limit_stream(response.stream, request, stream)
         if stream or response.status_code in RETRYABLE_STATUSES:
             return response
@@ -138,7 +169,7 @@ class _RetryingSender:
         return response
 
     def _limit_stream(self, inner: Any, request: Any, stream: bool) -> Any:
-        """Wrap a body to fail if the data arrives too slowly; count the failures of a download."""
+        """Wrap a body to fail if the data arrives too slowly, and count the failures of a download."""
         sender = self
 
         class Limited(self.http.SyncByteStream):
@@ -166,15 +197,26 @@ class _RetryingSender:
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
 
-    def _record_failure(self, request: Any, failure: str, error: Exception | None, response: Any = None) -> None:
-        """Count a failed try and wait for the next one; raise NoAnswerError after the last one."""
-        failures, key = self.state.failures, _request_key(request)
+    def _record_failure(
+        self, request: Any, failure: str, error: Exception | None, response: Any = None
+    ) -> None:
+        """Count a failed try and wait for the next one. Raise NoAnswerError after the last one."""
+        failures = self.state.failures
+        key = _request_key(request)
         tries = failures[key] = failures.get(key, 0) + 1
         if tries == MAX_TRIES or _is_commit(request):
             failures.pop(key)
-            tries_text = f" ({tries} tries)" if tries > 1 else ""
-            raise NoAnswerError(failure + tries_text, response.status_code if response is not None else 0) from error
-        server_wait_s = min(retry_after_s(response.headers), MAX_RETRY_AFTER_S) if response is not None else 0.0
+            if tries > 1:
+                tries_text = f" ({tries} tries)"
+            else:
+                tries_text = ""
+            raise NoAnswerError(
+                failure + tries_text, response.status_code if response is not None else 0
+            ) from error
+        if response is not None:
+            server_wait_s = min(retry_after_s(response.headers), MAX_RETRY_AFTER_S)
+        else:
+            server_wait_s = 0.0
         if response is not None:
             response.headers.pop("retry-after", None)  # the library would wait a second time
             response.headers.pop("ratelimit", None)
@@ -187,7 +229,10 @@ class _RetryingSender:
         if isinstance(error.__cause__, TimeoutError) and "fewer" in str(error):
             return f"{host} is too slow: {error}"
         if isinstance(error, self.http.TimeoutException):
-            factor = 1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR
+            if request.method in ("GET", "HEAD"):
+                factor = 1
+            else:
+                factor = WRITE_TIMEOUT_FACTOR
             return f"no answer from {host} for {self.retry_policy.timeout_s * factor:g} s"
         if isinstance(error, self.http.ConnectError):
             return f"cannot connect to {host}"
@@ -195,9 +240,10 @@ class _RetryingSender:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header (a number or a date); 0 if there is none."""
+    """Return the seconds of a Retry-After header (a number or a date), or 0 if there is none."""
     text = headers.get("retry-after", "").strip()
     if text.isdecimal():
+        # 9 digits bound the conversion of an untrusted header. The caller limits the wait further.
         return float(text[:9])
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())

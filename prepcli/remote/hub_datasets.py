@@ -1,8 +1,8 @@
 """The files of a configuration and a split of a dataset on the hub.
 
-The README of a dataset lists the files of each configuration and split. Without a list, the names of the files tell
-their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. In the branch
-`refs/convert/parquet`, which the hub makes of most datasets, folders are configurations and their splits.
+The README of a dataset lists the files of each configuration and split. Without a list, the names of the files give
+their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. The hub
+creates a branch `refs/convert/parquet` of most datasets. Its folders are configurations and their splits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from prepcli.errors import PrepError, usage_error
 from trainer.files.reading import read_regular_file
 
 README = "README.md"
-DEFAULT_CONFIG, DEFAULT_SPLIT = "default", "train"
+DEFAULT_CONFIG = "default"
+DEFAULT_SPLIT = "train"
 CONVERTED = re.compile(r"(?P<config>[^/]+)/(?P<split>[^/]+)/\d{4,}\.parquet")
 SHARD = re.compile(r"(?:^|/)(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*$")
 SPLIT_WORDS = {
@@ -25,7 +26,7 @@ SPLIT_WORDS = {
     "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
 }
 
-EMPTY_WILDCARDS = ("**/", "**", "*")  # those that may match nothing
+EMPTY_WILDCARDS = ("**/", "**", "*")  # they also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
 
@@ -33,7 +34,7 @@ Splits = Mapping[str, Sequence[str]]  # files by split
 
 
 def read_metadata(readme: Path | None) -> Mapping[str, Any]:
-    """Return the metadata at the top of a dataset's README; empty without one.
+    """Return the metadata at the top of a dataset's README. It is empty without a README.
 
     Raises:
         PrepError: The metadata is not YAML.
@@ -44,8 +45,11 @@ def read_metadata(readme: Path | None) -> Mapping[str, Any]:
         read_regular_file(readme, MAX_README_NBYTES)  # fails if it is larger
     try:
         return (readme and metadata_load(readme)) or {}
-    except Exception as error:  # of a YAML library that huggingface_hub depends on
-        raise PrepError(f"the metadata of {readme} is malformed", str(error).partition("\n")[0]) from error
+    # The exception types belong to the YAML library of huggingface_hub.
+    except Exception as error:
+        raise PrepError(
+            f"the metadata of {readme} is malformed", str(error).partition("\n")[0]
+        ) from error
 
 
 def select_files(
@@ -63,9 +67,9 @@ def select_files(
         dataset: Name of the dataset, for error messages.
         names: All files of the repository.
         metadata: Metadata of its README.
-        config: Configuration; None for the default.
-        split: Split; None for `train`, or the only one.
-        accepts: Returns whether a file is data, by its name; for files that no list has.
+        config: Configuration, or None for the default.
+        split: Split, or None for `train`, or the only one.
+        accepts: Returns whether a file is data, by its name. Used without a list of files.
 
     Raises:
         UsageError: The dataset has no such configuration or split, or no default.
@@ -73,25 +77,44 @@ def select_files(
     ordered = sorted(names)
     configs = _listed_configs(metadata, ordered, accepts) or _converted_configs(ordered)
     if not configs:
-        configs = {DEFAULT_CONFIG: _splits_by_name([name for name in ordered if _is_visible_data(name, accepts)])}
+        configs = {
+            DEFAULT_CONFIG: _splits_by_name(
+                [name for name in ordered if _is_visible_data(name, accepts)]
+            )
+        }
     default_config = next(
-        (_text(item["config_name"]) for item in _tables(metadata) if item.get("default")), DEFAULT_CONFIG
+        (_text(item["config_name"]) for item in _tables(metadata) if item.get("default")),
+        DEFAULT_CONFIG,
     )
     splits = _choose(dataset, "configuration", "config", configs, config, default_config)
     return list(_choose(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
 
 
-def _choose(dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted: str | None, default: str) -> Any:
+def _choose(
+    dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted: str | None, default: str
+) -> Any:
     """Return the requested item, the only one, or the default."""
     items = {name: item for name, item in items.items() if item}
     if wanted is None and len(items) == 1:
         return next(iter(items.values()))
-    name = default if wanted is None else wanted
+    if wanted is None:
+        name = default
+    else:
+        name = wanted
     if name in items:
         return items[name]
-    what = f"{dataset} has no {noun} `{name}`" if wanted else f"{dataset} has several {noun}s"
-    what = what if items else f"no data in {dataset}"
-    hint = f'`data.{key} = "{next(iter(items))}"`' if items else "name its files: `hf://datasets/OWNER/NAME/FILE`"
+    if wanted:
+        what = f"{dataset} has no {noun} `{name}`"
+    else:
+        what = f"{dataset} has several {noun}s"
+    if items:
+        what = what
+    else:
+        what = f"no data in {dataset}"
+    if items:
+        hint = f'`data.{key} = "{next(iter(items))}"`'
+    else:
+        hint = "name its files: `hf://datasets/OWNER/NAME/FILE`"
     raise usage_error(what, f"its {noun}s: {', '.join(items) or 'none'}", hint)
 
 
@@ -105,7 +128,9 @@ def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _text(value: object) -> str:
     """Return a YAML scalar as text, and an empty text for other values: aliases can make them very large."""
-    return str(value) if isinstance(value, str | int | float) else ""
+    if isinstance(value, str | int | float):
+        return str(value)
+    return ""
 
 
 def _listed_configs(
@@ -115,7 +140,10 @@ def _listed_configs(
     configs: dict[str, Splits] = {}
     for item in _tables(metadata):
         folder = _text(item.get("data_dir") or "").strip("/")
-        inside = [name for name in names if name.startswith(f"{folder}/")] if folder else names
+        if folder:
+            inside = [name for name in names if name.startswith(f"{folder}/")]
+        else:
+            inside = names
         if item.get("data_files"):
             configs[_text(item["config_name"])] = _listed_splits(item["data_files"], inside, folder)
         else:
@@ -126,20 +154,31 @@ def _listed_configs(
 
 def _listed_splits(data_files: Any, names: Sequence[str], folder: str) -> Splits:
     """Return the files of a `data_files` entry: patterns, or tables with a split and its patterns."""
-    entries = data_files if isinstance(data_files, list) else [data_files]
+    if isinstance(data_files, list):
+        entries = data_files
+    else:
+        entries = [data_files]
     splits: dict[str, list[str]] = {}
     for entry in entries:
         is_table = isinstance(entry, dict)
-        split, patterns = (entry.get("split"), entry.get("path")) if is_table else (DEFAULT_SPLIT, entry)
+        if is_table:
+            split = entry.get("split")
+            patterns = entry.get("path")
+        else:
+            split = DEFAULT_SPLIT
+            patterns = entry
         files = splits.setdefault(_text(split), [])
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            path = f"{folder}/{_text(pattern)}" if folder else _text(pattern)
+            if folder:
+                path = f"{folder}/{_text(pattern)}"
+            else:
+                path = _text(pattern)
             files += [name for name in names if matches(name, path) and name not in files]
     return splits
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether the path of a file, or of a folder above it, matches a glob; only `**` spans folders.
+    """Return whether the path of a file, or of a folder above it, matches a glob. Only `**` spans folders.
 
     The pattern comes from an untrusted file. The time is the product of both lengths. A regular expression with many
     wildcards could take exponential time.
@@ -172,8 +211,14 @@ def _advance(positions: set[int], parts: Sequence[str], character: str) -> set[i
     """
     reached: set[int] = set()
     for position in positions:
-        index = position if position >= 0 else ~position
-        part = parts[index] if index < len(parts) else ""
+        if position >= 0:
+            index = position
+        else:
+            index = ~position
+        if index < len(parts):
+            part = parts[index]
+        else:
+            part = ""
         if part == "**/":
             reached.add(~index)
             if character == "/":
@@ -186,12 +231,14 @@ def _advance(positions: set[int], parts: Sequence[str], character: str) -> set[i
 
 
 def _converted_configs(names: Sequence[str]) -> dict[str, Splits]:
-    """Return the files of a branch that the hub converted to Parquet; empty for other branches."""
+    """Return the files of a branch converted to Parquet by the hub, or an empty dict."""
     found = [(name, match) for name in names if (match := CONVERTED.fullmatch(name))]
     configs: dict[str, dict[str, list[str]]] = {}
     for name, match in found:
         configs.setdefault(match["config"], {}).setdefault(match["split"], []).append(name)
-    return {**configs} if len(found) == sum(name.endswith(".parquet") for name in names) else {}
+    if len(found) == sum(name.endswith(".parquet") for name in names):
+        return {**configs}
+    return {}
 
 
 def _is_visible_data(name: str, accepts: Callable[[str], bool]) -> bool:
@@ -199,7 +246,7 @@ def _is_visible_data(name: str, accepts: Callable[[str], bool]) -> bool:
 
 
 def _splits_by_name(names: Sequence[str]) -> Splits:
-    """Return files by the split that their names tell; all are of `train` if none tells one."""
+    """Return files by the split in their names. All belong to `train` if no name has one."""
     shards = [(name, match["split"]) for name in names if (match := SHARD.search(name))]
     splits: dict[str, list[str]] = {}
     for name, split in shards or [(name, _split_word(name)) for name in names]:

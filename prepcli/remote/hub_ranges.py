@@ -19,12 +19,25 @@ from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
 from prepcli.remote.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, call_with_timeout, enforce_throughput
+from prepcli.remote.retries import (
+    DEFAULT_RETRY_POLICY,
+    RetryPolicy,
+    call_with_timeout,
+    enforce_throughput,
+)
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 MAX_REDIRECTS = 5
-EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}  # a store's answers for a signed URL that has expired
+# A store's answers for an expired signed URL.
+EXPIRED_URL_STATUSES = {
+    400,
+    401,
+    403,
+    404,
+    410,
+}
 
+# At most 19 digits: every size below 2**63 has at most 19, and longer numbers are not converted.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
 _COUNT = re.compile(r"[0-9]{1,19}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -50,7 +63,7 @@ class HubRangeReader:
     file_urls: dict[str, _FileUrl] = field(default_factory=dict, repr=False)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """Make one request, following redirects; see `RangeReader.read`."""
+        """Make one request, following redirects. See `RangeReader.read`."""
         file_url = self.file_urls.get(file.path) or _FileUrl(self._hub_url(file), is_external=False)
         for _ in range(MAX_REDIRECTS):
             count_or_redirect = self._request(file_url, file, offset, into)
@@ -64,7 +77,9 @@ class HubRangeReader:
 
         return hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
 
-    def _request(self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray) -> int | _FileUrl:
+    def _request(
+        self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray
+    ) -> int | _FileUrl:
         """Return the number of bytes received, or the URL of a redirect."""
         headers = self._headers(file_url) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
         try:
@@ -73,6 +88,7 @@ class HubRangeReader:
                     return self._follow_redirect(file_url, file, response.headers)
                 self._check_status(file_url, file, response.status_code, response.headers)
                 self._check_range(file, offset, response.status_code, response.headers)
+                # Later ranges of the file skip the hub's redirect, until the signed URL expires.
                 self.file_urls[file.path] = file_url
                 return _receive(response, into, self.retry_policy.timeout_s)
         except Exception as error:
@@ -84,20 +100,25 @@ class HubRangeReader:
         """Send one GET and return the response with its body unread."""
         from huggingface_hub.utils import get_session
 
-        session, timeout_s = get_session(), self.retry_policy.timeout_s
+        session = get_session()
+        timeout_s = self.retry_policy.timeout_s
         request = session.build_request(
             "GET", url, headers=headers, timeout=timeout_s, extensions={NO_RETRY_EXTENSION: True}
         )
-        return call_with_timeout(lambda: session.send(request, stream=True, follow_redirects=False), timeout_s)
+        return call_with_timeout(
+            lambda: session.send(request, stream=True, follow_redirects=False), timeout_s
+        )
 
     def _headers(self, file_url: _FileUrl) -> dict[str, str]:
-        """Return the request headers; only the hub's own endpoint receives the token."""
+        """Return the request headers. Only the hub's own endpoint receives the token."""
         from huggingface_hub.utils import build_hf_headers
 
         headers = build_hf_headers(token=False if file_url.is_external else None)
         return {**headers, "Accept-Encoding": "identity"}  # ranges count unencoded bytes
 
-    def _follow_redirect(self, file_url: _FileUrl, file: RemoteFile, headers: Mapping[str, str]) -> _FileUrl:
+    def _follow_redirect(
+        self, file_url: _FileUrl, file: RemoteFile, headers: Mapping[str, str]
+    ) -> _FileUrl:
         self._check_digest(file, headers)
         try:
             url = urljoin(file_url.url, headers.get("location", ""))
@@ -106,25 +127,37 @@ class HubRangeReader:
             scheme = host = url = ""
         if scheme not in ("http", "https") or not host or url == file_url.url:
             raise RetryableError("its URL redirects to an invalid URL")
+        # An external URL gets no token: a redirect to another scheme or host must not leak it.
         return _FileUrl(url, (scheme, host) != urlsplit(self.endpoint)[:2])
 
     def _check_digest(self, file: RemoteFile, headers: Mapping[str, str]) -> None:
         """Compare the SHA-256 in the endpoint's headers, for large files, with the listed one."""
         sha256 = headers.get("x-linked-etag", "").strip('W/"')
-        if _SHA256.fullmatch(sha256) and file.digest.startswith("sha256:") and file.digest != f"sha256:{sha256}":
-            raise file_changed_error(self, file, f"it was {file.digest}, the hub now has sha256:{sha256}")
+        if (
+            _SHA256.fullmatch(sha256)
+            and file.digest.startswith("sha256:")
+            and file.digest != f"sha256:{sha256}"
+        ):
+            raise file_changed_error(
+                self, file, f"it was {file.digest}, the hub now has sha256:{sha256}"
+            )
 
-    def _check_status(self, file_url: _FileUrl, file: RemoteFile, status: int, headers: Mapping[str, str]) -> None:
+    def _check_status(
+        self, file_url: _FileUrl, file: RemoteFile, status: int, headers: Mapping[str, str]
+    ) -> None:
         """Raise unless the answer has bytes of the listed file."""
         if status in RETRYABLE_STATUSES:
             raise RetryableError(f"HTTP {status} from the server", retry_after_s(headers))
         if file_url.is_external and status in EXPIRED_URL_STATUSES:
+            # The retry starts at the hub again, which redirects to a newly signed URL.
             self.file_urls.pop(file.path, None)
             raise RetryableError(f"HTTP {status} from the URL that the hub redirects to")
         if status in (412, 416):
             raise file_changed_error(self, file, f"HTTP {status} from the server")
         if status not in (200, 206):
-            why = f"HTTP {status} from the hub" + (": access is not granted any more" if status in (401, 403) else "")
+            why = f"HTTP {status} from the hub" + (
+                ": access is not granted any more" if status in (401, 403) else ""
+            )
             raise PrepError(f"cannot read {file.path} of {self.name}", why)
         if not file_url.is_external:
             self._check_digest(file, headers)
@@ -133,14 +166,25 @@ class HubRangeReader:
             raise file_changed_error(self, file, f"its ETag was {file_url.etag}, now it is {etag}")
         file_url.etag = file_url.etag or etag
 
-    def _check_range(self, file: RemoteFile, offset: int, status: int, headers: Mapping[str, str]) -> None:
+    def _check_range(
+        self, file: RemoteFile, offset: int, status: int, headers: Mapping[str, str]
+    ) -> None:
         """Raise unless the answer has the requested range."""
         if headers.get("content-encoding", "identity") != "identity":
             raise RetryableError("the server encodes its answer")
         content_range = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        size = headers.get("content-length", "") if status == 200 else content_range[2] if content_range else ""
+        size = (
+            headers.get("content-length", "")
+            if status == 200
+            else content_range[2]
+            if content_range
+            else ""
+        )
         if _COUNT.fullmatch(size) and int(size) != file.size:
-            raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {int(size):,}")
+            raise file_changed_error(
+                self, file, f"it had {file.size:,} bytes, now it has {int(size):,}"
+            )
+        # A whole file from byte 0 is a valid answer only for a range that starts there.
         if status == 200 and offset:
             raise RetryableError("the server sends the whole file instead of a range")
         if status == 206 and (content_range is None or int(content_range[1]) != offset):
@@ -170,7 +214,9 @@ def is_network_error(error: BaseException) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
-    return (from_library or isinstance(error, OSError)) and not isinstance(error, HfHubHTTPError | PrepError)
+    return (from_library or isinstance(error, OSError)) and not isinstance(
+        error, HfHubHTTPError | PrepError
+    )
 
 
 def _failure_text(error: BaseException, url: str, retry_policy: RetryPolicy) -> str:

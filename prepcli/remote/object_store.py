@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,8 +22,12 @@ import numpy as np
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RESUME_HINT, PrepError, usage_error
-from prepcli.remote.client_settings import client_settings
-from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile, RetryableError, file_changed_error
+from prepcli.remote.remote_files import (
+    MAX_IN_FLIGHT,
+    RemoteFile,
+    RetryableError,
+    file_changed_error,
+)
 from prepcli.remote.retries import (
     DEFAULT_RETRY_POLICY,
     MAX_TRIES,
@@ -37,12 +41,17 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
+# 9,000 parts of 8 MiB reach 70 GiB. Larger objects get larger parts, so that no limit of a store
+# bounds the size of a data file.
 MAX_OBJECTS = 200_000  # of one checkpoint
 MAX_ERROR_CHARS = 300
-PART_NBYTES = 8 << 20  # of a multipart upload; two parts are in memory
-MAX_PARTS = 9_000  # object stores accept 10,000; larger objects have larger parts
+# Size of a part of a multipart upload. Two parts are in memory.
+PART_NBYTES = 8 << 20
+# Object stores accept 10,000. Larger objects have larger parts.
+MAX_PARTS = 9_000
 WRITE_NBYTES = PART_NBYTES // 4  # that obstore gets at once
-MAX_WRITE_TIMEOUTS = 6  # time limit of a write with obstore's own retries, in time-outs
+# Time limit of a write with obstore's own retries, in time-outs.
+MAX_WRITE_TIMEOUTS = 6
 
 T = TypeVar("T")
 
@@ -50,13 +59,29 @@ PERMANENT_STATUSES = {*range(400, 500)} - {408, 425, 429}
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
-_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")  # a store refuses others that it does not accept
+# A superset of the valid names. The store refuses the rest.
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
+_CLIENT_FLAGS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "http1_only",
+    "http2_only",
+    "randomize_addresses",
+)
+_CLIENT_TEXTS = (
+    "connect_timeout",
+    "timeout",
+    "read_timeout",
+    "proxy_url",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreUrl:
-    """Bucket and key prefix of an object store; `path` has no slash at its ends."""
+    """Bucket and key prefix of an object store. `path` has no slash at its ends."""
 
     scheme: str
     bucket: str
@@ -68,7 +93,9 @@ class ObjectStoreUrl:
 
     def key(self, path: str) -> str:
         """Return the object key of a file below this URL."""
-        return f"{self.path}/{path}" if self.path else path
+        if self.path:
+            return f"{self.path}/{path}"
+        return path
 
 
 def is_url(text: str) -> bool:
@@ -84,25 +111,31 @@ def parse_url(text: str) -> ObjectStoreUrl:
     """
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None:
-        raise usage_error(f"`{text}` is an invalid URL", "supported are gs://BUCKET/PATH and s3://BUCKET/PATH")
+        raise usage_error(
+            f"`{text}` is an invalid URL", "supported are gs://BUCKET/PATH and s3://BUCKET/PATH"
+        )
     if not _BUCKET_NAME.fullmatch(match[2]):
         why = f"{match[2]!a:.80} is no name of a bucket, which has 3 to 63 lower-case letters, digits, `-`, `_` or `.`"
         raise usage_error(f"`{text}` is an invalid URL", why)
     path = (match[3] or "").strip("/")
-    if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - ({""} if not path else set()):
-        raise usage_error(f"`{text!a}` is an invalid URL", "its path has an empty part, or `.` or `..`")
+    if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - (
+        {""} if not path else set()
+    ):
+        raise usage_error(
+            f"`{text!a}` is an invalid URL", "its path has an empty part, or `.` or `..`"
+        )
     return ObjectStoreUrl(match[1], match[2], path)
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Client of an object store for the objects below a URL; it is a `RangeReader`.
+    """Client of an object store for the objects below a URL. It is a `RangeReader`.
 
     Attributes:
         url: Bucket and key prefix.
         retries: Retries of single requests by obstore, which does not report them.
         retry_policy: Time-out and reported retries of requests.
-        connection: obstore's store; created on first use.
+        connection: obstore's store. Created on first use.
     """
 
     url: ObjectStoreUrl
@@ -140,14 +173,15 @@ class Bucket:
         return tuple(sorted(files, key=lambda file: file.path))
 
     def find_file(self, path: str) -> RemoteFile | None:
-        """Return an object below the URL; None if it does not exist.
+        """Return an object below the URL, or None if it does not exist.
 
         Raises:
             PrepError: The store does not answer, or access is denied.
         """
         from obstore import exceptions
 
-        limit_s, key = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s, self.url.key(path)
+        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
+        key = self.url.key(path)
         store = self.store
         with self.translate_errors("read"):
             try:
@@ -158,24 +192,32 @@ class Bucket:
 
     def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects, with a time limit for each page."""
-        files, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
+        files = list[RemoteFile]()
+        pages = iter(store.list(self.url.path or None, chunk_size=1000))
         limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
         while page := call_with_timeout(lambda: next(pages, None), limit_s):
-            objects = (_remote_file(metadata["path"].removeprefix(self.url.key("")), metadata) for metadata in page)
+            objects = (
+                _remote_file(metadata["path"].removeprefix(self.url.key("")), metadata)
+                for metadata in page
+            )
             files += [file for file in objects if not file.is_lock]
             if len(files) > MAX_OBJECTS:
                 why = f"there are more than {MAX_OBJECTS:,} objects below it"
-                raise PrepError(f"{self.name} is not a checkpoint", why, "name the folder of a checkpoint")
+                raise PrepError(
+                    f"{self.name} is not a checkpoint", why, "name the folder of a checkpoint"
+                )
         return files
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """Call a function, and repeat it while the store does not answer or is busy; raise the last error."""
+        """Call a function. Repeat it while the store does not answer or is busy."""
         from obstore import exceptions
 
         policy = self.retry_policy
-        spent_s, tries = 0.0, 0
+        spent_s = 0.0
+        tries = 0
         while True:
-            began_s, tries = time.monotonic(), tries + 1
+            began_s = time.monotonic()
+            tries = tries + 1
             try:
                 return call()
             except (exceptions.BaseError, OSError) as error:
@@ -191,14 +233,17 @@ class Bucket:
         if _is_timeout(error):
             return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
         status = status_of(error)
-        return f"HTTP {status} from {self.name}" if status else redacted_error_text(error)
+        if status:
+            return f"HTTP {status} from {self.name}"
+        return redacted_error_text(error)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """Make one request; see `RangeReader.read`."""
+        """Make one request. See `RangeReader.read`."""
         from obstore import exceptions
 
         etag = file.digest.removeprefix("etag:")
         options: Any = {"range": (offset, offset + into.size)}
+        # A weak ETag (W/"...") never matches in If-Match: RFC 9110, section 13.1.1.
         if etag.startswith('"'):
             options["if_match"] = etag
         try:
@@ -216,13 +261,19 @@ class Bucket:
     def _get(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
         result = self.store.get(self.url.key(file.path), options=options)
         if result.meta["size"] != file.size:
-            raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
+            raise file_changed_error(
+                self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}"
+            )
         if result.range[0] != offset:
             raise RetryableError("the server sends another range than the requested one")
+        # `min_chunk_size` joins small network reads, so that each pass of the loop copies at least
+        # 64 KiB.
         return _receive(result.stream(min_chunk_size=64 << 10), into)
 
-    def write(self, path: str, file: Path, *, on_written: Callable[[int], object] = lambda nbytes: None) -> RemoteFile:
-        """Upload a file; the object appears under its name only when it is complete.
+    def write(
+        self, path: str, file: Path, *, on_written: Callable[[int], object] = lambda nbytes: None
+    ) -> RemoteFile:
+        """Upload a file. The object appears under its name only when it is complete.
 
         Args:
             path: Path of the object below the URL.
@@ -247,27 +298,32 @@ class Bucket:
         size: int,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> RemoteFile:
-        """Upload the concatenation of pieces; see `write`.
+        """Upload the concatenation of pieces. See `write`.
 
         Args:
             path: Path of the object below the URL.
-            pieces: The bytes, in order; the memory of a piece must not change later.
+            pieces: The bytes, in order. The memory of a piece must not change later.
             size: Number of bytes.
             on_written: Called with the bytes of each write.
         """
         import obstore
 
+        # Rounded up to stay within MAX_PARTS parts: 8 MiB parts suffice up to 70 GiB.
         part_nbytes = max(PART_NBYTES, -(-size // MAX_PARTS))
         with self.translate_errors("write"):
             # Not the writer's `with`: it would complete the object after an error.
-            writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part_nbytes, max_concurrency=2)
+            writer = obstore.open_writer(
+                self.store, self.url.key(path), buffer_size=part_nbytes, max_concurrency=2
+            )
         for data in _join_pieces(pieces):
             with self.translate_errors("write"):
                 self._call_with_timeout(partial(writer.write, data))
             on_written(len(data))
         with self.translate_errors("write"):
             self._call_with_timeout(writer.close)
-            written = _remote_file(path, self._call_with_timeout(lambda: self.store.head(self.url.key(path))))
+            written = _remote_file(
+                path, self._call_with_timeout(lambda: self.store.head(self.url.key(path)))
+            )
         if written.size != size:
             why = f"the object has {written.size:,} bytes, not {size:,}"
             raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
@@ -285,7 +341,7 @@ class Bucket:
         map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
     def _call_with_timeout(self, call: Callable[[], T]) -> T:
-        """Call a function that obstore retries by itself; note when it takes longer than one time-out.
+        """Call a function that obstore retries by itself. Note when it takes longer than one time-out.
 
         Raises:
             TimeoutError: It took MAX_WRITE_TIMEOUTS time-outs.
@@ -295,13 +351,19 @@ class Bucket:
         def note_wait() -> None:
             self.retry_policy.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
 
-        return call_with_timeout(call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s)
+        return call_with_timeout(
+            call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s
+        )
 
     def request_error(self, verb: str, error: Exception) -> PrepError:
         """Return the PrepError for a permanent failure."""
-        what, status = f"cannot {verb} {self.name}", status_of(error)
+        what = f"cannot {verb} {self.name}"
+        status = status_of(error)
         if _is_timeout(error) or status >= 500:
-            why = redacted_error_text(error) if status else self._failure_text(error)
+            if status:
+                why = redacted_error_text(error)
+            else:
+                why = self._failure_text(error)
             return PrepError(what, why, f"check the network, then {RESUME_HINT}")
         return PrepError(what, redacted_error_text(error), _HINTS[self.url.scheme])
 
@@ -318,7 +380,8 @@ class Bucket:
 
 def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """Join short pieces and split long ones, so that each takes a fraction of a time-out to send."""
-    pending, pending_nbytes = list[memoryview](), 0
+    pending = list[memoryview]()
+    pending_nbytes = 0
     for piece in pieces:
         data = memoryview(piece)
         for start in range(0, len(data), WRITE_NBYTES):
@@ -327,7 +390,8 @@ def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
             pending_nbytes += len(part)
             if pending_nbytes >= WRITE_NBYTES:
                 yield b"".join(pending)
-                pending, pending_nbytes = [], 0
+                pending = []
+                pending_nbytes = 0
     if pending:
         yield b"".join(pending)
 
@@ -346,7 +410,29 @@ _HINTS = {
 
 def _check_installed(url: ObjectStoreUrl) -> None:
     if find_spec("obstore") is None:
-        raise PrepError(f"cannot reach {url}", "obstore is not installed", "`pip install 'prepcli[cloud]'`")
+        raise PrepError(
+            f"cannot reach {url}", "obstore is not installed", "`pip install 'prepcli[cloud]'`"
+        )
+
+
+def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the connection variables of the environment, such as AWS_ALLOW_HTTP.
+
+    obstore reads them itself, but ignores them when it gets options, as it does here.
+
+    >>> client_settings("AWS_", {"AWS_ALLOW_HTTP": "1", "AWS_TIMEOUT": "30 s"})
+    {'allow_http': True, 'timeout': '30 s'}
+    """
+    settings: dict[str, Any] = {}
+    for name in _CLIENT_FLAGS:
+        text = environ.get(prefix + name.upper(), "")
+        if text:
+            settings[name] = text.lower() in ("1", "true", "yes", "on")
+    for name in _CLIENT_TEXTS:
+        text = environ.get(prefix + name.upper(), "")
+        if text:
+            settings[name] = text
+    return settings
 
 
 def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
@@ -357,21 +443,31 @@ def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore
         "connect_timeout": timedelta(seconds=timeout_s),
         "timeout": timedelta(seconds=request_limit_s),
     }
-    if not retries:  # for an upload, the limit would include the time to send the body
+    # For an upload, the limit would include the time to send the body.
+    if not retries:
         limits["read_timeout"] = timedelta(seconds=timeout_s)
     client = limits | client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
-    config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s)}
+    config: Any = {
+        "max_retries": retries,
+        "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s),
+    }
     if url.scheme == "s3":
         # obstore reads AWS_ENDPOINT_URL and the other AWS_* variables itself
         return S3Store(url.bucket, client_options=cast(Any, client), retry_config=config)
     is_plain_http = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
-    return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": is_plain_http} | client), retry_config=config)
+    return GCSStore(
+        url.bucket,
+        client_options=cast(Any, {"allow_http": is_plain_http} | client),
+        retry_config=config,
+    )
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status in obstore's message; 0 if it has none."""
+    """Return the HTTP status in obstore's message, or 0 if it has none."""
     match = _STATUS.search(str(error)[: 4 * MAX_ERROR_CHARS])
-    return int(match[1]) if match else 0
+    if match:
+        return int(match[1])
+    return 0
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -392,6 +488,7 @@ def _receive(stream: Any, into: ByteArray) -> int:
             into[done : done + count] = data[:count]
             done += count
     except (exceptions.BaseError, OSError):
+        # Bytes that arrived before the error are valid. The next request continues after them.
         if not done:
             raise
     return done
@@ -399,5 +496,6 @@ def _receive(stream: Any, into: ByteArray) -> int:
 
 def redacted_error_text(error: BaseException) -> str:
     """Return the first line of obstore's message, without its URLs."""
+    # A URL may contain a signature, which grants access to the object.
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
     return re.sub(r"https?://\S+", "…", first_line)[:MAX_ERROR_CHARS]

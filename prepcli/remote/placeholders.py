@@ -1,6 +1,6 @@
 """Local placeholder files of a remote checkpoint: small files complete, large ones sparse with only their header.
 
-The opener of a checkpoint's format reads the placeholders as if the checkpoint were local; only tensors are read
+The opener of a checkpoint's format reads the placeholders as if the checkpoint were local. Only tensors are read
 remotely. Bytes that were not fetched are holes, which read as zeros: tensors must be read through
 `RemoteCheckpoint.blobs`.
 """
@@ -40,12 +40,15 @@ from trainer.files.reading import resolve_named_path
 from trainer.files.writing import replacing_file
 
 DOWNLOAD_PIECE_NBYTES = 8 << 20
-SMALL_NBYTES = 64 << 20  # upper limit of a file that is fetched whole; tokenizers are smaller
+# Maximum size of a file to fetch whole. Tokenizers are smaller.
+SMALL_NBYTES = 64 << 20
 MAX_PATH_NBYTES = 1024
 MAX_NAME_CHARS = 255
 _FOLDER_PREFIX = "prep-remote-"
-_MIN_AGE_S = 60.0  # of an unlocked folder that is removed: a new folder is not locked yet
-HEADER_READ_NBYTES = 64 << 10  # first read of a safetensors file; most headers are smaller
+# Minimum age of an unlocked folder to remove: a new folder is not locked yet.
+_MIN_AGE_S = 60.0
+# First read of a safetensors file. Most headers are smaller.
+HEADER_READ_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class RemoteCheckpoint:
     reader: RangeReader
     placeholder_folder: Path
 
-    def blobs(self, paths: Iterable[Path], special_blobs: Sequence[object] = ()) -> tuple[RemoteBlob, ...]:
+    def blobs(
+        self, paths: Iterable[Path], special_blobs: Sequence[object] = ()
+    ) -> tuple[RemoteBlob, ...]:
         """Return the remote blobs to read in place of placeholder files.
 
         Args:
@@ -69,18 +74,30 @@ class RemoteCheckpoint:
         """
         if special_blobs:
             why = "its tensors are compressed, or split within a file"
-            raise PrepError(f"{self.reader.name} cannot be read remotely", why, "copy it to a local folder first")
-        cache, files = ReadAheadCache(self.reader), {file.path: file for file in self.files}
-        return tuple(RemoteBlob(files[path.relative_to(self.placeholder_folder).as_posix()], cache) for path in paths)
+            raise PrepError(
+                f"{self.reader.name} cannot be read remotely",
+                why,
+                "copy it to a local folder first",
+            )
+        # One cache for all files, so that READ_AHEAD_CACHE_NBYTES bounds the memory of the
+        # checkpoint.
+        cache = ReadAheadCache(self.reader)
+        files = {file.path: file for file in self.files}
+        return tuple(
+            RemoteBlob(files[path.relative_to(self.placeholder_folder).as_posix()], cache)
+            for path in paths
+        )
 
 
 def create_placeholder_folder() -> Path:
-    """Create an empty temporary folder, removed at exit; remove the folders of killed processes."""
+    """Create an empty temporary folder, removed at exit. Remove the folders of killed processes."""
     for leftover in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if (fd := _try_lock(leftover, _MIN_AGE_S)) is not None:
             shutil.rmtree(leftover, ignore_errors=True)
             os.close(fd)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    # The descriptor stays open until the process ends. The lock tells other processes that the
+    # folder is in use.
     _try_lock(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -90,9 +107,10 @@ def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
     """Lock a folder of this user until the descriptor is closed or the process ends.
 
     Returns:
-        The descriptor that holds the lock; None if the folder is locked, too young or another user's.
+        The descriptor that holds the lock, or None if the folder is locked, too young or another user's.
     """
     try:
+        # /tmp is shared: O_NOFOLLOW refuses a symbolic link with this name.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
@@ -101,7 +119,8 @@ def _try_lock(folder: Path, min_age_s: float = -math.inf) -> int | None:
         if status.st_uid == os.getuid() and time.time() - status.st_mtime >= min_age_s:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return fd
-    except OSError:  # locked by another process, or the file system has no locks
+    # Locked by another process, or the file system has no locks.
+    except OSError:
         pass
     os.close(fd)
     return None
@@ -116,12 +135,18 @@ def placeholder_path(folder: Path, file: RemoteFile) -> Path:
     parts = PurePosixPath(file.path).parts
     is_plain = file.path.isprintable() and len(file.path.encode()) <= MAX_PATH_NBYTES
     if not is_plain or max(map(len, parts), default=0) > MAX_NAME_CHARS:
-        raise PrepError(f"{file.path!a} is an invalid file name", "it is too long, or has unprintable characters")
+        raise PrepError(
+            f"{file.path!a} is an invalid file name",
+            "it is too long, or has unprintable characters",
+        )
     return resolve_named_path(folder, file.path, "the list of files")
 
 
 def write_small_file(folder: Path, file: RemoteFile, content: bytes) -> None:
-    """Write a complete placeholder; its modification time is a hash of its content, so equal files have equal times."""
+    """Write a complete placeholder.
+
+    Its modification time is a hash of its content, so equal files have equal times.
+    """
     path = placeholder_path(folder, file)
     time_ns = xxhash.xxh3_64_intdigest(content) % 10**18
     with _translate_os_errors(file):
@@ -148,9 +173,12 @@ def write_sparse_file(
     with _translate_os_errors(file):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "wb") as stream:
+            # Sets the size without allocating blocks: ranges never fetched stay holes.
             os.truncate(stream.fileno(), file.size)
             for offset, nbytes in ranges:
-                _copy_range(reader, file, offset, nbytes=min(nbytes, file.size - offset), fd=stream.fileno())
+                _copy_range(
+                    reader, file, offset, nbytes=min(nbytes, file.size - offset), fd=stream.fileno()
+                )
         os.utime(path, ns=(0, 0))
     return path
 
@@ -165,8 +193,11 @@ def _translate_os_errors(file: RemoteFile) -> Iterator[None]:
         raise PrepError(f"cannot write a placeholder of {file.path}", why, "set TMPDIR") from error
 
 
-def _copy_range(reader: RangeReader, file: RemoteFile, offset: int, *, nbytes: int, fd: int) -> None:
-    done, memory = 0, allocate_buffer(max(1, min(nbytes, MAX_READ_AHEAD_NBYTES)))
+def _copy_range(
+    reader: RangeReader, file: RemoteFile, offset: int, *, nbytes: int, fd: int
+) -> None:
+    done = 0
+    memory = allocate_buffer(max(1, min(nbytes, MAX_READ_AHEAD_NBYTES)))
     while done < nbytes:
         part = memory[: min(nbytes - done, memory.size)]
         read_range(reader, file, offset=offset + done, into=part)
@@ -178,6 +209,8 @@ def write_header(folder: Path, reader: RangeReader, file: RemoteFile) -> None:
     path = write_sparse_file(folder, reader, file, ranges=[(0, HEADER_READ_NBYTES)])
     with path.open("rb") as stream:
         nbytes = LENGTH_NBYTES + int.from_bytes(stream.read(LENGTH_NBYTES), "little")
+    # The length is untrusted. Above MAX_HEADER_NBYTES nothing more is read, and the opener reports
+    # the invalid header.
     if HEADER_READ_NBYTES < nbytes <= LENGTH_NBYTES + MAX_HEADER_NBYTES:
         rest = (HEADER_READ_NBYTES, nbytes - HEADER_READ_NBYTES)
         write_sparse_file(folder, reader, file, ranges=[rest])
@@ -185,7 +218,9 @@ def write_header(folder: Path, reader: RangeReader, file: RemoteFile) -> None:
 
 def write_headers(folder: Path, reader: RangeReader, files: Sequence[RemoteFile]) -> None:
     """Write the placeholders of safetensors files with their headers, several at a time."""
-    map_in_daemon_threads(lambda file: write_header(folder, reader, file), files, num_threads=2 * MAX_IN_FLIGHT)
+    map_in_daemon_threads(
+        lambda file: write_header(folder, reader, file), files, num_threads=2 * MAX_IN_FLIGHT
+    )
 
 
 def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
@@ -220,10 +255,18 @@ def download_file(reader: RangeReader, file: RemoteFile, path: Path) -> None:
 
 @contextlib.contextmanager
 def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[None]:
-    """Replace the placeholder folder by the checkpoint's name in the PrepErrors of the block; drop hints about it."""
+    """Replace the placeholder folder by the checkpoint's name in PrepErrors.
+
+    Drop hints about it.
+    """
     try:
         yield
     except PrepError as error:
-        what, why = (text.replace(str(placeholder_folder), display_name) for text in (error.what, error.why))
-        hint = "" if str(placeholder_folder) in error.hint or "hf download" in error.hint else error.hint
+        what, why = (
+            text.replace(str(placeholder_folder), display_name) for text in (error.what, error.why)
+        )
+        if str(placeholder_folder) in error.hint or "hf download" in error.hint:
+            hint = ""
+        else:
+            hint = error.hint
         raise type(error)(what, why, hint, error.code) from error

@@ -22,18 +22,21 @@ from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
-MAX_STALLED_TIMEOUTS = 4  # time-outs without progress after which fewer tries are made
+# Time-outs without progress after which fewer tries are made.
+MAX_STALLED_TIMEOUTS = 4
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
 MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
-PROGRESS_NBYTES = MIN_PROGRESS_NBYTES  # a request that brings fewer bytes made no progress
+# A request that brings fewer bytes made no progress.
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES
 
 DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
 PART_NBYTES = 4 << 20  # of a large read, per concurrent request
 MAX_IN_FLIGHT = 4
 MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
 MAX_READ_AHEAD_NBYTES = 2 << 20
-READ_AHEAD_CACHE_NBYTES = 6 << 20  # of all cached ranges; fits into what a memory budget leaves beside its buffers
+# Limit for all cached ranges. A memory budget leaves this much next to its buffers.
+READ_AHEAD_CACHE_NBYTES = 6 << 20
 LOCK_FILE = ".prep-lock"  # and names that begin with it
 
 
@@ -94,11 +97,18 @@ def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepE
     The hint does not name `--restart`: a training run would delete its steps. The next start of a conversion has
     another plan, and names the option itself.
     """
-    return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", RERUN_HINT)
+    return PrepError(
+        f"{file.path} changed while it was read", f"in {reader.name}: {why}", RERUN_HINT
+    )
 
 
 def read_range(
-    reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray, stop: threading.Event | None = None
+    reader: RangeReader,
+    file: RemoteFile,
+    *,
+    offset: int,
+    into: ByteArray,
+    stop: threading.Event | None = None,
 ) -> None:
     """Fill `into` with the bytes from `offset` on, with as many requests as necessary.
 
@@ -110,23 +120,32 @@ def read_range(
         stop: Once set, the next failed request is not repeated.
 
     Raises:
-        PrepError: The file is gone, changed or forbidden; or MAX_STALLED_TRIES consecutive requests, or fewer that took
-            MAX_STALLED_TIMEOUTS time-outs, made no progress.
+        PrepError: The file is gone, changed or forbidden, or the requests made no progress in
+            MAX_STALLED_TRIES consecutive tries or MAX_STALLED_TIMEOUTS time-outs.
     """
     stop = stop or threading.Event()
     policy = reader.retry_policy
-    done, tries, spent_s = 0, 0, 0.0
+    done = 0
+    tries = 0
+    spent_s = 0.0
     while done < into.size:
-        failure, began_s = RetryableError("the answers are cut short or come too slowly"), time.monotonic()
+        failure = RetryableError("the answers are cut short or come too slowly")
+        began_s = time.monotonic()
         try:
             count = reader.read(file, offset + done, into[done:])
         except RetryableError as error:
-            count, failure = 0, error
-        remaining, done = into.size - done, done + count
+            count = 0
+            failure = error
+        remaining = into.size - done
+        done = done + count
+        # Enough bytes arrived: the limits count consecutive tries without progress. The last piece
+        # of a range may be shorter than PROGRESS_NBYTES.
         if count >= min(PROGRESS_NBYTES, remaining):
-            tries, spent_s = 0, 0.0
+            tries = 0
+            spent_s = 0.0
             continue
-        tries, spent_s = tries + 1, spent_s + time.monotonic() - began_s
+        tries = tries + 1
+        spent_s = spent_s + time.monotonic() - began_s
         is_too_late = spent_s >= MAX_STALLED_TIMEOUTS * policy.timeout_s
         if tries == MAX_STALLED_TRIES or is_too_late or stop.is_set():
             raise _gave_up_error(reader, file, failure, tries)
@@ -139,22 +158,33 @@ def read_range(
 
 def _expected_tries(tries: int, spent_s: float, retry_policy: RetryPolicy) -> int:
     """Return the number of tries until the error, if all take as long as before."""
-    tries_in_time = math.ceil(tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9))
+    tries_in_time = math.ceil(
+        tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9)
+    )
     return max(tries + 1, min(MAX_STALLED_TRIES, tries_in_time))
 
 
 def _backoff_s(tries: int, failure: RetryableError) -> float:
     """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
+    # Jitter of 50 % spreads the retries of many processes over time.
     backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
     return max(backoff_s, min(failure.retry_after_s, MAX_RETRY_AFTER_S))
 
 
-def _gave_up_error(reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int) -> PrepError:
+def _gave_up_error(
+    reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int
+) -> PrepError:
     hint = f"check the network, then {RESUME_HINT}"
-    return PrepError(f"cannot read {file.path} of {reader.name}", f"{tries} tries in a row failed: {failure}", hint)
+    return PrepError(
+        f"cannot read {file.path} of {reader.name}",
+        f"{tries} tries in a row failed: {failure}",
+        hint,
+    )
 
 
-def read_range_in_parallel(reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray) -> None:
+def read_range_in_parallel(
+    reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray
+) -> None:
     """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large.
 
     Raises:
@@ -164,6 +194,7 @@ def read_range_in_parallel(reader: RangeReader, file: RemoteFile, *, offset: int
     if count == 1:
         read_range(reader, file, offset=offset, into=into)
         return
+    # e.g. 10 bytes in 4 requests: cuts 0, 2, 5, 7, 10, so parts of 2, 3, 2 and 3 bytes.
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
 
@@ -173,7 +204,8 @@ def read_range_in_parallel(reader: RangeReader, file: RemoteFile, *, offset: int
     try:
         map_in_daemon_threads(read, itertools.pairwise(cuts), num_threads=count)
     finally:
-        stop.set()  # after an error, the other requests are not repeated
+        # After an error, the other requests are not repeated.
+        stop.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +227,7 @@ class _CachedRange:
 class ReadAheadCache:
     """Reader of remote files that reads large runs directly and small ones through a cache of read-ahead ranges.
 
-    All files share the cache of at most READ_AHEAD_CACHE_NBYTES; the least recently used range is evicted first.
+    All files share the cache of at most READ_AHEAD_CACHE_NBYTES. The least recently used range is evicted first.
     """
 
     def __init__(self, reader: RangeReader) -> None:
@@ -207,7 +239,9 @@ class ReadAheadCache:
         """Pickle the reader without the cached bytes."""
         return ReadAheadCache, (self._reader,)
 
-    def read(self, file: RemoteFile, offset: int, into: ByteArray, *, reads_ahead: bool = True) -> None:
+    def read(
+        self, file: RemoteFile, offset: int, into: ByteArray, *, reads_ahead: bool = True
+    ) -> None:
         """Fill `into` with the bytes from `offset` on.
 
         Args:
@@ -217,36 +251,61 @@ class ReadAheadCache:
             reads_ahead: Whether a small read requests and keeps bytes after it. Otherwise only these bytes are sent.
 
         Raises:
-            PrepError: As for `read_range`; or the range ends beyond the file.
+            PrepError: As for `read_range`, or the range ends beyond the file.
         """
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
-            raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT)
+            raise DamagedError(
+                f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT
+            )
+        # A large read through the cache would copy its bytes and evict the ranges of small reads.
         if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
             read_range_in_parallel(self._reader, file, offset=offset, into=into)
             return
+        # Guards the list of ranges, also during a request. Concurrent small reads of one region
+        # then send a single request.
         with self._lock:
             for start, stop, cached in self._ranges_covering(file, offset, offset + into.size):
-                into[start - offset : stop - offset] = cached.data[start - cached.start : stop - cached.start]
+                into[start - offset : stop - offset] = cached.data[
+                    start - cached.start : stop - cached.start
+                ]
 
-    def _ranges_covering(self, file: RemoteFile, offset: int, stop: int) -> Iterator[tuple[int, int, _CachedRange]]:
+    def _ranges_covering(
+        self, file: RemoteFile, offset: int, stop: int
+    ) -> Iterator[tuple[int, int, _CachedRange]]:
         while offset < stop:
-            hit = next((cached for cached in self._cached_ranges if cached.covers(file.path, offset)), None)
+            hit = next(
+                (cached for cached in self._cached_ranges if cached.covers(file.path, offset)), None
+            )
             cached = hit or self._read_ahead(file, offset)
+            # Move the range to the end of the list: it is now the most recently used one.
             self._cached_ranges.remove(cached)
             self._cached_ranges.append(cached)
             yield offset, min(stop, cached.stop), cached
             offset = min(stop, cached.stop)
 
     def _read_ahead(self, file: RemoteFile, offset: int) -> _CachedRange:
-        """Read and cache the range at `offset`; it is twice as large as the range that ends there, and replaces it."""
+        """Read and cache the range at `offset`.
+
+        A range that ends there is replaced by one twice as large.
+        """
         ending_here = (file.path, offset)
-        previous = next((cached for cached in self._cached_ranges if (cached.path, cached.stop) == ending_here), None)
-        wanted = min(2 * previous.data.size, MAX_READ_AHEAD_NBYTES) if previous else MIN_READ_AHEAD_NBYTES
+        previous = next(
+            (cached for cached in self._cached_ranges if (cached.path, cached.stop) == ending_here),
+            None,
+        )
+        if previous:
+            wanted = min(2 * previous.data.size, MAX_READ_AHEAD_NBYTES)
+        else:
+            wanted = MIN_READ_AHEAD_NBYTES
         size = min(wanted, file.size - offset)
         if previous:
-            self._cached_ranges = [cached for cached in self._cached_ranges if cached is not previous]
-        while sum(cached.data.size for cached in self._cached_ranges) + size > READ_AHEAD_CACHE_NBYTES:
+            self._cached_ranges = [
+                cached for cached in self._cached_ranges if cached is not previous
+            ]
+        while (
+            sum(cached.data.size for cached in self._cached_ranges) + size > READ_AHEAD_CACHE_NBYTES
+        ):
             self._cached_ranges.pop(0)
         cached = _CachedRange(file.path, offset, allocate_buffer(size)[:size])
         read_range(self._reader, file, offset=offset, into=cached.data)
@@ -279,8 +338,13 @@ class RemoteBlob:
 
 
 def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
-    """Return blobs whose remote files send no more than the requested bytes: the others may be another process's."""
-    return [replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs]
+    """Return blobs that request only the bytes of each read from their remote files.
+
+    The bytes around them may belong to another process.
+    """
+    return [
+        replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs
+    ]
 
 
 class RemoteBlobReader:

@@ -23,7 +23,9 @@ class RemoteStream(io.RawIOBase):
             file: The file.
             cache: Reads its byte ranges.
         """
-        self._file, self._cache, self._position = file, cache, 0
+        self._file = file
+        self._cache = cache
+        self._position = 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -38,13 +40,13 @@ class RemoteStream(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset from the start, the position or the end; return the offset from the start."""
+        """Move to an offset from the start, the position or the end, and return the offset from the start."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
         self._position = start + offset
         return self._position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fill a buffer, unless the file ends before; return the number of bytes.
+        """Fill a buffer, unless the file ends before, and return the number of bytes.
 
         Raises:
             PrepError: The file is gone, changed or forbidden, or the store does not answer.

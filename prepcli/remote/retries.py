@@ -18,7 +18,8 @@ TIMEOUT_VARIABLE = "PREP_TIMEOUT"
 HUB_TIMEOUT_VARIABLE = "HF_HUB_DOWNLOAD_TIMEOUT"  # huggingface_hub reads it too
 TIMEOUT_S = 10.0
 MAX_TRIES = 4
-MIN_PROGRESS_NBYTES = 64 << 10  # per time-out; a slower response body counts as stalled
+# Per time-out. A slower response body counts as stalled.
+MIN_PROGRESS_NBYTES = 64 << 10
 WRITE_TIMEOUT_FACTOR = 3  # of the time-out of requests that store data
 MAX_RETRY_AFTER_S = 60.0  # upper limit of a Retry-After header
 
@@ -71,9 +72,14 @@ class RetryPolicy:
         """Return the seconds between try number `tries` and the next one: 1, 2, 4 by default."""
         return self.timeout_s / TIMEOUT_S * 2 ** (tries - 1)
 
-    def report_retry(self, failure: str, wait_s: float, *, tries: int, max_tries: int = MAX_TRIES) -> None:
+    def report_retry(
+        self, failure: str, wait_s: float, *, tries: int, max_tries: int = MAX_TRIES
+    ) -> None:
         """Note a failed try and the time of the next one."""
-        delay = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
+        if wait_s >= 1:
+            delay = f" in {wait_s:.0f} s"
+        else:
+            delay = ""
         self.note(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
 
 
@@ -86,7 +92,10 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
     Raises:
         UsageError: The value is not a number of seconds above 0, at most 86400.
     """
-    name = TIMEOUT_VARIABLE if environ.get(TIMEOUT_VARIABLE) else HUB_TIMEOUT_VARIABLE
+    if environ.get(TIMEOUT_VARIABLE):
+        name = TIMEOUT_VARIABLE
+    else:
+        name = HUB_TIMEOUT_VARIABLE
     text = environ.get(name, "").strip()
     if not text:
         return RetryPolicy(note=note)
@@ -94,9 +103,12 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
         timeout_s = float(text)
     except ValueError:
         timeout_s = math.nan
+    # NaN fails this comparison too. 86400 s is one day.
     if not 0 < timeout_s <= 86400:
         raise usage_error(
-            f"{name}={text[:40]} is invalid", "it must be a number of seconds above 0, at most 86400", f"{name}=30"
+            f"{name}={text[:40]} is invalid",
+            "it must be a number of seconds above 0, at most 86400",
+            f"{name}=30",
         )
     return RetryPolicy(timeout_s, note)
 
@@ -114,16 +126,18 @@ def call_with_timeout(
 
     Args:
         call: Function to run.
-        limit_s: Seconds after which to raise TimeoutError; None for no limit.
+        limit_s: Seconds after which to raise TimeoutError, or None for no limit.
         on_late: Called once if there is no result after `late_s` seconds.
-        late_s: Seconds until `on_late`; less than `limit_s`.
+        late_s: Seconds until `on_late`, less than `limit_s`.
 
     Raises:
         TimeoutError: The function did not return within `limit_s`.
     """
     results = queue.SimpleQueue[_CallResult[T]]()
     context = contextvars.copy_context()
-    threading.Thread(target=lambda: results.put(_run_call(lambda: context.run(call))), daemon=True).start()
+    threading.Thread(
+        target=lambda: results.put(_run_call(lambda: context.run(call))), daemon=True
+    ).start()
     result = _wait_for_result(results, late_s if on_late else limit_s)
     if result is None and on_late:
         on_late()
@@ -133,14 +147,18 @@ def call_with_timeout(
     return result.get()
 
 
-def _wait_for_result(results: queue.SimpleQueue[_CallResult[T]], wait_s: float | None) -> _CallResult[T] | None:
+def _wait_for_result(
+    results: queue.SimpleQueue[_CallResult[T]], wait_s: float | None
+) -> _CallResult[T] | None:
     try:
         return results.get(timeout=wait_s)
     except queue.Empty:
         return None
 
 
-def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], *, num_threads: int) -> list[U]:
+def map_in_daemon_threads(
+    function: Callable[[T], U], items: Iterable[T], *, num_threads: int
+) -> list[U]:
     """Apply a function to all items in `num_threads` daemon threads and return the results in order.
 
     The first error, or Ctrl-C, is raised at once: items that were not started are dropped, running ones are abandoned.
@@ -157,6 +175,7 @@ def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], *, num
             except IndexError:  # another thread took the last item
                 return
             result = _run_call(lambda item=item: function(item))
+            # The other threads find an empty queue, and end after their current items.
             if result.error is not None:
                 work.clear()
             results.put((number, result))
@@ -176,21 +195,28 @@ def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], *, num
 def enforce_throughput(
     chunks: Iterable[bytes], timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bytes]:
-    """Yield the chunks of a response body while they arrive fast enough; time in the consumer does not count.
+    """Yield the chunks of a response body while they arrive fast enough. Time in the consumer does not count.
 
     Raises:
         TimeoutError: Fewer than MIN_PROGRESS_NBYTES arrived within `timeout_s`.
     """
-    nbytes, waited_s, source = 0, 0.0, iter(chunks)
+    nbytes = 0
+    waited_s = 0.0
+    source = iter(chunks)
     while True:
         began_s = clock()
         chunk = next(source, None)
+        # Only the wait for the source counts, not the time in the consumer of the generator.
         waited_s += clock() - began_s
         if chunk is None:
             return
         nbytes += len(chunk)
         yield chunk
+        # A new window begins after every MIN_PROGRESS_NBYTES. The limit is a rate.
         if nbytes >= MIN_PROGRESS_NBYTES:
-            nbytes, waited_s = 0, 0.0
+            nbytes = 0
+            waited_s = 0.0
         elif waited_s > timeout_s:
-            raise TimeoutError(f"fewer than {MIN_PROGRESS_NBYTES >> 10} KiB came in {timeout_s:g} s")
+            raise TimeoutError(
+                f"fewer than {MIN_PROGRESS_NBYTES >> 10} KiB came in {timeout_s:g} s"
+            )

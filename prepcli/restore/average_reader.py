@@ -9,6 +9,7 @@ from typing import Any
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.item_reader import BoxArrays, ItemReader
 from prepcli.sources.averages import AVERAGE_SLOT
+from trainer.models.checkpoint_store import LeafSpec
 
 
 class AverageReader:
@@ -26,11 +27,10 @@ class AverageReader:
         self.manifest: Mapping[str, Any] = reader.manifest
         self.is_remote = reader.is_remote
         prefix = f"{AVERAGE_SLOT}."
-        self.leaves = {
-            f"{PARAMS}.{name.removeprefix(prefix)}": leaf
-            for name, leaf in reader.leaves.items()
-            if name.startswith(prefix)
-        }
+        self.leaves: dict[str, LeafSpec] = {}
+        for name, leaf in reader.leaves.items():
+            if name.startswith(prefix):
+                self.leaves[f"{PARAMS}.{name.removeprefix(prefix)}"] = leaf
 
     @property
     def read_nbytes(self) -> int:
@@ -41,10 +41,13 @@ class AverageReader:
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._reader.close()
 
     def read(self, name: str, parts: BoxArrays) -> None:
-        """Fill each array with its box of a parameter's average; see `ItemReader.read`."""
+        """Fill each array with its box of a parameter's average. See `ItemReader.read`."""
         self._reader.read(f"{AVERAGE_SLOT}.{name.removeprefix(f'{PARAMS}.')}", parts)

@@ -1,4 +1,4 @@
-"""Digests of tensors that are read for them: checks against a manifest, and the digest that identifies a model."""
+"""Digests of complete tensors: checks against a manifest, and the digest that identifies a model."""
 
 from __future__ import annotations
 
@@ -8,34 +8,47 @@ from pathlib import Path
 import xxhash
 
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
+from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import DamagedError
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS
-from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream, read_copies
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_labels import label_tensor
+from trainer.models.boxes import Range
 
-CHECK_MEMORY_NBYTES = 256 << 20  # memory budget of `check_tensors`
-SAMPLE_MEMORY_NBYTES = 32 << 20  # memory budget of `sample_digest`
+# memory budget of `check_tensors`
+CHECK_MEMORY_NBYTES = 256 << 20
+# memory budget of `sample_digest`
+SAMPLE_MEMORY_NBYTES = 32 << 20
+# The first rows of each tensor distinguish models in milliseconds. True rows of a vocabulary come
+# first, so that padding does not change them.
 SAMPLE_ROWS = 4
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
     """Return the error for a tensor that differs from its digest."""
-    byte_sources = (source.byte_sources[number] for number in sorted(_file_numbers(tensor)))
-    source_names = ", ".join(str(item) if isinstance(item, Path) else item.name for item in byte_sources)
-    why = f"its bytes in {source_names} differ from the digest that the manifest records"
-    return DamagedError(f"{label_tensor(source, tensor)} in {source.display_name} is damaged", why, hint)
+    names: list[str] = []
+    for number in sorted(_file_numbers(tensor)):
+        item = source.byte_sources[number]
+        names.append(str(item) if isinstance(item, Path) else item.name)
+    why = f"its bytes in {', '.join(names)} differ from the digest that the manifest records"
+    return DamagedError(
+        f"{label_tensor(source, tensor)} in {source.display_name} is damaged", why, hint
+    )
 
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
     """Return the numbers of a tensor's files and blobs."""
-    stream = _stream(tensor, (0, tensor.shape[0] if tensor.shape else 1))
+    stream = _stream(tensor, (0, _num_rows(tensor)))
     return {copy.file for copy in read_copies(stream, stream.box)}
+
+
+def _num_rows(tensor: SourceTensor) -> int:
+    """Return the rows of a tensor, or 1 for a 0-d tensor."""
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:
@@ -57,11 +70,15 @@ def check_tensors(
     Raises:
         PrepError: A tensor differs from a digest.
     """
-    pieces = [(tensor, (low, high), digest) for tensor in tensors for low, high, digest in tensor.digests]
-    streams = [_stream(tensor, rows) for tensor, rows, _ in pieces]
+    pieces: list[tuple[SourceTensor, str]] = []
+    streams: list[Stream] = []
+    for tensor in tensors:
+        for low, high, digest in tensor.digests:
+            pieces.append((tensor, digest))
+            streams.append(_stream(tensor, (low, high)))
 
     def compare(number: int, computed_digest: str) -> None:
-        tensor, _, recorded_digest = pieces[number]
+        tensor, recorded_digest = pieces[number]
         if computed_digest != recorded_digest:
             raise damaged_error(source, tensor, hint)
 
@@ -75,18 +92,22 @@ def check_tensors(
 def sample_digest(source: Source) -> str:
     """Return a digest of the first rows of each parameter, within SAMPLE_MEMORY_NBYTES.
 
-    It tells a model from others in little time. It is the same for every format and mesh, and for a padded vocabulary.
-    A difference in other rows alone is not seen.
+    It distinguishes models in little time. It is the same for every format and mesh, and for a padded vocabulary.
+    A difference only in later rows is not detected.
 
     Raises:
         PrepError: A parameter is missing, or the source cannot be read.
     """
-    used = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS).uses
-    tensors = sorted((tensor for tensor in source.tensors if tensor.name in used), key=lambda tensor: tensor.name)
-    streams = [_stream(t, (0, min(t.shape[0], SAMPLE_ROWS) if t.shape else 1)) for t in tensors]
+    used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
+    tensors = [tensor for tensor in source.tensors if tensor.name in used]
+    # The order of the files must not change the digest.
+    tensors.sort(key=lambda tensor: tensor.name)
+    streams = [_stream(tensor, (0, min(_num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
     digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
-    lines = (f"{tensor.name} {tensor.dtype} {digests[number]}\n" for number, tensor in enumerate(tensors))
-    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
+    state = xxhash.xxh3_128()
+    for number, tensor in enumerate(tensors):
+        state.update(f"{tensor.name} {tensor.dtype} {digests[number]}\n".encode())
+    return state.hexdigest()
 
 
 def _digest(
@@ -97,8 +118,14 @@ def _digest(
     progress: Progress | None = None,
     on_digest: Callable[[int, str], None] = lambda number, digest: None,
 ) -> dict[int, str]:
-    """Read streams and return their digests, by stream number; see `pipeline.run`."""
+    """Read streams and return their digests, by stream number. See `Pipeline.run`."""
     budget = make_budget(memory_nbytes)
     with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
         progress = progress or NullProgress()
-        return pipeline.run(streams, files, sink=None, budget=budget, progress=progress, on_digest=on_digest).digests
+        return (
+            Pipeline(
+                streams, files, sink=None, budget=budget, progress=progress, on_digest=on_digest
+            )
+            .run()
+            .digests
+        )

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from prepcli.engine.compare import compare_streams
-from prepcli.planning.accounting import not_equal_error
 from prepcli.planning.plan import EqualityCheck, Stream
+from prepcli.planning.tensor_match import not_equal_error
 from prepcli.sources.source import Source, SourceTensor
 
-Duplicates = Mapping[str, Sequence[SourceTensor]]  # of each tensor that has any, by its name
+# Duplicates of each tensor, by its name. Tensors without duplicates are absent.
+Duplicates = Mapping[str, Sequence[SourceTensor]]
 
 
 def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: bool) -> Duplicates:
     """Return the duplicates to compare with the bytes of their originals when these are read in windows.
 
-    Tensors that are read completely, to compare them with their digests, are not read in windows. A duplicate of such
-    a tensor is compared here: by its digests, or by its bytes if these differ.
+    A tensor with digests to check is read completely and not in windows. Its duplicates are compared here:
+    by their digests, or by their bytes if the digests differ.
 
     Args:
         source: The checkpoint.
@@ -29,7 +30,10 @@ def find_duplicates(source: Source, checks: Sequence[EqualityCheck], *, verify: 
     tensors = {tensor.name: tensor for tensor in source.tensors}
     duplicates: dict[str, list[SourceTensor]] = {}
     for check in checks:
-        duplicate, original = tensors[check.name], tensors[check.duplicate_of]
+        duplicate = tensors[check.name]
+        original = tensors[check.duplicate_of]
+        # A window of the original is read together with the same window of the duplicate, so that both
+        # are read once. Whole tensors are compared by digests alone.
         if not (verify and original.digests):
             duplicates.setdefault(original.name, []).append(duplicate)
         elif duplicate.digests != original.digests:
@@ -41,18 +45,23 @@ def check_equal(source: Source, check: EqualityCheck) -> None:
     """Read a tensor and its duplicate.
 
     Raises:
-        PrepError: They differ; the error has the number of differences and the first one.
+        PrepError: They differ. The error has the number of differences and the first one.
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
     result = compare_streams(
-        source.byte_sources, _stream(pair[0]), blobs_b=source.byte_sources, stream_b=_stream(pair[1])
+        source.byte_sources,
+        _stream(pair[0]),
+        blobs_b=source.byte_sources,
+        stream_b=_stream(pair[1]),
     )
     if result.count:
         first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
         difference = f"{result.count:,} values differ, the first at {first}"
         display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
-        raise not_equal_error(source.family, check, display_names=display_names, difference=difference)
+        raise not_equal_error(
+            source.family, check, display_names=display_names, difference=difference
+        )
 
 
 def _stream(tensor: SourceTensor) -> Stream:

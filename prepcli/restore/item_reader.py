@@ -20,28 +20,30 @@ from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import DamagedError, PrepError, text
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.planning.boxes import Box, full_box, slices, strides, volume
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
-from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 from trainer.models import checkpoint_store
+from trainer.models.boxes import Box, full_box, intersection, slices, strides, volume
 
-PIECE_NBYTES = 4 << 20  # upper limit of one read of a thread
-MIN_RUN_NBYTES = 32 << 10  # shorter runs are read together with the bytes between them, which is faster
+# Upper limit of one read of a thread.
+PIECE_NBYTES = 4 << 20
+# Shorter runs are read together with the bytes between them, which is faster.
+MIN_RUN_NBYTES = 32 << 10
 MAX_THREADS = 8
-DECODE_MEMORY_NBYTES = 32 << 20  # upper limit per thread; chunks that Orbax writes need about 2 MiB
+# Upper limit per thread. Chunks that Orbax writes need about 2 MiB.
+DECODE_MEMORY_NBYTES = 32 << 20
 
 BoxArrays = Mapping[Box, np.ndarray]
 
@@ -51,7 +53,11 @@ class DamagedLeafError(DamagedError):
 
 
 def open_reader(
-    path: Path, verify: bool = True, hint: str = RECREATE_HINT, *, remote_blobs: Sequence[Path | Blob] = ()
+    path: Path,
+    verify: bool = True,
+    hint: str = RECREATE_HINT,
+    *,
+    remote_blobs: Sequence[Path | Blob] = (),
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -59,26 +65,34 @@ def open_reader(
         path: Folder of the checkpoint.
         verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
-        remote_blobs: The data files of a remote checkpoint, of which the folder has placeholders.
+        remote_blobs: The data files of a remote checkpoint. The folder has their placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
     """
     folder = find_item(path)
     if folder is None:
-        raise PrepError(f"{path} holds no Orbax checkpoint")
+        raise PrepError(
+            f"{path} holds no Orbax checkpoint",
+            "no folder in it has the files of one",
+            "another folder, such as a training step or an output of prep",
+        )
     manifest_folder = find_manifest_folder(folder)
-    item, manifest = read_item(folder), read_manifest(manifest_folder)
+    item = read_item(folder)
+    manifest = read_manifest(manifest_folder)
     if manifest is None:
-        raise PrepError(f"{path} was not written by prep", "it has no manifest that describes the model")
-    if verify and not remote_blobs:  # the files of a remote checkpoint were checked when it was opened as a source
+        raise PrepError(
+            f"{path} was not written by prep", "it has no manifest that describes the model"
+        )
+    # the files of a remote checkpoint were checked when it was opened as a source
+    if verify and not remote_blobs:
         check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint, remote_blobs=remote_blobs)
+    return ItemReader(item, manifest.fields, checksums, hint, remote_blobs=remote_blobs)
 
 
 class ItemReader:
-    """CheckpointReader of an Orbax item; several threads may call `read`.
+    """CheckpointReader of an Orbax item. Several threads may call `read`.
 
     Attributes:
         manifest: Manifest of the checkpoint.
@@ -104,27 +118,42 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
-            remote_blobs: Data files to read in place of the item's; their chunks are not compressed.
+            remote_blobs: Data files to read in place of the item's. Their chunks are not compressed.
         """
-        self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
-        self._checksums, self._hint = checksums, hint
-        self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
-        self.leaves = {
-            meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype, _read_unit(item, number))
-            for number, meta in enumerate(item.arrays)
-        }
+        self.manifest = manifest
+        self.folder = item.folder
+        self.read_nbytes = 0
+        self._checksums = checksums
+        self._hint = hint
+        self._item = item
+        self._array_numbers: dict[str, int] = {}
+        self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        for number, meta in enumerate(item.arrays):
+            read_unit = _read_unit(item, number)
+            self._array_numbers[meta.name] = number
+            self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
-        self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
+        self._buffers = BufferPool(
+            Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads)
+        )
         self.is_remote = bool(remote_blobs)
-        self._files = open_blobs(remote_blobs or (item.files if len(item.files) <= MAX_OPEN_FILES else ()))
+        # An item with more files than a process may hold open has no chunks that are read directly.
+        blobs = remote_blobs
+        if not blobs and len(item.files) <= MAX_OPEN_FILES:
+            blobs = item.files
+        self._files = open_blobs(blobs)
         self._count_lock = threading.Lock()
+        # Closes the files also if a caller drops the reader without `close`.
         self._finalizer = weakref.finalize(self, self._files.close)
 
     def __enter__(self) -> ItemReader:
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -149,17 +178,24 @@ class ItemReader:
             DamagedLeafError: Bytes differ from their recorded checksum.
         """
         if name not in self._array_numbers:
-            raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._array_numbers)} other leaves")
+            raise PrepError(
+                f"{self.folder} has no leaf {name}",
+                f"it has {len(self._array_numbers)} other leaves",
+            )
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
         jobs = _split_into_jobs(blob, parts, self.is_checked)
         errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)
-        if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
-            why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
-            error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError
-            raise error_type(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
-        if errors:
-            raise errors[0]
+        if not errors:
+            return
+        error = errors[0]
+        if isinstance(error, PrepError) and not isinstance(error, DamagedLeafError):
+            why = error.what
+            if error.why:
+                why = text("{}: {}", error.what, error.why)
+            error_type = DamagedError if isinstance(error, DamagedError) else PrepError
+            raise error_type(f"cannot read {name} of {self.folder}", why, error.hint) from error
+        raise error
 
     def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> None:
         """Read a piece or decode a chunk, and count its bytes."""
@@ -167,18 +203,23 @@ class ItemReader:
             self._decode_chunk(job, buffer)
         else:
             self._read_piece(job, buffer)
+        # `+=` of an attribute is not atomic between threads
         with self._count_lock:
             self.read_nbytes += job.nbytes
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
-        assert piece.stored is not None  # the array is read directly
+        # the array is read directly
+        assert piece.stored is not None
+        # A piece goes from the file to its array without a copy in memory where dtype, order and page
+        # offset agree: the common case of a mesh with the shards of the chunks.
         offset = piece.stored.offset + piece.start
         if (target := _direct_target(piece, offset)) is not None:
             self._files.read_at(piece.stored.file, offset, target)
             self._verify_piece(piece, target)
         else:
-            data = self._files.read_run(StridedCopy(0, piece.stored.file, offset, piece.nbytes), scratch)
+            run = StridedCopy(0, piece.stored.file, offset, piece.nbytes)
+            data = self._files.read_run(run, scratch)
             self._verify_piece(piece, data)
             _copy_to_arrays(piece, data)
 
@@ -192,7 +233,8 @@ class ItemReader:
         value = self._item.chunks[self._array_numbers[piece.name]].get(piece.index)
         path = self._item.files[value.file] if isinstance(value, StoredRange) else self.folder
         chunk_offset = piece.stored.offset if piece.stored else 0
-        start, stop = (chunk_offset + offset for offset in damaged)
+        start = chunk_offset + damaged[0]
+        stop = chunk_offset + damaged[1]
         where = path if piece.stored else f"chunk {chunk_key(piece.index)} (decoded) in {path}"
         why = f"bytes {start:,} to {stop:,} of {where} differ from their recorded checksum"
         raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
@@ -212,20 +254,23 @@ class ItemReader:
 
 
 def _read_unit(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
-    """Return the shape of the boxes of a leaf that are read as a whole: checksum blocks, or chunks to be decoded."""
+    """Return the read unit of a leaf: the shape of its checksum blocks, or of its chunks to decode."""
     meta = item.arrays[array_number]
     if not is_read_directly(item, array_number) or not meta.chunk_shape:
         return meta.chunk_shape
     blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis, length = blocks.axis, meta.chunk_shape[blocks.axis]
-    is_regular = length == meta.shape[axis] or length % blocks.rows == 0  # blocks begin anew in each chunk
+    axis = blocks.axis
+    length = meta.chunk_shape[axis]
+    # The first block of a chunk starts at row 0 of the chunk. If blocks do not divide the chunk,
+    # units of equal size do not fall on blocks, and the unit is a whole chunk.
+    is_regular = length == meta.shape[axis] or length % blocks.rows == 0
     rows = min(blocks.rows, length) if is_regular else length
     return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
 
 
 def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
     """Copy the bytes of a piece to all intersecting arrays."""
-    values = data.view(numpy_dtype(piece.dtype)).reshape([high - low for low, high in piece.box])
+    values = data.view(numpy_dtype(piece.dtype)).reshape(_box_shape(piece.box))
     for box, array in piece.arrays.items():
         shared = intersection(piece.box, box)
         array[slices(shared, box)] = values[slices(shared, piece.box)]
@@ -272,12 +317,21 @@ class _ChunkJob:
 def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
     """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
     for box, array in arrays.items():
-        is_inside = len(box) == len(meta.shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, meta.shape))
-        if not is_inside or array.shape != tuple(high - low for low, high in box) or not array.flags.c_contiguous:
-            raise ValueError(f"{meta.name} {meta.shape}: box {box} and an array of shape {array.shape}")
+        is_inside = len(box) == len(meta.shape)
+        for (low, high), extent in zip(box, meta.shape):
+            is_inside = is_inside and 0 <= low <= high <= extent
+        if not is_inside:
+            raise ValueError(f"{meta.name} {meta.shape}: box {box} is not inside the leaf")
+        if array.shape != _box_shape(box) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{meta.name} {meta.shape}: the array must be contiguous and have the shape of box {box},"
+                f" it has {array.shape}"
+            )
 
 
-def _split_into_jobs(blob: DecodedArray, arrays: BoxArrays, is_checked: bool) -> Iterator[_PieceJob | _ChunkJob]:
+def _split_into_jobs(
+    blob: DecodedArray, arrays: BoxArrays, is_checked: bool
+) -> Iterator[_PieceJob | _ChunkJob]:
     """Yield one job per piece if pieces can be read directly, else one job per chunk."""
     is_direct = is_read_directly(blob.item, blob.array_number)
     for index, pieces in _touched_chunks(blob, arrays, is_direct=is_direct, is_checked=is_checked):
@@ -294,31 +348,47 @@ def _touched_chunks(
     meta = blob.meta
     arrays_by_chunk: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
     for box, array in arrays.items():
-        if volume(box):
-            ranges = (range(low // length, -(-high // length)) for (low, high), length in zip(box, meta.chunk_shape))
-            for index in itertools.product(*ranges):
-                arrays_by_chunk.setdefault(index, {})[box] = array
+        if not volume(box):
+            continue
+        index_ranges: list[range] = []
+        for (low, high), length in zip(box, meta.chunk_shape):
+            # e.g. low 5, high 9 in chunks of 4: chunks 1 and 2.
+            index_ranges.append(range(low // length, -(-high // length)))
+        for index in itertools.product(*index_ranges):
+            arrays_by_chunk.setdefault(index, {})[box] = array
     for index in sorted(arrays_by_chunk):
         value = blob.stored_value(index) if is_direct else None
         stored = value if isinstance(value, StoredRange) else None
-        yield index, _piece_jobs(meta, stored, index=index, arrays=arrays_by_chunk[index], is_checked=is_checked)
+        chunk_arrays = arrays_by_chunk[index]
+        pieces = _piece_jobs(meta, stored, index=index, arrays=chunk_arrays, is_checked=is_checked)
+        yield index, pieces
 
 
 def _piece_jobs(
-    meta: ArrayMeta, stored: StoredRange | None, *, index: tuple[int, ...], arrays: BoxArrays, is_checked: bool
+    meta: ArrayMeta,
+    stored: StoredRange | None,
+    *,
+    index: tuple[int, ...],
+    arrays: BoxArrays,
+    is_checked: bool,
 ) -> Iterator[_PieceJob]:
-    """Yield the pieces of a chunk that cover the boxes of `arrays`; whole checksum blocks if they are checked."""
+    """Yield the pieces of a chunk that cover the boxes of `arrays`, as whole checksum blocks if they are checked."""
     item_nbytes = itemsize(meta.dtype)
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
-    needed = [shifted(intersection(box, chunk_box(corner, meta)), corner, -1) for box in arrays]
+    chunk_box = _shifted(full_box(meta.chunk_shape), corner, 1)
+    needed = [_shifted(intersection(box, chunk_box), corner, -1) for box in arrays]
     if is_checked:
         pieces = _block_pieces(needed, meta)
     else:
         pieces = _contiguous_pieces(_bounding_box(needed), meta.chunk_shape, item_nbytes)
     for piece in pieces:
-        box = shifted(piece, corner, 1)
-        touching = {array_box: array for array_box, array in arrays.items() if volume(intersection(array_box, box))}
+        box = _shifted(piece, corner, 1)
+        touching: dict[Box, np.ndarray] = {}
+        for array_box, array in arrays.items():
+            if volume(intersection(array_box, box)):
+                touching[array_box] = array
+        # The bounding box of several boxes may contain pieces that no box needs.
         if touching:
             yield _PieceJob(
                 name=meta.name,
@@ -332,8 +402,29 @@ def _piece_jobs(
             )
 
 
+def _box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(high - low for low, high in box)
+
+
+def _shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
+    """Return a box moved by `sign` times `corner`."""
+    return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
+
+
 def _bounding_box(boxes: Sequence[Box]) -> Box:
-    return tuple((min(low for low, _ in spans), max(high for _, high in spans)) for spans in zip(*boxes))
+    bounds: list[tuple[int, int]] = []
+    for spans in zip(*boxes):
+        lows, highs = zip(*spans)
+        bounds.append((min(lows), max(highs)))
+    return tuple(bounds)
+
+
+def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
+    """Return the innermost axis on which a box does not span the chunk, or 0 if there is none."""
+    for axis in reversed(range(len(box))):
+        if box[axis] != (0, chunk_shape[axis]):
+            return axis
+    return 0
 
 
 def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -> Iterator[Box]:
@@ -342,21 +433,36 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
     The box is widened to whole trailing dims if its runs are short or cover most of the chunk.
     """
     byte_strides = strides(chunk_shape, item_nbytes)
-    first = next((axis for axis, (low, high) in enumerate(box) if high - low > 1), len(box))
+    # The first axis with more than one index: after it, whole trailing dims are contiguous.
+    first = 0
+    while first < len(box) and box[first][1] - box[first][0] <= 1:
+        first += 1
     widened = (*box[: first + 1], *full_box(chunk_shape[first + 1 :]))
-    last = innermost_cut_axis(box, chunk_shape)
-    run_nbytes = (box[last][1] - box[last][0]) * byte_strides[last] if box else item_nbytes
+    last = _innermost_cut_axis(box, chunk_shape)
+    run_nbytes = item_nbytes
+    if box:
+        run_nbytes = (box[last][1] - box[last][0]) * byte_strides[last]
     if run_nbytes < MIN_RUN_NBYTES or 2 * volume(box) >= volume(widened):
-        box, last = widened, min(first, len(box) - 1)
+        box = widened
+        last = min(first, len(box) - 1)
     if not box:
         yield box
         return
-    axis = next((n for n in range(last, len(box)) if byte_strides[n] <= PIECE_NBYTES), len(box) - 1)
+    # Pieces are cut along the outermost axis where one step fits into a piece.
+    axis = last
+    while axis < len(box) - 1 and byte_strides[axis] > PIECE_NBYTES:
+        axis += 1
+    # e.g. steps of 1 MiB: 4 steps per piece.
     length = max(1, PIECE_NBYTES // byte_strides[axis])
-    for outer in itertools.product(*(range(*span) for span in box[:axis])):
+    outer_ranges = [range(low, high) for low, high in box[:axis]]
+    for outer in itertools.product(*outer_ranges):
         for low in range(*box[axis], length):
             rows = (low, min(low + length, box[axis][1]))
-            yield (*((i, i + 1) for i in outer), rows, *box[axis + 1 :])
+            yield (*_unit_ranges(outer), rows, *box[axis + 1 :])
+
+
+def _unit_ranges(index: Sequence[int]) -> Box:
+    return tuple((i, i + 1) for i in index)
 
 
 def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
@@ -368,23 +474,39 @@ def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
         yield ()
         return
     blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis, length = blocks.axis, max(1, PIECE_NBYTES // blocks.block_nbytes) * blocks.rows
-    for outer in itertools.product(*(range(*span) for span in _bounding_box(boxes)[:axis])):
-        touching = (box for box in boxes if all(low <= i < high for i, (low, high) in zip(outer, box)))
-        for low, high in _block_spans((box[axis] for box in touching), blocks.rows, meta.chunk_shape[axis]):
+    axis = blocks.axis
+    # Rows per piece: as many whole blocks as fit, or one block if it is larger than a piece.
+    length = max(1, PIECE_NBYTES // blocks.block_nbytes) * blocks.rows
+    inner_box = full_box(meta.chunk_shape[axis + 1 :])
+    outer_ranges = [range(low, high) for low, high in _bounding_box(boxes)[:axis]]
+    for outer in itertools.product(*outer_ranges):
+        spans: list[tuple[int, int]] = []
+        for box in boxes:
+            if all(low <= i < high for i, (low, high) in zip(outer, box)):
+                spans.append(box[axis])
+        for low, high in _block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
-                yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
+                yield (*_unit_ranges(outer), span, *inner_box)
 
 
-def _block_spans(spans: Iterable[tuple[int, int]], rows: int, extent: int) -> Iterator[tuple[int, int]]:
-    """Widen spans of rows to whole blocks; yield the union as disjoint spans, ascending."""
-    widened = sorted((low // rows * rows, min(extent, -(-high // rows) * rows)) for low, high in spans if low < high)
-    while widened:
-        (low, high), *widened = widened
-        while widened and widened[0][0] <= high:
-            high = max(high, widened.pop(0)[1])
-        yield low, high
+def _block_spans(
+    spans: Iterable[tuple[int, int]], rows: int, extent: int
+) -> Iterator[tuple[int, int]]:
+    """Widen spans of rows to whole blocks. Yield the union as disjoint spans, ascending."""
+    # e.g. rows 1:3, 6:7 and 9:10 in blocks of 4: 0:4, 4:8 and 8:10 (the end) -> 0:10
+    widened: list[tuple[int, int]] = []
+    for low, high in spans:
+        if low < high:
+            widened.append((low // rows * rows, min(extent, -(-high // rows) * rows)))
+    widened.sort()
+    union: list[tuple[int, int]] = []
+    for low, high in widened:
+        if union and low <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], high))
+        else:
+            union.append((low, high))
+    yield from union
 
 
 def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:
@@ -395,6 +517,7 @@ def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:
     if array.dtype != numpy_dtype(piece.dtype) or intersection(piece.box, box) != piece.box:
         return None
     target = array[slices(piece.box, box)]
+    # Direct I/O needs the address and the file offset to agree modulo PAGE.
     if not target.flags.c_contiguous or (target.ctypes.data - offset) % PAGE:
         return None
     return target.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Jobs that several threads take from one iterator, each thread with a buffer of its own."""
+"""Jobs that several threads take from one iterator, each thread with a separate buffer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class _JobQueue(Generic[Job]):
     """Thread-safe queue of jobs."""
 
     def __init__(self, jobs: Iterator[Job]) -> None:
-        self._jobs, self._lock = jobs, threading.Lock()
+        self._jobs = jobs
+        self._lock = threading.Lock()
 
     def next(self) -> Job | None:
-        """Return the next job; None if there is none left, or after `stop`."""
+        """Return the next job, or None if there is none left, or after `stop`."""
         with self._lock:
+            # A generator must not run in two threads at once.
             return next(self._jobs, None)
 
     def stop(self) -> None:
@@ -31,9 +33,12 @@ class _JobQueue(Generic[Job]):
 
 
 def run_jobs(
-    jobs: Iterator[Job], run: Callable[[Job, ByteArray], None], buffers: BufferPool, num_threads: int
+    jobs: Iterator[Job],
+    run: Callable[[Job, ByteArray], None],
+    buffers: BufferPool,
+    num_threads: int,
 ) -> list[BaseException]:
-    """Run jobs in threads until there are none left; after an error the remaining ones are dropped.
+    """Run jobs in threads until there are none left. After an error the remaining jobs are dropped.
 
     Args:
         jobs: The jobs.
@@ -42,7 +47,7 @@ def run_jobs(
         num_threads: Number of threads.
 
     Returns:
-        The exceptions of signals, and then those of the jobs.
+        The exceptions of signals, and then the exceptions of the jobs.
     """
     job_queue = _JobQueue(jobs)
 
@@ -52,6 +57,7 @@ def run_jobs(
             while (job := job_queue.next()) is not None:
                 run(job, buffer)
         except BaseException:
+            # the arrays of a failed read are not used, so that other jobs would be wasted
             job_queue.stop()
             raise
         finally:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError, usage_error
-from prepcli.formats.manifest import LORA_KEY
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.average_reader import AverageReader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.source import Source, source_rows
+from prepcli.sources.source import Source, source_axis_maps
 from trainer.models.mesh import Mesh
 from trainer.models.partition import vocab_multiple
 from trainer.models.rules import Rules
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A checkpoint that is open for reading, its model and its mesh."""
+    """A checkpoint open for reading, its model and its mesh."""
 
     reader: ItemReader | WeightsReader | AverageReader
     model: ModelSpec
@@ -36,13 +35,15 @@ class OpenedModel:
 
     def stored_dtypes(self) -> set[str]:
         """Return the dtypes of the parameters on disk."""
-        return {leaf.dtype for name, leaf in self.reader.leaves.items() if name.startswith("params.")}
+        leaves = self.reader.leaves.items()
+        return {leaf.dtype for name, leaf in leaves if name.startswith("params.")}
 
     def stored_dtype(self, path: str) -> str:
         """Return the dtype of a parameter on disk.
 
         Raises:
-            PrepError: The checkpoint lacks the parameter, or JAX has no such dtype without a setting.
+            PrepError: The checkpoint does not have the parameter, or JAX has no such dtype without
+                a setting.
         """
         import jax
 
@@ -52,12 +53,14 @@ class OpenedModel:
         if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
             why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
             raise usage_error(
-                "the dtype of a parameter cannot be kept", why, '`dtype="float32"`, or the setting jax_enable_x64'
+                "the dtype of a parameter cannot be kept",
+                why,
+                '`dtype="float32"`, or the setting jax_enable_x64',
             )
         return leaf.dtype
 
     def load(self, dtype_of: Callable[[str], str]) -> Tree:
-        """Return the parameters as sharded arrays; `dtype_of` maps the dotted path of a leaf to its dtype."""
+        """Return the parameters as sharded arrays. `dtype_of` maps the dotted path of a leaf to its dtype."""
         from trainer.training.loading import load_params
 
         return load_params(self.reader, self.model, sharding=self.sharding, dtype_of=dtype_of)
@@ -76,7 +79,7 @@ def open_model(
     Args:
         source: The checkpoint.
         path: Its folder.
-        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        mesh: `dp,fsdp,mp` sizes or named axes, or None for the first device.
         verify: Compare every byte with the checksums or digests of the checkpoint.
         on_unchecked: Called for a checkpoint without checksums of its parts, if `verify` is set.
 
@@ -86,14 +89,18 @@ def open_model(
     from trainer.distributed.devices import local_devices
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
-    if LORA_KEY in source.tree_manifest:
+    if source.tree_manifest.is_adapter:
         hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
-        raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
-    local_devices()  # an error about devices is raised before anything is read
+        raise usage_error(
+            f"{source.display_name} is not a complete model", "it has only adapters", hint
+        )
+    # an error about devices is raised before anything is read
+    local_devices()
     is_remote = bool(source.remote_blobs)
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
     with errors, _open_reader(source, path, mesh, verify, on_unchecked) as reader:
-        model, sharding = model_from_manifest(reader.manifest), make_sharding(mesh, reader.manifest)
+        model = model_from_manifest(reader.manifest)
+        sharding = make_sharding(mesh, reader.manifest)
         check_mesh_divides(model, sharding)
         yield OpenedModel(reader, model, sharding)
 
@@ -102,25 +109,25 @@ def _open_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader | AverageReader:
     manifest = source.tree_manifest
-    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
+    if manifest and manifest.scan and manifest.scan_axis == 0:
         reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()
             return AverageReader(reader) if source.has_averages else reader
         reader.close()
-    sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
+    sharding = make_sharding(mesh, {"rules": manifest.rules})
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
 
 
 def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:
     """Open a source for reading leaves, with a vocabulary padded to a size that the mesh divides."""
-    dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
+    dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
     return WeightsReader(source, vocab_multiple(dims, mesh, rules), verify)
 
 
 def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:
-    """Return the sharding context of a mesh, with the partition rules of a manifest; None: the first device."""
+    """Return the sharding context of a mesh, with the partition rules of a manifest, or None for the first device."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.training.setup import rules_from_manifest

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ModelSpec
 
 
-def model_of_config(config: Mapping[str, Any], mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
+def model_of_config(
+    config: Mapping[str, Any], mesh: str | None
+) -> tuple[ModelSpec, ShardingContext]:
     """Return the model of a config, with stacked layers and a vocabulary padded to the size that a mesh divides.
 
     Args:
         config: Content of a config.json.
-        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        mesh: `dp,fsdp,mp` sizes or named axes, or None for the first device.
 
     Raises:
         PrepError: The config or the mesh is invalid, or the mesh does not divide a parameter.
@@ -30,7 +32,8 @@ def model_of_config(config: Mapping[str, Any], mesh: str | None) -> tuple[ModelS
     from trainer.nn.model_spec import build_model
     from trainer.training.setup import check_mesh_divides
 
-    family, sharding = family_of(config), make_sharding(mesh, {"rules": ()})
+    family = family_of(config)
+    sharding = make_sharding(mesh, {"rules": ()})
     vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
     dims = {path: row.leaf_dims for path, row in parameter_rows(family, config).items()}
     multiple = vocab_multiple(dims, sharding.mesh, sharding.rules)
@@ -40,8 +43,10 @@ def model_of_config(config: Mapping[str, Any], mesh: str | None) -> tuple[ModelS
     return model, sharding
 
 
-def init_random_params(model: ModelSpec, sharding: ShardingContext, *, seed: int, dtype: str) -> Tree:
-    """Return random parameters in shards of a mesh; each device computes its own.
+def init_random_params(
+    model: ModelSpec, sharding: ShardingContext, *, seed: int, dtype: str
+) -> Tree:
+    """Return random parameters in shards of a mesh. Each device computes its shards.
 
     Args:
         model: The model.
@@ -57,5 +62,6 @@ def init_random_params(model: ModelSpec, sharding: ShardingContext, *, seed: int
     def make_params() -> Tree:
         return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(model, seed))
 
+    # One compiled program makes all leaves in their shards: no device or host holds a whole leaf.
     shardings = {path: sharding.param_sharding(leaf) for path, leaf in model.leaves.items()}
     return jax.jit(make_params, out_shardings=unflatten_tree(shardings))()

@@ -1,8 +1,8 @@
-"""Reads of tensors into boxes of leaves: windows of a tensor, or whole tensors that are checked on the way."""
+"""Reads of tensors into boxes of leaves: windows of a tensor, or whole tensors with a check of their digests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,6 @@ from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.permute import assign_tiled
 from prepcli.engine.stream_values import read_values
-from prepcli.planning.boxes import Box, Range, full_box, split_merged_range, volume
 from prepcli.planning.plan import Stream
 from prepcli.planning.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
 from prepcli.planning.tensors import itemsize
@@ -28,9 +27,12 @@ from prepcli.planning.windows import (
 from prepcli.restore.digest_checks import RECREATE_HINT, damaged_error
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.axis_map import AxisMap
+from trainer.models.boxes import Box, Range, full_box, split_merged_range, volume
 
-PIECE_NBYTES = 4 << 20  # upper limit of a window, and of one read; half for a tensor with duplicates
-BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)  # of a thread: bytes as they are stored, and in the tensor's order
+# Upper limit of a window, and of one read. Half for a tensor with duplicates.
+PIECE_NBYTES = 4 << 20
+# Of a thread: one half for bytes as they are stored, one for bytes in the tensor's order.
+BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +51,31 @@ class Target:
 
     def fill(self, window: Box, values: np.ndarray) -> None:
         """Copy the elements of a window, given in C order, to the array."""
+        flat_array = self.array.reshape(-1)
         for copy in part_copies(self.axis_map, self.part, window=window):
-            shape = [*(count for count, _, _ in copy.dims), copy.width]
-            tensor_steps = [*(tensor_step for _, tensor_step, _ in copy.dims), 1]
-            array_steps = [*(array_step for _, _, array_step in copy.dims), 1]
-            source = _strided_view(values, copy.tensor_offset, shape, tensor_steps)
-            assign_tiled(_strided_view(self.array.reshape(-1), copy.file_offset, shape, array_steps), source)
+            counts, tensor_steps, array_steps = _loops(copy, copy.width, 1)
+            source = _strided_view(values, copy.tensor_offset, counts, tensor_steps)
+            target = _strided_view(flat_array, copy.file_offset, counts, array_steps)
+            assign_tiled(target, source)
+
+
+def _loops(
+    copy: StridedCopy, count: int, step: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the counts, tensor steps and file steps of a copy's loops, with an innermost loop (count, step, step)."""
+    counts, tensor_steps, file_steps = zip(*copy.dims, (count, step, step))
+    return counts, tensor_steps, file_steps
 
 
 @dataclass(frozen=True, slots=True)
-class TensorJob:
+class TensorRead:
     """A read of a tensor.
 
     Attributes:
         tensor: The tensor.
         targets: Its arrays to fill.
-        window: The box to read; None: the whole tensor, which is compared with its digests.
-        duplicates: Tensors whose bytes in the window must be the same.
+        window: The box to read. None reads the whole tensor and compares it with its digests.
+        duplicates: Tensors that must have the same bytes in the window.
     """
 
     tensor: SourceTensor
@@ -89,7 +99,7 @@ def tensor_jobs(
     duplicates: Sequence[SourceTensor] = (),
     is_checked: bool,
     max_gap_nbytes: int,
-) -> Iterator[TensorJob]:
+) -> Iterator[TensorRead]:
     """Yield the jobs that copy a tensor's elements to the targets.
 
     Args:
@@ -100,19 +110,25 @@ def tensor_jobs(
         max_gap_nbytes: Shorter gaps between the runs of a window are read.
     """
     if is_checked and tensor.digests:
-        yield TensorJob(tensor, targets)
+        yield TensorRead(tensor, targets)
         return
     item_nbytes = itemsize(tensor.dtype)
     axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
+    # With duplicates, a window and the same window of the duplicate share one buffer.
     piece_nbytes = PIECE_NBYTES // 2 if duplicates else PIECE_NBYTES
     boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
     for window in merge_windows(boxes, axis_strides, max_gap_nbytes):
         for piece in split_window(window, axis_strides, piece_nbytes // item_nbytes):
-            yield TensorJob(tensor, targets, piece, duplicates)
+            yield TensorRead(tensor, targets, piece, duplicates)
 
 
 def read_window(
-    job: TensorJob, window: Box, files: Files | FilesAndBlobs, buffer: ByteArray, *, max_gap_nbytes: int
+    job: TensorRead,
+    window: Box,
+    files: Files | FilesAndBlobs,
+    buffer: ByteArray,
+    *,
+    max_gap_nbytes: int,
 ) -> int:
     """Read a window of at most PIECE_NBYTES, compare it with its duplicates, and copy it to the targets.
 
@@ -129,10 +145,17 @@ def read_window(
     Raises:
         UnequalDuplicateError: A duplicate differs. The arrays must not be used then.
     """
-    buffer, other_buffer = _split_buffer(buffer) if job.duplicates else (buffer, buffer)
-    data, read_nbytes = _read_box(job.tensor, window, files, buffer=buffer, max_gap_nbytes=max_gap_nbytes)
+    other_buffer = buffer
+    if job.duplicates:
+        # The window's bytes must survive the read of the duplicate.
+        buffer, other_buffer = _split_buffer(buffer)
+    data, read_nbytes = _read_box(
+        job.tensor, window, files, buffer=buffer, max_gap_nbytes=max_gap_nbytes
+    )
     for duplicate in job.duplicates:
-        other, nbytes = _read_box(duplicate, window, files, buffer=other_buffer, max_gap_nbytes=max_gap_nbytes)
+        other, nbytes = _read_box(
+            duplicate, window, files, buffer=other_buffer, max_gap_nbytes=max_gap_nbytes
+        )
         read_nbytes += nbytes
         if not np.array_equal(data, other):
             raise UnequalDuplicateError(duplicate)
@@ -142,17 +165,28 @@ def read_window(
 
 
 def _read_box(
-    tensor: SourceTensor, window: Box, files: Files | FilesAndBlobs, *, buffer: ByteArray, max_gap_nbytes: int
+    tensor: SourceTensor,
+    window: Box,
+    files: Files | FilesAndBlobs,
+    *,
+    buffer: ByteArray,
+    max_gap_nbytes: int,
 ) -> tuple[ByteArray, int]:
     """Return the bytes of a window of a tensor in C order, within `buffer`, and the number of bytes read for it."""
-    read_nbytes, item_nbytes = 0, itemsize(tensor.dtype)
+    read_nbytes = 0
+    item_nbytes = itemsize(tensor.dtype)
     read_buffer, ordered = _split_buffer(buffer)
     data = ordered[: volume(window) * item_nbytes]
-    for copy in window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window):
-        for span in split_into_spans(copy, max_nbytes=read_buffer.size - PAGE, max_gap_nbytes=max_gap_nbytes):
+    # A run may start anywhere in its first page, so a page of the buffer is kept for alignment.
+    max_nbytes = read_buffer.size - PAGE
+    copies = window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window)
+    for copy in copies:
+        for span in split_into_spans(copy, max_nbytes=max_nbytes, max_gap_nbytes=max_gap_nbytes):
             nbytes = span_nbytes(span)
-            stored = files.read_run(StridedCopy(0, span.file, span.file_offset, nbytes), read_buffer)
+            run = StridedCopy(0, span.file, span.file_offset, nbytes)
+            stored = files.read_run(run, read_buffer)
             read_nbytes += nbytes
+            # One contiguous run is the whole window: no copy to C order.
             if span.width == data.size:
                 data = stored
             else:
@@ -160,7 +194,9 @@ def _read_box(
     return data, read_nbytes
 
 
-def read_checked(job: TensorJob, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray) -> int:
+def read_checked(
+    job: TensorRead, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray
+) -> int:
     """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests.
 
     Args:
@@ -175,16 +211,23 @@ def read_checked(job: TensorJob, source: Source, files: Files | FilesAndBlobs, b
     Raises:
         DamagedError: The bytes differ from a digest. The arrays must not be used then.
     """
-    tensor, dtype = job.tensor, numpy_dtype(job.tensor.dtype)
-    read_buffer, ordered = (half[:PIECE_NBYTES] for half in _split_buffer(buffer))
+    tensor = job.tensor
+    dtype = numpy_dtype(tensor.dtype)
+    read_half, ordered_half = _split_buffer(buffer)
+    buffers = (read_half[:PIECE_NBYTES], ordered_half[:PIECE_NBYTES])
     for rows, digest in _digested_rows(tensor):
         state = xxhash.xxh3_128()
         stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-        for start, run in read_values(files, stream, buffers=(read_buffer, ordered)):
+        for start, run in read_values(files, stream, buffers=buffers):
             state.update(run.data)
-            values, filled = run.view(dtype), 0
+            # the run is a range of the flat tensor: boxes of the tensor that cover it in C order
+            values = run.view(dtype)
             first = start // dtype.itemsize
-            for window in split_merged_range((first, first + values.size), tensor.shape) if tensor.shape else ((),):
+            windows: Iterable[Box] = ((),)
+            if tensor.shape:
+                windows = split_merged_range((first, first + values.size), tensor.shape)
+            filled = 0
+            for window in windows:
                 count = volume(window)
                 for target in job.targets:
                     target.fill(window, values[filled : filled + count])
@@ -195,7 +238,7 @@ def read_checked(job: TensorJob, source: Source, files: Files | FilesAndBlobs, b
 
 
 def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
-    """Yield row ranges that cover a tensor, each with its digest; empty for rows without one."""
+    """Yield row ranges that cover a tensor, each with its digest, or an empty text for rows without a digest."""
     (row, stop), *_ = full_box(tensor.shape) or ((0, 1),)
     for low, high, digest in sorted(tensor.digests):
         if row < low:
@@ -214,14 +257,17 @@ def _split_buffer(buffer: ByteArray) -> tuple[ByteArray, ByteArray]:
 
 def _copy_span(span: StridedCopy, stored: ByteArray, window: ByteArray) -> None:
     """Copy the elements of a span from its bytes in the file to the bytes of a window."""
-    dims = span.dims
+    # Elements of equal bytes may be copied as unsigned integers, the widest that divide the span.
     width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
-    shape = [*(count for count, _, _ in dims), span.width // width]
-    source = np.ndarray(shape, f"u{width}", stored, 0, [*(file_stride for _, _, file_stride in dims), width])
-    steps = [*(tensor_stride for _, tensor_stride, _ in dims), width]
-    assign_tiled(np.ndarray(shape, f"u{width}", window, span.tensor_offset, steps), source)
+    counts, tensor_strides, file_strides = _loops(span, span.width // width, width)
+    source = np.ndarray(counts, f"u{width}", stored, 0, file_strides)
+    target = np.ndarray(counts, f"u{width}", window, span.tensor_offset, tensor_strides)
+    assign_tiled(target, source)
 
 
-def _strided_view(flat: np.ndarray, start: int, shape: list[int], steps: list[int]) -> np.ndarray:
+def _strided_view(
+    flat: np.ndarray, start: int, shape: tuple[int, ...], steps: tuple[int, ...]
+) -> np.ndarray:
     item_nbytes = flat.itemsize
-    return np.ndarray(shape, flat.dtype, flat, start * item_nbytes, [step * item_nbytes for step in steps])
+    byte_steps = [step * item_nbytes for step in steps]
+    return np.ndarray(shape, flat.dtype, flat, start * item_nbytes, byte_steps)

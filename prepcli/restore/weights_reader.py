@@ -15,11 +15,10 @@ from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse
-from prepcli.planning.boxes import Box
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, without_read_ahead
 from prepcli.restore.duplicates import check_equal, find_duplicates
@@ -28,19 +27,22 @@ from prepcli.restore.job_queue import run_jobs
 from prepcli.restore.tensor_jobs import (
     BUFFER_NBYTES,
     Target,
-    TensorJob,
+    TensorRead,
     UnequalDuplicateError,
     read_checked,
     read_window,
     tensor_jobs,
 )
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from trainer.models import checkpoint_store
-from trainer.models.axis_map import AxisMap, Factor, bind_row
+from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.boxes import Box
 
 BoxArrays = Mapping[Box, np.ndarray]
-MAX_THREADS = 4  # each has a buffer of 8 MiB
-SHARED_GAP_NBYTES = MIN_READ_AHEAD_NBYTES  # in a remote tensor of several leaves; a shorter request is not faster
+# each has a buffer of 8 MiB
+MAX_THREADS = 4
+# In a remote tensor of several leaves: a shorter request is not faster.
+SHARED_GAP_NBYTES = MIN_READ_AHEAD_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,9 @@ class _LeafTensors:
     """A leaf and its tensors."""
 
     axis_map: AxisMap
-    unscanned_index: Mapping[str, int]  # of a leaf that is one of several, such as one layer's
-    tensors: Mapping[str, SourceTensor]
+    # Index of a leaf that is one of several, such as one layer's.
+    unscanned_index: Mapping[str, int]
+    tensors: dict[str, SourceTensor]
 
 
 class WeightsReader:
@@ -76,43 +79,52 @@ class WeightsReader:
             PrepError: Tensors are missing or of another shape.
         """
         vocabulary = source.vocabulary()
+        # Rounded up, e.g. 50257 rows and a multiple of 128: 393 * 128 = 50304.
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
         self.vocabulary = Vocabulary(vocabulary.true_size, padded_vocab_size)
-        rows = source_rows(source)
+        rows = source_axis_maps(source)
         accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
         self._duplicates = find_duplicates(source, accounting.checks, verify=verify)
         config = with_vocabulary(source.config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
             "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
-            "rules": source.tree_manifest.get("rules", ()),
+            "rules": source.tree_manifest.rules,
         }  # fmt: skip
         sizes = source.family.sizes(source.config)
-        axis_maps = {path: bind_row(row, sizes, {VOCAB_ATOM: padded_vocab_size}) for path, row in rows.items()}
+        padded = {VOCAB_ATOM: padded_vocab_size}
+        axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}
         self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
         is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
-        self.leaves = {
-            name: checkpoint_store.LeafSpec(
-                leaf.axis_map.leaf_shape,
-                _common_dtype(leaf),
-                _read_unit(leaf, is_whole=is_decoded or (verify and _has_digests(leaf))),
+        self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
+        for name, leaf in self._leaves.items():
+            # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.
+            is_whole = is_decoded or (verify and _has_digests(leaf))
+            self.leaves[name] = checkpoint_store.LeafSpec(
+                leaf.axis_map.leaf_shape, _common_dtype(leaf), _read_unit(leaf, is_whole=is_whole)
             )
-            for name, leaf in self._leaves.items()
-        }
         self.is_remote = bool(source.remote_blobs)
-        self.source, self._verify = source, verify
-        self.read_nbytes, self._count_lock = 0, threading.Lock()
+        self.source = source
+        self.read_nbytes = 0
+        self._verify = verify
+        self._count_lock = threading.Lock()
         self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES  # a remote gap belongs to another process
+        # A remote gap belongs to another process, which requests it: reading it too would be egress.
+        self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._shared_tensors = {name for name, uses in accounting.uses.items() if len(uses) > 1}
-        self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
+        self._buffers = BufferPool(
+            Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads)
+        )
 
     def __enter__(self) -> WeightsReader:
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._files.__exit__(exc_type, error, traceback)
 
@@ -120,29 +132,31 @@ class WeightsReader:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
         Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is
-        read completely if the reader verifies: its digests are those of all of its bytes.
+        read completely if the reader verifies: its digests cover all of its bytes.
 
         Args:
             name: Dotted name of the leaf.
             parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
-            PrepError: A file is broken, a tensor is damaged, or a head that should equal the embedding differs from it;
-                the arrays must not be used then.
+            PrepError: A file is broken, a tensor is damaged, or a head differs from its embedding.
+                The arrays must not be used then.
         """
         leaf = self._leaves[name]
+        # Padding has no tensor, so that no read fills it.
         for array in parts.values():
             array.fill(0)
         errors = run_jobs(self._jobs(leaf, parts), self._run_job, self._buffers, self._num_threads)
         if errors:
             raise errors[0]
 
-    def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorJob]:
+    def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorRead]:
         """Yield the reads of all tensors with elements in the boxes."""
         targets: dict[str, list[Target]] = {}
         for box, array in parts.items():
             for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
-                targets.setdefault(part.tensor_name, []).append(Target(leaf.axis_map, part, array))
+                target = Target(leaf.axis_map, part, array)
+                targets.setdefault(part.tensor_name, []).append(target)
         for name, tensor_targets in targets.items():
             yield from tensor_jobs(
                 leaf.tensors[name],
@@ -157,20 +171,22 @@ class WeightsReader:
         is_shared = self.is_remote and tensor_name in self._shared_tensors
         return SHARED_GAP_NBYTES if is_shared else self._max_gap_nbytes
 
-    def _run_job(self, job: TensorJob, buffer: ByteArray) -> None:
+    def _run_job(self, job: TensorRead, buffer: ByteArray) -> None:
         """Read a window or a whole tensor, and count its bytes."""
         if job.window is None:
             nbytes = read_checked(job, self.source, self._files, buffer)
         else:
             nbytes = self._read_window(job, job.window, buffer)
+        # `+=` of an attribute is not atomic between threads.
         with self._count_lock:
             self.read_nbytes += nbytes
 
-    def _read_window(self, job: TensorJob, window: Box, buffer: ByteArray) -> int:
+    def _read_window(self, job: TensorRead, window: Box, buffer: ByteArray) -> int:
         try:
             max_gap_nbytes = self._gap_nbytes(job.tensor.name)
             return read_window(job, window, self._files, buffer, max_gap_nbytes=max_gap_nbytes)
         except UnequalDuplicateError as error:
+            # Raises the error for unequal tensors. If they are equal now, a file changed meanwhile.
             check_equal(self.source, EqualityCheck(error.duplicate.name, job.tensor.name))
             raise PrepError(f"{self.source.display_name} changed while it was read") from error
 
@@ -180,14 +196,18 @@ def _group_by_leaf(
     axis_maps: Mapping[str, AxisMap],
     tensors: Mapping[str, SourceTensor],
 ) -> dict[str, _LeafTensors]:
-    tensors_by_leaf: dict[str, dict[str, SourceTensor]] = {}
-    rows: dict[str, tuple[AxisMap, dict[str, int]]] = {}
+    leaves: dict[str, _LeafTensors] = {}
     for name, uses in uses_by_tensor.items():
         for use in uses:
-            leaf, axis_map, indices = f"{PARAMS}.{use.path}", axis_maps[use.parameter], dict(use.stacked_indices)
-            tensors_by_leaf.setdefault(leaf, {})[name] = tensors[name]
-            rows[leaf] = axis_map, {factor.atom: indices[factor.atom] for factor in axis_map.unscanned_factors}
-    return {leaf: _LeafTensors(*rows[leaf], leaf_tensors) for leaf, leaf_tensors in tensors_by_leaf.items()}
+            path = f"{PARAMS}.{use.path}"
+            if path not in leaves:
+                axis_map = axis_maps[use.parameter]
+                indices = dict(use.stacked_indices)
+                unscanned = [factor.atom for factor in axis_map.unscanned_factors]
+                unscanned_index = {atom: indices[atom] for atom in unscanned}
+                leaves[path] = _LeafTensors(axis_map, unscanned_index, {})
+            leaves[path].tensors[name] = tensors[name]
+    return leaves
 
 
 def _has_digests(leaf: _LeafTensors) -> bool:
@@ -195,26 +215,38 @@ def _has_digests(leaf: _LeafTensors) -> bool:
 
 
 def _read_unit(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
-    """Return the shape of the boxes of a leaf that are read as a whole: one index of each tensor's first dim.
+    """Return the read unit of a leaf: the shape of one index of each tensor's first dim.
 
     Args:
         leaf: The leaf.
         is_whole: Whether tensors are read as a whole.
     """
-    stacked = {factor.atom for factor in leaf.axis_map.stacked_factors}
-    free = [factor.atom for dim in leaf.axis_map.source_dims for factor in dim.factors if factor.fixed is None]
-    rows = "" if is_whole else next(iter(free), "")
+    # One index of the outermost free atom of the tensor: e.g. for the tensor (heads head_dim) embed of
+    # a leaf [layers, embed, heads, head_dim], the unit is [1, embed, 1, head_dim].
+    single = {factor.atom for factor in leaf.axis_map.stacked_factors}
+    rows = ""
+    if not is_whole:
+        rows = _outermost_free_atom(leaf.axis_map)
+    unit: list[int] = []
+    for dim in leaf.axis_map.leaf_dims:
+        factors = [factor for factor in dim if factor.atom not in single]
+        if factors and factors[0].atom == rows:
+            del factors[0]
+        unit.append(math.prod(factor.extent for factor in factors))
+    return tuple(unit)
 
-    def extent(dim: tuple[Factor, ...]) -> int:
-        factors = [factor for factor in dim if factor.atom not in stacked]
-        inner = factors[1:] if factors and factors[0].atom == rows else factors
-        return math.prod(factor.extent for factor in inner)
 
-    return tuple(extent(dim) for dim in leaf.axis_map.leaf_dims)
+def _outermost_free_atom(axis_map: AxisMap) -> str:
+    """Return the first free atom of the tensors, or empty if there is none."""
+    for dim in axis_map.source_dims:
+        for factor in dim.factors:
+            if factor.fixed is None:
+                return factor.atom
+    return ""
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:
-    """Return the dtype of a leaf's tensors; if they differ, a float dtype that holds all their values."""
+    """Return the dtype of a leaf's tensors, or a float dtype that holds all their values if they differ."""
     dtypes = {tensor.dtype for tensor in leaf.tensors.values()}
     if len(dtypes) == 1:
         return dtypes.pop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A short name of a published checkpoint; `parameters` counts tied tensors once, `vocab` is the embedding size."""
+    """A short name of a published checkpoint. `parameters` counts tied tensors once, `vocab` is the embedding size."""
 
     name: str
     hub_id: str
@@ -67,7 +67,9 @@ ALIASES = (
     Alias("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B", "llama", 1_711_376_384, 2, 49152),
     Alias("mistral-7b", "mistralai/Mistral-7B-v0.1", "mistral", 7_241_732_096, 2, 32000),
     Alias("mistral-7b-v0.3", "mistralai/Mistral-7B-v0.3", "mistral", 7_248_023_552, 2, 32768),
-    Alias("mistral-nemo-12b", "mistralai/Mistral-Nemo-Base-2407", "mistral", 12_247_782_400, 2, 131072),
+    Alias(
+        "mistral-nemo-12b", "mistralai/Mistral-Nemo-Base-2407", "mistral", 12_247_782_400, 2, 131072
+    ),
     Alias("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 46_702_792_704, 2, 32000),
     Alias("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", "mixtral", 140_620_634_112, 2, 32000),
     Alias("qwen2-0.5b", "Qwen/Qwen2-0.5B", "qwen2", 494_032_768, 2, 151936),

@@ -32,7 +32,8 @@ from prepcli.sources.source import WEIGHT_SUFFIXES
 MAX_INDEX_NBYTES = 1 << 30  # of all nodes of an OCDBT index
 MAX_METADATA_NBYTES = 1 << 20
 MAX_SMALL_FILES_NBYTES = 1 << 30  # of all small files together
-_DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})  # names that TensorStore and Orbax give them
+# Names that TensorStore and Orbax give them.
+_DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
 _ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
 
 COPY_HINT = "copy it to a local folder first"
@@ -47,14 +48,16 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
     """
     name = reference.display_name
     if access.offline:
-        raise usage_error(f"cannot read `{name}` with `--offline`", "an object store needs the network", COPY_HINT)
+        raise usage_error(
+            f"cannot read `{name}` with `--offline`", "an object store needs the network", COPY_HINT
+        )
     if not access.allow_urls:
         raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
     return BucketFolder(name, Bucket(reference.url, retry_policy=access.retry_policy))
 
 
 class BucketFolder:
-    """The objects below a URL as a `Folder`; `prepare_local_files` writes placeholder files."""
+    """The objects below a URL as a `Folder`. `prepare_local_files` writes placeholder files."""
 
     def __init__(self, display_name: str, bucket: Bucket) -> None:
         """List the objects.
@@ -62,11 +65,16 @@ class BucketFolder:
         Raises:
             PrepError: The store is unreachable or has nothing there.
         """
-        self.display_name, self._bucket = display_name, bucket
+        self.display_name = display_name
+        self._bucket = bucket
         self._files = {file.path: file for file in _without_older_steps(bucket.list_files())}
         self._contents: dict[str, bytes] = {}  # of the small files that were read, by name
         if not self._files:
-            raise PrepError(f"{bucket.name} holds no checkpoint", "no object has this prefix", "check the spelling")
+            raise PrepError(
+                f"{bucket.name} holds no checkpoint",
+                "no object has this prefix",
+                "check the spelling",
+            )
 
     def names(self) -> Sequence[str]:
         """List all objects."""
@@ -88,7 +96,9 @@ class BucketFolder:
         if kind not in fetch:
             why = f"its format is {kind}; only {' and '.join(fetch)} are read remotely"
             raise PrepError(f"{self.display_name} cannot be read remotely", why, COPY_HINT)
-        remote = RemoteCheckpoint(tuple(self._files.values()), self._bucket, create_placeholder_folder())
+        remote = RemoteCheckpoint(
+            tuple(self._files.values()), self._bucket, create_placeholder_folder()
+        )
         for file in remote.files:
             placeholder_path(remote.placeholder_folder, file)
         with rename_in_errors(remote.placeholder_folder, self.display_name):
@@ -99,7 +109,9 @@ class BucketFolder:
         """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""
         top = [file for file in remote.files if "/" not in file.path]
         weights = [file for file in top if Path(file.path).suffix in WEIGHT_SUFFIXES]
-        self._fetch_small_files(remote, [file for file in top if file not in weights and file.size <= SMALL_NBYTES])
+        self._fetch_small_files(
+            remote, [file for file in top if file not in weights and file.size <= SMALL_NBYTES]
+        )
         for file in weights:
             write_sparse_file(remote.placeholder_folder, remote.reader, file)
         safetensors_files = [file for file in weights if file.path.endswith(".safetensors")]
@@ -123,18 +135,23 @@ class BucketFolder:
         total_nbytes = sum(file.size for file in files)
         if total_nbytes > MAX_SMALL_FILES_NBYTES:
             why = f"{len(files):,} small files have {format_bytes(total_nbytes)} together"
-            raise PrepError(f"{self.display_name} is not a checkpoint", why, "name the folder of a checkpoint")
+            raise PrepError(
+                f"{self.display_name} is not a checkpoint", why, "name the folder of a checkpoint"
+            )
 
         def fetch(file: RemoteFile) -> None:
             content = self._contents.get(file.path)
-            content = read_all(self._bucket, file) if content is None else content
+            if content is None:
+                content = read_all(self._bucket, file)
+            else:
+                content = content
             write_small_file(remote.placeholder_folder, file, content)
 
         map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
 
 
 def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """Leave out all steps of a training run but the last complete one; a step is complete if it has a manifest."""
+    """Leave out all steps of a training run but the last complete one. A step is complete if it has a manifest."""
     paths = [file.path for file in files]
     steps = listed_steps(paths)
     if not steps and RECIPE_FILE not in paths:

@@ -1,6 +1,6 @@
 """Arrays of an Orbax item as blobs: the decoded bytes of their chunks, one chunk after another.
 
-Chunk number i begins at byte i times the chunk's size; chunks that are not stored are zeros. A chunk is decoded from
+Chunk number i begins at byte i times the chunk's size. Chunks that are not stored are zeros. A chunk is decoded from
 its first byte, only as far as it is read. Its decoder stays open while the cache has room. A read from before the
 decoder's position decodes the chunk again, and then keeps the whole chunk in memory if it fits.
 """
@@ -31,7 +31,8 @@ from prepcli.formats.orbax_read import OrbaxItem
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.untrusted import quote_name
 
-WHOLE_CHUNK_DIVISOR = 8  # a chunk of up to this fraction of the cache is decoded at once and kept
+# A chunk of up to this fraction of the cache is decoded at once and kept.
+WHOLE_CHUNK_DIVISOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,18 @@ class DecodedArray:
         return f"{quote_name(self.meta.name)} of {self.item.folder}"
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
-        """Return the stored value of a chunk; None if the chunk is not stored, which means zeros."""
+        """Return the stored value of a chunk. None if the chunk is not stored, which means zeros."""
         return self.item.chunks[self.array_number].get(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:
-        """Return the file that stores a chunk; the item's folder if the chunk is inline in the index or not stored."""
+        """Return the file that stores a chunk. The item's folder if the chunk is inline in the index or not stored."""
         value = self.stored_value(index)
-        return self.item.files[value.file] if isinstance(value, StoredRange) else self.item.folder
+        if isinstance(value, StoredRange):
+            return self.item.files[value.file]
+        return self.item.folder
 
     def open(self) -> DecodedArrayReader:
-        """Open the array for reading, with a small cache of its own."""
+        """Open the array for reading, with a small separate cache."""
         return self.open_with_cache(ChunkCache())
 
     def open_with_cache(self, cache: ChunkCache) -> DecodedArrayReader:
@@ -73,7 +76,8 @@ class DecodedArrayReader:
     """Reader of a decoded array, for one thread."""
 
     def __init__(self, blob: DecodedArray, cache: ChunkCache) -> None:
-        self._blob, self._cache = blob, cache
+        self._blob = blob
+        self._cache = cache
         self._chunk_nbytes = blob.meta.chunk_nbytes
 
     def read_at(self, offset: int, into: ByteArray) -> None:
@@ -110,30 +114,38 @@ class DecodedArrayReader:
         self._cache.close()
 
 
-def open_chunk(blob: DecodedArray, index: tuple[int, ...], cache: ChunkCache, keep_whole: bool = False) -> ChunkReader:
+def open_chunk(
+    blob: DecodedArray, index: tuple[int, ...], cache: ChunkCache, keep_whole: bool = False
+) -> ChunkReader:
     """Open a chunk for reading from its first byte on.
 
     Args:
         blob: The array.
         index: Index of the chunk in the grid.
-        cache: Cache whose memory the reader counts against; it is asked to make room.
+        cache: Cache whose memory the reader counts against. It is asked to make room.
         keep_whole: Decode all of the chunk into memory if the cache has room, so that any part can be read again.
 
     Raises:
         ValueError: The chunk is broken, or its decoder needs more memory than the cache has.
         OSError: The chunk's file cannot be read.
     """
-    value, nbytes = blob.stored_value(index), blob.meta.chunk_nbytes
+    value = blob.stored_value(index)
+    nbytes = blob.meta.chunk_nbytes
     codec_names = blob.item.codec_names[blob.array_number]
     if value is None:
         return _ZeroChunk()
     cache.make_room(0)
-    stored = _InlineValue(value) if isinstance(value, bytes) else _FileValue(blob.item.files[value.file], value)
+    if isinstance(value, bytes):
+        stored = _InlineValue(value)
+    else:
+        stored = _FileValue(blob.item.files[value.file], value)
     if not codec_names:
         return _UncompressedChunk(stored)
     with contextlib.ExitStack() as stack:
         stack.callback(stored.close)
-        decoder_nbytes = decoder_memory_nbytes(codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes)
+        decoder_nbytes = decoder_memory_nbytes(
+            codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes
+        )
         cache.make_room(decoder_nbytes)
         decoder = open_decoder(codec_names, StoredBytesReader(stored.read_at, stored.nbytes))
         streamed = _StreamedChunk(decoder, stored.close, decoder_nbytes, nbytes)
@@ -145,7 +157,9 @@ def open_chunk(blob: DecodedArray, index: tuple[int, ...], cache: ChunkCache, ke
     return streamed
 
 
-def chunk_error(blob: DecodedArray, index: tuple[int, ...], error: ValueError | OSError) -> PrepError:
+def chunk_error(
+    blob: DecodedArray, index: tuple[int, ...], error: ValueError | OSError
+) -> PrepError:
     """Return the PrepError that names the chunk that could not be read."""
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
@@ -157,7 +171,8 @@ class _InlineValue:
     """A stored value in the index, so in memory."""
 
     def __init__(self, value: bytes) -> None:
-        self._value, self.nbytes = value, len(value)
+        self._value = value
+        self.nbytes = len(value)
 
     def read_at(self, offset: int, count: int) -> bytes:
         return self._value[offset : offset + count]
@@ -170,7 +185,8 @@ class _FileValue:
     """A stored value in a byte range of a file."""
 
     def __init__(self, path: Path, value: StoredRange) -> None:
-        self._value, self.nbytes = value, value.nbytes
+        self._value = value
+        self.nbytes = value.nbytes
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read_at(self, offset: int, count: int) -> bytes:
@@ -221,7 +237,8 @@ class _ChunkInMemory:
     """Reader of a decoded chunk in memory."""
 
     def __init__(self, data: ByteArray) -> None:
-        self._data, self.nbytes = data, data.nbytes
+        self._data = data
+        self.nbytes = data.nbytes
 
     def read(self, start: int, into: ByteArray) -> bool:
         into[:] = self._data[start : start + into.size]
@@ -234,12 +251,18 @@ class _ChunkInMemory:
 class _StreamedChunk:
     """Reader that decodes a chunk block by block and keeps the last decoded block in memory."""
 
-    def __init__(self, decoder: ByteReader, close: Callable[[], None], nbytes: int, chunk_nbytes: int) -> None:
-        self._decoder, self._close, self.nbytes, self._chunk_nbytes = decoder, close, nbytes, chunk_nbytes
-        self._block, self._block_start = np.empty(0, np.uint8), 0
+    def __init__(
+        self, decoder: ByteReader, close: Callable[[], None], nbytes: int, chunk_nbytes: int
+    ) -> None:
+        self._decoder = decoder
+        self._close = close
+        self.nbytes = nbytes
+        self._chunk_nbytes = chunk_nbytes
+        self._block = np.empty(0, np.uint8)
+        self._block_start = 0
 
     def read(self, start: int, into: ByteArray) -> bool:
-        """Fill `into` from byte `start` on; return False if the decoder is already past it."""
+        """Fill `into` from byte `start` on. Return False if the decoder is already past it."""
         if start < self._block_start:
             return False
         done = 0

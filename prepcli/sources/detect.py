@@ -16,14 +16,20 @@ from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
-from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
+from prepcli.formats.torch_files import (
+    SUFFIXES,
+    TRAINING_FILE_PATTERNS,
+    detect_torch_kind,
+    select_model_files,
+)
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
 
 MAX_LISTED = 6
-MAX_ITEM_DEPTH = 2  # folders above the metadata file of an Orbax item: its step and the item itself
+# Folders above the metadata file of an Orbax item: its step and the item itself.
+MAX_ITEM_DEPTH = 2
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
@@ -44,7 +50,9 @@ class Refusal:
     def error(self, names: Sequence[str], display_name: str) -> PrepError:
         """Return the error for a checkpoint with these files."""
         why = self.why.replace("{names}", join_names(names, max_names=MAX_LISTED))
-        return PrepError(f"{display_name} {self.what}", why, self.hint.replace("{folder}", display_name))
+        return PrepError(
+            f"{display_name} {self.what}", why, self.hint.replace("{folder}", display_name)
+        )
 
 
 def _quantised(why: str) -> Refusal:
@@ -78,12 +86,15 @@ TRAINING_FILES = Refusal(
     "name the folder that the model itself was saved to",
 )
 
-Select = Callable[[Sequence[str]], Sequence[str]]  # top-level names -> names that a rule applies to
+# Top-level names -> names that a rule applies to.
+Select = Callable[[Sequence[str]], Sequence[str]]
 
 
 def _names_matching(*patterns: str) -> Select:
     """Return a function that selects the names that match a pattern, ignoring case."""
-    return lambda names: [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)]
+    return lambda names: [
+        name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+    ]
 
 
 def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
@@ -91,8 +102,12 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
     return lambda names: names if matches(names) else ()
 
 
+# The first rule that selects a name decides.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
-    (lambda names: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names and CONFIG not in names else [], ADAPTER),
+    (
+        lambda names: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names and CONFIG not in names else [],
+        ADAPTER,
+    ),
     (_names_matching("quantize_config.json"), GPTQ),
     (_names_matching("quant_config.json"), AWQ),
     (select_safetensors_files, "safetensors"),
@@ -104,14 +119,18 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
     (
-        lambda names: [n for n in _names_matching(*TRAINING_FILE_PATTERNS)(names) if n.lower().endswith(SUFFIXES)],
+        lambda names: [
+            n
+            for n in _names_matching(*TRAINING_FILE_PATTERNS)(names)
+            if n.lower().endswith(SUFFIXES)
+        ],
         TRAINING_FILES,
     ),
-)  # the first rule that selects a name decides
+)
 
 
 def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
-    """Detect the format of a checkpoint; of its contents, only the config is read.
+    """Detect the format of a checkpoint. Of its contents, only the config is read.
 
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
 
@@ -128,7 +147,9 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     top_names = sorted(name for name in names if "/" not in name)
     verdict, selected_names = apply_rules(top_names)
     if verdict is None:
-        raise _several_checkpoints_error(folder) or no_checkpoint_error(top_names, folder.display_name)
+        raise _several_checkpoints_error(folder) or no_checkpoint_error(
+            top_names, folder.display_name
+        )
     if verdict is ADAPTER and allow_adapters:
         return "adapter"
     if isinstance(verdict, Refusal):
@@ -177,32 +198,48 @@ def _check_config(folder: Folder) -> None:
             raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
         config = load_json(text)
     except ValueError as error:
-        raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT) from error
+        raise DamagedError(
+            f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
+        ) from error
     if quantisation := _find_quantisation(config):
         raise _quantised(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
 
 
 def _find_quantisation(config: Any) -> str:
-    """Return `quantization_config: gptq`, ...; empty if not quantised. Multimodal models have it under text_config."""
+    """Return `quantization_config: gptq` or similar. Empty if not quantised."""
+    # Multimodal models have the key under text_config.
     if not isinstance(config, Mapping):
         return ""
     text_config = config.get("text_config")
-    sections = [config, text_config] if isinstance(text_config, Mapping) else [config]
+    if isinstance(text_config, Mapping):
+        sections = [config, text_config]
+    else:
+        sections = [config]
     for section, key in product(sections, _QUANTISATION_KEYS):
         if value := section.get(key):
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                method = value.get("quant_method")
+            else:
+                method = None
             return f"{key}: {method or 'no quant_method'}"
     return ""
 
 
 def _several_checkpoints_error(folder: Folder) -> PrepError | None:
     """Return the error for a local folder with several checkpoints in subfolders, or None."""
-    subfolders = list_checkpoint_folders(folder.path) if isinstance(folder, LocalFolder) else []
+    if isinstance(folder, LocalFolder):
+        subfolders = list_checkpoint_folders(folder.path)
+    else:
+        subfolders = []
     if len(subfolders) < 2:
         return None
     name = folder.display_name.rstrip("/")
-    paths = join_names([f"`{name}/{subfolder.name}`" for subfolder in subfolders], max_names=MAX_LISTED)
-    return PrepError(f"`{name}` holds {len(subfolders)} checkpoints", "a command reads one", f"name one: {paths}")
+    paths = join_names(
+        [f"`{name}/{subfolder.name}`" for subfolder in subfolders], max_names=MAX_LISTED
+    )
+    return PrepError(
+        f"`{name}` holds {len(subfolders)} checkpoints", "a command reads one", f"name one: {paths}"
+    )
 
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from prepcli.console.observer import Observer
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.formats.orbax import METADATA_FILE, find_item
 from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm", "adapter"]
 
@@ -24,7 +26,7 @@ class Access:
     Attributes:
         offline: Use only local files and the hub's cache.
         stream: Read tensors of a hub model remotely instead of downloading it.
-        allow_urls: Accept object store URLs; their tensors are read remotely.
+        allow_urls: Accept object store URLs. Their tensors are read remotely.
         allow_adapters: Accept adapters of PEFT. They are not complete models.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
@@ -43,13 +45,28 @@ class Access:
 DEFAULT_ACCESS = Access()
 
 
+def make_access(
+    observer: Observer, *, offline: bool, stream: bool = False, allow_urls: bool = False
+) -> Access:
+    """Return the access to remote checkpoints, with the time-outs that the environment sets."""
+    policy = retry_policy_from_env(os.environ, observer.note)
+    return Access(
+        offline,
+        stream,
+        allow_urls,
+        progress=observer.progress(),
+        warn=observer.warn,
+        retry_policy=policy,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
     """Local files from which a checkpoint is opened.
 
     Attributes:
-        path: Folder or file of the checkpoint; the folder of placeholder files if it is read remotely.
-        remote: Remote files that the tensors are read from; None if they are in `path`.
+        path: Folder or file of the checkpoint. The folder of placeholder files if it is read remotely.
+        remote: Remote files that the tensors are read from. None if they are in `path`.
         commit: Commit on the hub.
     """
 
@@ -77,7 +94,7 @@ class Folder(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a listed file; fewer if the file is shorter."""
+        """Return bytes of a listed file. Fewer if the file is shorter."""
         ...
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
@@ -94,7 +111,7 @@ class Folder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
-    """A local folder or a single file; `commit` is set for a snapshot in the hub's cache."""
+    """A local folder or a single file. `commit` is set for a snapshot in the hub's cache."""
 
     display_name: str
     path: Path
@@ -103,11 +120,14 @@ class LocalFolder:
     def names(self) -> list[str]:
         """List the names in the folder, and the metadata file of its Orbax item."""
         item = find_item(self.path)
-        metadata = [] if item is None else [(item.relative_to(self.path) / METADATA_FILE).as_posix()]
+        if item is None:
+            metadata = []
+        else:
+            metadata = [(item.relative_to(self.path) / METADATA_FILE).as_posix()]
         return [*metadata, *(name for name in list_folder(self.path) if name != METADATA_FILE)]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file; fewer if the file is shorter."""
+        """Return bytes of a file. Fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:

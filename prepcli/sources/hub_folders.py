@@ -44,12 +44,18 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     Raises:
         PrepError: The model is gated or missing; or it is not cached and the hub is unreachable.
     """
-    hub_id, revision = repo.display_name, repo.revision
+    hub_id = repo.display_name
+    revision = repo.revision
     is_offline = prepare_hub(access.offline, access.retry_policy)
     if is_offline and access.stream:
-        why = "--offline" if access.offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+        if access.offline:
+            why = "--offline"
+        else:
+            why = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
         raise PrepError(
-            f"cannot stream {hub_id}", f"{why} disables network access", "remove `--stream` to read from the cache"
+            f"cannot stream {hub_id}",
+            f"{why} disables network access",
+            "remove `--stream` to read from the cache",
         )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
         if is_offline:
@@ -64,7 +70,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
 
 
 def _cached_folder(repo: HubRepo) -> LocalFolder:
-    """Return the cached snapshot of a model; raise FileNotFoundError if there is none, or none with weights."""
+    """Return the cached snapshot of a model. Raise FileNotFoundError if there is none, or none with weights."""
     path = cached_snapshot(repo.display_name, repo.revision)
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
@@ -74,29 +80,31 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
 
 
 def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> LocalFolder:
-    """Return the cached snapshot after an error of the hub; raise that error if there is none."""
+    """Return the cached snapshot after an error of the hub. Raise that error if there is none."""
     try:
         folder = _cached_folder(repo)
     except FileNotFoundError:
         raise error from None
-    access.warn(f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}")
+    access.warn(
+        f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}"
+    )
     return folder
 
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The files of a repository as a `Folder`; `prepare_local_files` downloads the model unless it is streamed."""
+    """The files of a repository as a `Folder`. `prepare_local_files` downloads the model unless it is streamed."""
 
     listing: HubListing
     access: Access
 
     @property
     def display_name(self) -> str:
-        """The hub id."""
+        """Return the hub id."""
         return self.listing.hub_id
 
     def names(self) -> list[str]:
-        """List the files at the top, without an Orbax item: those are not read from the hub."""
+        """List the files at the top, without an Orbax item: items are not read from the hub."""
         return [name for name in self.listing.siblings if "/" not in name and name != METADATA_FILE]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -119,14 +127,23 @@ class HubFolder:
         """Fetch the small files, and the headers of the safetensors files."""
         if kind != "safetensors" or self.listing.commit is None:
             no_weights = "`--stream` reads safetensors, and the model has none"
-            why = no_weights if kind != "safetensors" else "the hub did not report a commit"
-            raise PrepError(f"cannot stream {self.display_name}", why, "without `--stream` it is downloaded first")
+            if kind != "safetensors":
+                why = no_weights
+            else:
+                why = "the hub did not report a commit"
+            raise PrepError(
+                f"cannot stream {self.display_name}",
+                why,
+                "without `--stream` it is downloaded first",
+            )
         weights = [name for name in names if name.endswith(".safetensors")]
         remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))
         return LocalFiles(remote.placeholder_folder, remote, self.listing.commit)
 
     def _translate_errors(self) -> AbstractContextManager[None]:
-        return translate_errors(self.display_name, self.listing.revision, is_streamed=self.access.stream)
+        return translate_errors(
+            self.display_name, self.listing.revision, is_streamed=self.access.stream
+        )
 
 
 def files_to_download(names: Sequence[str]) -> list[str]:
@@ -142,8 +159,10 @@ def files_to_download(names: Sequence[str]) -> list[str]:
         weights = [safetensors.SINGLE_FILE]
     else:
         weights = _select_weights(top)
-    small_names = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILE_PATTERNS)]
-    return sorted({*weights, *small_names})
+    selected = set(weights)
+    for pattern in SMALL_FILE_PATTERNS:
+        selected.update(name for name in top if fnmatchcase(name, pattern))
+    return sorted(selected)
 
 
 def _select_weights(names: Sequence[str]) -> list[str]:

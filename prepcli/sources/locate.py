@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.errors import usage_error
+from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
-from prepcli.sources.references import BucketUrl, HubRepo, LocalPath, Reference, RunStep, parse_reference
+from prepcli.sources.references import (
+    BucketUrl,
+    HubRepo,
+    LocalPath,
+    Reference,
+    RunStep,
+    parse_reference,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +52,10 @@ def locate(
     """Resolve the name of a checkpoint, detect its format, and fetch its headers or all of it.
 
     Args:
-        name: A path, an object store URL, an alias or a hub id; see `parse_reference`.
+        name: A path, an object store URL, an alias or a hub id. See `parse_reference`.
         revision: Revision on the hub.
         step: Step of the training run `name`.
-        cwd: Folder that relative paths start from; the working directory by default.
+        cwd: Folder that relative paths start from. The working directory by default.
         access: How a remote checkpoint may be read.
 
     Raises:
@@ -89,9 +97,20 @@ def open_folder(reference: Reference, access: Access) -> Folder:
 
 
 def _manifest_name(reference: Reference, local_files: LocalFiles) -> str:
-    """Return the model name in the manifest; empty if the name has a slash, which would leave the output folder."""
+    """Return the model name in the manifest. Empty if the name has a slash, which would leave the output folder."""
     if isinstance(reference, HubRepo):
         return ""
     with local_files.rename_in_errors(reference.display_name):
-        name = (read_manifest(find_manifest_folder(local_files.path)) or {}).get("name")
-    return name if isinstance(name, str) and name == Path(name).name else ""
+        name = (read_manifest(find_manifest_folder(local_files.path)) or NO_MANIFEST).name
+    if isinstance(name, str) and name == Path(name).name:
+        return name
+    return ""
+
+
+def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
+    """Raise UsageError for `--stream` if every checkpoint is a local folder."""
+    if stream and all(checkpoint.local_files.remote is None for checkpoint in located):
+        names = " and ".join(checkpoint.model_name for checkpoint in located)
+        raise usage_error(
+            "`--stream` has no effect", f"{names} is read from a local folder", "remove `--stream`"
+        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from prepcli.formats.file_records import check_files, check_header
-from prepcli.formats.manifest import FILES_KEY, SIZE_KEY, find_manifest_folder, read_manifest
+from prepcli.formats.file_records import check_files, check_header, read_manifest_of_file
+from prepcli.formats.manifest import SIZE_KEY, find_manifest_folder, read_manifest
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.folders import Kind, LocalFiles
@@ -43,12 +42,17 @@ def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> 
     Raises:
         PrepError: The checkpoint is broken, or a file differs from its record in the manifest.
     """
-    local_files, display_name = located.local_files, located.display_name
+    local_files = located.local_files
+    display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files)
-        source = OPENERS[located.kind](local_files.path, display_name, SourceHints(config_path, located.part))
+        source = OPENERS[located.kind](
+            local_files.path, display_name, SourceHints(config_path, located.part)
+        )
         _check_headers(source)
-        return source if local_files.remote is None else _with_remote_blobs(source, local_files.remote)
+        if local_files.remote is None:
+            return source
+        return _with_remote_blobs(source, local_files.remote)
 
 
 def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:
@@ -64,30 +68,52 @@ def check_local_files(local_files: LocalFiles, names: Collection[str] | None = N
     """
     folder = find_manifest_folder(local_files.path)
     manifest = read_manifest(folder)
+    # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
+    if local_files.path.is_file():
+        folder = local_files.path.parent
+        manifest = read_manifest_of_file(local_files.path)
     if manifest is None:
         return
-    records: Mapping[str, Any] = manifest.get(FILES_KEY, {})
-    selected = {*records} if names is None else records.keys() & names
+    records = manifest.files
+    if names is None:
+        selected = {*records}
+    else:
+        selected = records.keys() & names
     if local_files.commit is not None:
         # only some of the small files of a hub model are fetched
         selected = {name for name in selected if (folder / name).exists()}
     if local_files.remote is not None:
-        # larger files are placeholders, and nothing reads them
+        # larger files are placeholders, which are never read
         selected = {name for name in selected if records[name][SIZE_KEY] <= SMALL_NBYTES}
-    check_files(folder, manifest, selected)
+        check_files(folder, manifest, selected, hint=_upload_hint)
+    else:
+        check_files(folder, manifest, selected)
+
+
+def _upload_hint(name: str) -> str:
+    """Return the hint for a damaged file of an output that is read from a bucket or from the hub."""
+    return f"upload {name} again: `--accept` works on local outputs only"
 
 
 def _check_headers(source: Source) -> None:
     """Raise DamagedError if the header of a data file differs from its record."""
-    if source.manifest is not None:
-        for stamp in source.file_stamps:
-            check_header(source.root / stamp.path, source.manifest, stamp.digest)
+    if source.manifest is None:
+        return
+    # The digests of tensors cover the payload, this one the bytes before it: a changed offset in
+    # a header would move every tensor and leave each payload as it is.
+    if source.root.is_dir():
+        folder = source.root
+    else:
+        folder = source.root.parent
+    for stamp in source.file_stamps:
+        check_header(folder / stamp.path, source.manifest, stamp.digest)
 
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
     """Replace the placeholder files of a source by the remote files that its tensors are read from."""
     blobs = remote.blobs(source.files, source.blobs)
     stamps = tuple(
-        SourceFile(stamp.path, blob.file.size, 0, blob.file.digest) for stamp, blob in zip(source.file_stamps, blobs)
+        SourceFile(stamp.path, blob.file.size, 0, blob.file.digest)
+        for stamp, blob in zip(source.file_stamps, blobs)
     )
     return replace(source, file_stamps=stamps, blobs=blobs)

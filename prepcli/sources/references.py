@@ -11,13 +11,22 @@ from pathlib import Path
 from prepcli.console.bounded_text import shorten
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import STEP_NAME, best_step, is_begun_run, no_step_error, saved_steps, step_folder
+from prepcli.formats.run_steps import (
+    STEP_NAME,
+    best_step,
+    is_begun_run,
+    no_step_error,
+    saved_steps,
+    step_folder,
+)
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
 from trainer.models.suggest import suggest
 
-BEST, LAST = "best", "last"  # names of steps
+# names of steps
+BEST = "best"
+LAST = "last"
 PARTIAL_SUFFIX = ".partial"
 MAX_LISTED_FOLDERS = 8
 MAX_NAME_CHARS = 100
@@ -48,14 +57,14 @@ class LocalPath:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A saved step of a training run, whose folder the user named as `run`."""
+    """A saved step of a training run. `run` is its folder as the user named it."""
 
     run: Path
     step: int
 
     @property
     def display_name(self) -> str:
-        """Path of the step, as the user spelled that of the run."""
+        """Path of the step, as the user spelled the path of the run."""
         return str(step_folder(self.run, self.step))
 
     @property
@@ -71,7 +80,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """A revision of a repository on the hub; `model_name` is its alias, or the last part of its id."""
+    """A revision of a repository on the hub. `model_name` is its alias, or the last part of its id."""
 
     display_name: str  # the hub id
     model_name: str
@@ -80,7 +89,7 @@ class HubRepo:
 
 @dataclass(frozen=True, slots=True)
 class BucketUrl:
-    """A folder in an object store; `display_name` is the URL as the user spelled it."""
+    """A folder in an object store. `display_name` is the URL as the user spelled it."""
 
     display_name: str
     url: ObjectStoreUrl
@@ -95,16 +104,20 @@ Reference = LocalPath | RunStep | HubRepo | BucketUrl
 
 
 def parse_reference(
-    name: str, revision: str | None = None, *, step: int | str | None = None, cwd: Path | None = None
+    name: str,
+    revision: str | None = None,
+    *,
+    step: int | str | None = None,
+    cwd: Path | None = None,
 ) -> Reference:
-    """Parse the name of a checkpoint; existing paths take precedence, then URLs, aliases and hub ids.
+    """Parse the name of a checkpoint. Existing paths take precedence, then URLs, aliases and hub ids.
 
     Args:
         name: A path, an object store URL, an alias or a hub id. An alias or hub id may be followed by `@REVISION`, a
             path may follow an EasyLM part, as in `params::PATH`.
         revision: Revision on the hub.
         step: Step of the training run `name`: its number, `best` (lowest evaluation loss) or `last`.
-        cwd: Folder that relative paths start from, without `step`; the working directory by default.
+        cwd: Folder that relative paths start from, without `step`. The working directory by default.
 
     Raises:
         UsageError: The argument is no known name or path, or has no such revision or step.
@@ -114,7 +127,8 @@ def parse_reference(
     cwd = cwd or Path()
     part, path = split_part(name)
     folder = cwd / os.path.expanduser(path)
-    if path and os.path.exists(folder):  # Path.exists raises for some texts, os.path.exists returns False
+    # Path.exists raises for some texts, os.path.exists returns False.
+    if path and os.path.exists(folder):
         return _without_revision(LocalPath(name, folder, part), revision)
     if is_url(name):
         return _without_revision(BucketUrl(name, parse_url(name)), revision)
@@ -129,7 +143,9 @@ def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is
     Raises:
         UsageError: There is no such folder, or more than one.
     """
-    candidates = sorted(folder for folder in _visible_folders(cwd) if _has_manifest(folder) and is_candidate(folder))
+    candidates = sorted(
+        folder for folder in _visible_folders(cwd) if _has_manifest(folder) and is_candidate(folder)
+    )
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
@@ -150,16 +166,20 @@ def _has_manifest(folder: Path) -> bool:
     """Return whether a folder, or a step in a run folder, has a manifest."""
     try:
         steps = (child for child in folder.iterdir() if child.name.isdecimal())
-        return (folder / MANIFEST_FILE).is_file() or any((step / MANIFEST_FILE).is_file() for step in steps)
+        return (folder / MANIFEST_FILE).is_file() or any(
+            (step / MANIFEST_FILE).is_file() for step in steps
+        )
     except OSError:
         return False
 
 
 def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
-    """Return the reference to a run's step; raise UsageError if a local run does not have it."""
+    """Return the reference to a run's step. Raise UsageError if a local run does not have it."""
     if isinstance(step, str) and step not in (BEST, LAST) and not STEP_NAME.fullmatch(step):
         raise usage_error(
-            f"`--step {step}` is invalid", "it takes the number of a step, best or last", f"`--step {LAST}`"
+            f"`--step {step}` is invalid",
+            "it takes the number of a step, best or last",
+            f"`--step {LAST}`",
         )
     if is_url(run):
         return _parse_step_url(run, str(step))
@@ -170,10 +190,17 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
         return RunStep(Path(run), number)
     if not steps and folder.is_dir() and is_begun_run(os.listdir(folder)):
         raise no_step_error(run)
-    missing = "it is not the folder of a run" if folder.is_dir() else "the folder does not exist"
-    why = f"its steps are {', '.join(map(str, steps))}" if steps else missing
+    if folder.is_dir():
+        missing = "it is not the folder of a run"
+    else:
+        missing = "the folder does not exist"
+    if steps:
+        why = f"its steps are {', '.join(map(str, steps))}"
+    else:
+        why = missing
     if steps and step == BEST:
-        why, hint = f"{why}; none has an evaluation loss", '`checkpoint.best = "eval_loss"` records it'
+        why = f"{why}; none has an evaluation loss"
+        hint = '`checkpoint.best = "eval_loss"` records it'
         raise usage_error(f"{run} has no best step", why, hint)
     raise usage_error(
         f"{run} has no step {step}" if step not in (BEST, LAST) else f"{run} has no step",
@@ -183,10 +210,14 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
 
 
 def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | None:
-    """Return the number of a step; None if there is no best or last one."""
+    """Return the number of a step. None if there is no best or last one."""
     if step == LAST:
-        return steps[-1] if steps else None
-    return best_step(folder) if step == BEST else int(step)
+        if steps:
+            return steps[-1]
+        return None
+    if step == BEST:
+        return best_step(folder)
+    return int(step)
 
 
 def _parse_step_url(run: str, step: str) -> BucketUrl:
@@ -200,8 +231,10 @@ def _parse_step_url(run: str, step: str) -> BucketUrl:
     return BucketUrl(url, parse_url(url))
 
 
-def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str | None) -> Reference:
-    """Return the reference; raise UsageError for a revision, which only models on the hub have."""
+def _without_revision(
+    reference: LocalPath | RunStep | BucketUrl, revision: str | None
+) -> Reference:
+    """Return the reference. Raise UsageError for a revision, which only models on the hub have."""
     if revision is None:
         return reference
     what = f"`{reference.display_name}` has no revision {revision}"
@@ -209,30 +242,38 @@ def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str 
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
-    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`; raise UsageError for other texts."""
+    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`. Raise UsageError for other texts."""
     name, revision = _split_revision(name, revision)
     if reason := _path_reason(name):
         raise _missing_path_error(name, reason, cwd)
     alias = ALIASES_BY_NAME.get(name)
-    hub_id = alias.hub_id if alias is not None else name
+    if alias is not None:
+        hub_id = alias.hub_id
+    else:
+        hub_id = name
     if not _HUB_ID.fullmatch(hub_id):
         raise _unknown_name_error(name, cwd)
     return HubRepo(hub_id, name.rpartition("/")[2], revision)
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
-    """Split `NAME@REVISION`; raise UsageError if REVISION is empty or contradicts `--revision`."""
+    """Split `NAME@REVISION`. Raise UsageError if REVISION is empty or contradicts `--revision`."""
     bare_name, separator, suffix = name.rpartition("@")
     if not separator or not bare_name:
         return name, revision
     if not suffix or revision not in (None, suffix):
-        why = f"`@{suffix}` and `--revision {revision}`" if suffix else "nothing follows the @"
-        raise usage_error(f"invalid revision in `{name}`", why, f"`{bare_name}@{revision or 'main'}`")
+        if suffix:
+            why = f"`@{suffix}` and `--revision {revision}`"
+        else:
+            why = "nothing follows the @"
+        raise usage_error(
+            f"invalid revision in `{name}`", why, f"`{bare_name}@{revision or 'main'}`"
+        )
     return bare_name, suffix
 
 
 def _path_reason(name: str) -> str:
-    """Return why a text must be a path; an empty string if it may be a name."""
+    """Return why a text must be a path. An empty string if it may be a name."""
     start = next((start for start in _PATH_STARTS if name.startswith(start)), None)
     if start is not None:
         return f"begins with `{start}`"
@@ -240,35 +281,55 @@ def _path_reason(name: str) -> str:
         return f"is `{name}`"
     if name.endswith("/"):
         return "ends with `/`"
-    return "has more than one `/`" if name.count("/") > 1 else ""
+    if name.count("/") > 1:
+        return "has more than one `/`"
+    return ""
 
 
 def _visible_folders(cwd: Path) -> list[Path]:
     """List the folders, except hidden ones and partial outputs."""
     children = [child for child in sorted(cwd.iterdir()) if child.is_dir()]
-    return [child for child in children if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)]
+    return [
+        child
+        for child in children
+        if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)
+    ]
 
 
 def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
     target = cwd / os.path.expanduser(path)
     why = f"it looks like a path because it {reason}"
-    return usage_error(f"`{shorten(path, MAX_NAME_CHARS)}` does not exist", why, _missing_path_hint(path, target, cwd))
+    return usage_error(
+        f"`{shorten(path, MAX_NAME_CHARS)}` does not exist",
+        why,
+        _missing_path_hint(path, target, cwd),
+    )
 
 
 def _missing_path_hint(path: str, target: Path, cwd: Path) -> str:
     """Return a hint with a folder of a similar name, else with the folders there, else with the command for names."""
-    names = [folder.name for folder in _visible_folders(target.parent)] if target.parent.is_dir() else []
+    if target.parent.is_dir():
+        names = [folder.name for folder in _visible_folders(target.parent)]
+    else:
+        names = []
     if suggestion := suggest(target.name, names):
         return f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
     if not names:
         return "`prep models` lists the models that can be named without a path"
-    where = "here" if target.parent.resolve() == cwd.resolve() else f"in {target.parent}"
-    listed = ", ".join(names[:MAX_LISTED_FOLDERS]) + (" …" if len(names) > MAX_LISTED_FOLDERS else "")
+    if target.parent.resolve() == cwd.resolve():
+        where = "here"
+    else:
+        where = f"in {target.parent}"
+    listed = ", ".join(names[:MAX_LISTED_FOLDERS]) + (
+        " …" if len(names) > MAX_LISTED_FOLDERS else ""
+    )
     return f"folders {where}: {listed}"
 
 
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:
-    suggestion = suggest(name, [*ALIASES_BY_NAME, *(folder.name for folder in _visible_folders(cwd))])
+    suggestion = suggest(
+        name, [*ALIASES_BY_NAME, *(folder.name for folder in _visible_folders(cwd))]
+    )
     return usage_error(
         f"no checkpoint called `{name}`",
         "not a folder here, not an alias, and a hub id has the form owner/name",

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prepcli.engine.blobs import Blob
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, read_small_file
-from prepcli.planning.accounting import Accounting, MatchOptions, TensorInfo, TensorNames, match_tensors
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
-from prepcli.planning.state_rows import is_path_name
+from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.tensor_match import (
+    MatchOptions,
+    TensorInfo,
+    TensorMatch,
+    TensorNames,
+    match_tensors,
+)
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
 from trainer.files.json_values import load_json
-from trainer.models.axis_map import Row
+from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
 CONFIG = "config.json"
-HF_FOLDER = "hf"  # in an init checkpoint: config, tokenizer and the other files of the model
+# In an init checkpoint: config, tokenizer and the other files of the model.
+HF_FOLDER = "hf"
 INDEX_FILES = (safetensors.INDEX_FILE, "pytorch_model.bin.index.json")
 WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
@@ -69,9 +76,9 @@ class Source:
         manifest: The manifest of a checkpoint that prep wrote.
         tensor_file_names: For each parameter, the file name for a Hugging Face folder.
         state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
-        blobs: Byte sources by the file numbers of placements; empty if the placements refer to `files`.
+        blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
-        has_averages: Whether the parameters are the averages of a run; see `sources.averages`.
+        has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
     """
 
     display_name: str
@@ -83,7 +90,7 @@ class Source:
     files: tuple[Path, ...]
     file_stamps: tuple[SourceFile, ...]
     small_files: tuple[Path, ...]
-    manifest: Mapping[str, Any] | None
+    manifest: Manifest | None
     tensor_file_names: tuple[str, ...] = ()
     state_tensors: tuple[SourceTensor, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
@@ -97,7 +104,7 @@ class Source:
 
     @property
     def remote_blobs(self) -> tuple[RemoteBlob, ...]:
-        """The byte sources, if they are files on a server; otherwise empty."""
+        """Return the byte sources, if they are files on a server. Otherwise empty."""
         return tuple(blob for blob in self.blobs if isinstance(blob, RemoteBlob))
 
     @property
@@ -106,28 +113,37 @@ class Source:
         return *self.tensors, *self.state_tensors
 
     @property
-    def tree_manifest(self) -> Mapping[str, Any]:
-        """The manifest if this is an Orbax checkpoint that prep wrote, else an empty mapping."""
-        return self.manifest if self.manifest and self.manifest["kind"] in KEYS_BY_KIND else {}
+    def tree_manifest(self) -> Manifest:
+        """Return the manifest if this is an Orbax checkpoint that prep wrote, else NO_MANIFEST."""
+        if self.manifest and self.manifest.is_tree:
+            return self.manifest
+        return NO_MANIFEST
 
     def display_names(self) -> dict[str, str]:
         """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
         names = {t.name: self.names.full_name(t.name) for t in self.tensors}
         for slot, name in (split_name(t.name) for t in self.state_tensors):
-            full_name = name if is_path_name(name) else self.names.full_name(name)
+            if is_leaf_path(name):
+                full_name = name
+            else:
+                full_name = self.names.full_name(name)
             names[qualify(slot, name)] = qualify(slot, full_name) if slot else name
         return names
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
-        """Return the true and the stored vocabulary size; `true_size` overrides the config's true size."""
-        return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size=true_size)
+        """Return the true and the stored vocabulary size. `true_size` overrides the config's true size."""
+        return read_vocabulary(
+            self.config, self.family.sizes(self.config)["vocab"], true_size=true_size
+        )
 
     def tensor_specs(self) -> dict[str, TensorInfo]:
         """Return dtype, shape and bytes of every parameter, by name."""
         return {t.name: TensorInfo(t.dtype, t.shape, t.nbytes) for t in self.tensors}
 
 
-def match_source_tensors(source: Source, table: Mapping[str, Row], options: MatchOptions) -> Accounting:
+def match_source_tensors(
+    source: Source, table: Mapping[str, ParsedAxisMap], options: MatchOptions
+) -> TensorMatch:
     """Match the tensors of a source with the axis-map rows of its family.
 
     Raises:
@@ -145,17 +161,22 @@ def match_source_tensors(source: Source, table: Mapping[str, Row], options: Matc
     )
 
 
-def stored_rows(source: Source) -> dict[str, Row]:
+def stored_axis_maps(source: Source) -> dict[str, ParsedAxisMap]:
     """Return the axis-map row of each parameter, with layers stacked as in the source.
 
     Layers of a checkpoint that prep did not write are stacked on axis 0.
     """
-    return source_rows(source, source.tree_manifest.get("scan", True), source.tree_manifest.get("scan_axis", 0))
+    manifest = source.tree_manifest
+    return source_axis_maps(source, manifest.scan, manifest.scan_axis)
 
 
-def source_rows(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
+def source_axis_maps(
+    source: Source, scan: bool = True, scan_axis: int = 0
+) -> dict[str, ParsedAxisMap]:
     """Return the axis-map row of each parameter of the source's family, by path."""
-    return parameter_rows(source.family, source.config, scan, scan_axis, {t.name for t in source.tensors})
+    return parameter_rows(
+        source.family, source.config, scan, scan_axis, {t.name for t in source.tensors}
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -165,7 +186,9 @@ def read_config(path: Path) -> dict[str, Any]:
         PrepError: The file is missing, or is not a JSON object.
     """
     if not os.path.exists(path):
-        raise PrepError(f"{path.parent} has no {path.name}", "it describes the model of the weights")
+        raise PrepError(
+            f"{path.parent} has no {path.name}", "it describes the model of the weights"
+        )
     try:
         config = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
     except ValueError as error:
@@ -179,6 +202,7 @@ def small_files(folder: Path) -> tuple[Path, ...]:
     """List the files of a model except config, weights and code: tokenizer, generation config, licence, ..."""
     if not folder.is_dir():
         return ()
+    # Code of a model is never copied: a folder that prep writes runs no code when it is loaded.
     skipped = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
     return tuple(
         path
@@ -190,6 +214,40 @@ def small_files(folder: Path) -> tuple[Path, ...]:
     )
 
 
-def recorded_digests(records: Mapping[str, Any], name: str) -> tuple[tuple[int, int, str], ...]:
+class WeightFileHeader(Protocol):
+    """The parts of a weight file's header that show whether the file has changed since."""
+
+    @property
+    def file_name(self) -> str:
+        """Name in the folder of the checkpoint."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def mtime_ns(self) -> int:
+        """Time of the last change."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """XXH3-128 of the bytes outside of tensors."""
+        ...
+
+
+def file_stamps(headers: Iterable[WeightFileHeader]) -> tuple[SourceFile, ...]:
+    """Return size, time and digest of each weight file."""
+    return tuple(
+        SourceFile(header.file_name, header.size, header.mtime_ns, header.digest)
+        for header in headers
+    )
+
+
+def recorded_digests(records: TensorRecords, name: str) -> tuple[tuple[int, int, str], ...]:
     """Return the recorded digests of a tensor: (first row, one past the last, digest)."""
-    return tuple((first, stop, digest) for first, stop, digest in records.get(name, {}).get("digests", ()))
+    return tuple(
+        (first, stop, digest) for first, stop, digest in records.get(name, {}).get("digests", ())
+    )

@@ -11,7 +11,12 @@ CONFIG = "config.json"
 PART_SEPARATOR = "::"
 FLAX_PARAMS = "flax_params"
 TRAIN_STATE_PARTS = ("trainstate", "trainstate_params")
-EASYLM_PARTS = (*TRAIN_STATE_PARTS, "params", FLAX_PARAMS)  # EasyLM's prefixes of a path, as in `params::PATH`
+# EasyLM's prefixes of a path, as in `params::PATH`.
+EASYLM_PARTS = (
+    *TRAIN_STATE_PARTS,
+    "params",
+    FLAX_PARAMS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,14 @@ class SourceHints:
         Raises:
             PrepError: The user supplied no config and the folder has none.
         """
-        path = self.config_path.expanduser() if self.config_path else folder
-        path = path / CONFIG if path.is_dir() else path
+        if self.config_path:
+            path = self.config_path.expanduser()
+        else:
+            path = folder
+        if path.is_dir():
+            path = path / CONFIG
+        else:
+            path = path
         if self.config_path is None and not path.is_file():
             hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
             raise PrepError(f"{display_name} has no model config", f"{path} does not exist", hint)
@@ -44,6 +55,8 @@ NO_HINTS = SourceHints()
 
 
 def split_part(name: str) -> tuple[str, str]:
-    """Split `PART::PATH` into part and path; the part is empty unless it is one of EASYLM_PARTS."""
+    """Split `PART::PATH` into part and path. The part is empty unless it is one of EASYLM_PARTS."""
     part, separator, path = name.partition(PART_SEPARATOR)
-    return (part, path) if separator and part in EASYLM_PARTS else ("", name)
+    if separator and part in EASYLM_PARTS:
+        return (part, path)
+    return ("", name)

@@ -13,7 +13,9 @@ from pathlib import Path
 from prepcli.errors import PrepError
 
 # Layout of the Hugging Face cache: `models--OWNER--NAME/snapshots/COMMIT` and `models--OWNER--NAME/blobs`
-SNAPSHOTS, BLOBS, MODEL_FOLDER_PREFIX = "snapshots", "blobs", "models--"
+SNAPSHOTS = "snapshots"
+BLOBS = "blobs"
+MODEL_FOLDER_PREFIX = "models--"
 
 
 def resolve_small_file(path: Path, root: Path) -> Path:
@@ -27,10 +29,19 @@ def resolve_small_file(path: Path, root: Path) -> Path:
     Raises:
         PrepError: The file is a link that leaves the folder.
     """
-    folder = root if root.is_dir() else root.parent
-    folder = folder if folder in path.parents else path.parent
-    real_path, real_folder = path.resolve(), folder.resolve()
-    if real_folder in real_path.parents or any(blobs in real_path.parents for blobs in _hub_cache_blobs(real_folder)):
+    if root.is_dir():
+        folder = root
+    else:
+        folder = root.parent
+    if folder in path.parents:
+        folder = folder
+    else:
+        folder = path.parent
+    real_path = path.resolve()
+    real_folder = folder.resolve()
+    if real_folder in real_path.parents or any(
+        blobs in real_path.parents for blobs in _hub_cache_blobs(real_folder)
+    ):
         return real_path
     why = f"it leaves {folder}, and such files are copied unparsed"
     what = f"{path} is a link to {_link_target(path, real_path)}"
@@ -38,11 +49,14 @@ def resolve_small_file(path: Path, root: Path) -> Path:
 
 
 def _link_target(path: Path, real_path: Path) -> str:
-    return os.readlink(path) if path.is_symlink() else str(real_path)  # otherwise one of its folders is a link
+    # A path that is not a link itself has a link among its parent folders.
+    return os.readlink(path) if path.is_symlink() else str(real_path)
 
 
 def _hub_cache_blobs(folder: Path) -> tuple[Path, ...]:
     """Return the `blobs` folder of the model if `folder` is a snapshot in the Hugging Face cache."""
     model = folder.parent.parent
     is_snapshot = folder.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
-    return (model / BLOBS,) if is_snapshot else ()
+    if is_snapshot:
+        return (model / BLOBS,)
+    return ()

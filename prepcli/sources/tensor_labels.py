@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, TensorUse
 from prepcli.planning.state_names import split_name
-from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorUse
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class TensorLabel:
     """The two names of a tensor.
 
     Attributes:
-        leaf: Dotted path of the leaf, `params.` included; several, separated by commas, if the tensor is split. Empty
+        leaf: Dotted path of the leaf, `params.` included. Several, separated by commas, if the tensor is split. Empty
             if the tensor belongs to no parameter.
         tensor: Name in the checkpoint's files, without the optimizer slot (such as `opt_state.adam.mu/`) if `leaf` has
             it.
@@ -25,10 +25,14 @@ class TensorLabel:
     tensor: str
 
     def __str__(self) -> str:
-        return f"{self.leaf} ({self.tensor})" if self.leaf else self.tensor
+        if self.leaf:
+            return f"{self.leaf} ({self.tensor})"
+        return self.tensor
 
 
-def label_tensors(source: Source, uses: Mapping[str, tuple[TensorUse, ...]]) -> dict[str, TensorLabel]:
+def label_tensors(
+    source: Source, uses: Mapping[str, tuple[TensorUse, ...]]
+) -> dict[str, TensorLabel]:
     """Return the label of each tensor of a source, by its name in `source.tensors` and `source.state_tensors`.
 
     Args:
@@ -38,12 +42,17 @@ def label_tensors(source: Source, uses: Mapping[str, tuple[TensorUse, ...]]) -> 
     labels: dict[str, TensorLabel] = {}
     for name, display_name in source.display_names().items():
         slot, parameter = split_name(name)
-        leaf = ", ".join(f"{slot}.{use.path}" for use in uses.get(parameter, ())) if slot else ""
-        labels[name] = TensorLabel(leaf, source.names.full_name(parameter) if leaf else display_name)
+        if slot:
+            leaf = ", ".join(f"{slot}.{use.path}" for use in uses.get(parameter, ()))
+        else:
+            leaf = ""
+        labels[name] = TensorLabel(
+            leaf, source.names.full_name(parameter) if leaf else display_name
+        )
     return labels
 
 
 def label_tensor(source: Source, tensor: SourceTensor) -> TensorLabel:
     """Return the label of one tensor of a source that matches its family."""
-    uses = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS).uses
+    uses = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
     return label_tensors(source, uses).get(tensor.name, TensorLabel("", tensor.name))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.planning.accounting import TensorNames
+from prepcli.formats.manifest import Manifest, TensorRecords
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
 from prepcli.planning.plan import DroppedTensor
@@ -22,10 +21,11 @@ from prepcli.planning.state_names import (
     qualify,
 )
 from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
-from trainer.models.axis_map import LAYER_ATOMS, AxisMap, Row, Sizes, bind_row
+from trainer.models.axis_map import LAYER_ATOMS, AxisMap, ParsedAxisMap, Sizes, bind_row
 from trainer.models.parameters import (
     Family,
     HFConfig,
@@ -35,10 +35,18 @@ from trainer.models.parameters import (
     parameter_rows,
 )
 
-ROOTS = ("", "params.", "params.params.")  # a tree of parameters, Flax variables, a Flax training state
-NATIVE_LAYOUT = "native"  # the tree that prep writes, without its manifest
-BOXED_SUFFIX = ".value"  # below a leaf that Flax boxed with its logical axis names
-MAX_LAYERS = 1 << 12  # of a stacked tree; limits the memory that an invalid config can claim
+# A tree of parameters, Flax variables, a Flax training state.
+ROOTS = (
+    "",
+    "params.",
+    "params.params.",
+)
+# The tree that prep writes, without its manifest.
+NATIVE_LAYOUT = "native"
+# Below a leaf that Flax boxed with its logical axis names.
+BOXED_SUFFIX = ".value"
+# Layers of a stacked tree. Limits the memory that an invalid config can claim.
+MAX_LAYERS = 1 << 12
 MAX_LISTED = 4
 
 
@@ -51,26 +59,31 @@ class StoredLeaf:
     chunk_shape: tuple[int, ...]
     locate_chunks: Callable[[LeafPiece], Placement]
 
-    def region(self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]) -> Region:
+    def region(
+        self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]
+    ) -> ChunkedLocation:
         """Return the region of this leaf, called `name`, that stores one tensor of the axis-map row `row`."""
         grid = ChunkGrid(self.shape, self.chunk_shape)
         piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
-        return Region(row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize)
+        return ChunkedLocation(
+            row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize
+        )
 
 
 Leaves = Mapping[str, StoredLeaf]  # by dotted name
-LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]  # leaf path, its row, tensor name, stacked indices
+# Leaf path, its row, tensor name, stacked indices.
+LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
 
 
 def tensors_from_manifest(
-    leaves: Leaves, names: TensorNames, manifest: Mapping[str, Any], folder: object
+    leaves: Leaves, names: TensorNames, manifest: Manifest, folder: object
 ) -> tuple[tuple[SourceTensor, ...], tuple[SourceTensor, ...]]:
     """List the tensors of a tree that prep wrote.
 
     Args:
         leaves: Leaves of the tree, by dotted name.
         names: Naming scheme of the tensors in the manifest.
-        manifest: Manifest of the checkpoint; it states the layout of the tree.
+        manifest: Manifest of the checkpoint. It states the layout of the tree.
         folder: The checkpoint, for messages.
 
     Returns:
@@ -79,44 +92,62 @@ def tensors_from_manifest(
     Raises:
         PrepError: A parameter's leaf is missing or has another shape than the config implies.
     """
-    family, config = names.family, manifest["config"]
-    recorded_names = {names.bare_name(name) for name in manifest["tensors"]}  # selects among alternate rows
-    rows = parameter_rows(family, config, manifest["scan"], manifest["scan_axis"], recorded_names)
-    kept_rows = {path: row for path, row in rows.items() if path != family.tying.head_leaf or not manifest["tied"]}
+    family = names.family
+    config = manifest.config
+    # the recorded names select among alternate rows
+    recorded_names = {names.bare_name(name) for name in manifest.tensors}
+    rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
+    kept_rows = {
+        path: row
+        for path, row in rows.items()
+        if path != family.tying.head_leaf or not manifest.is_tied
+    }
     leaf_tensors = tuple(_leaf_tensors(kept_rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
             what = f"{folder} lacks the leaf {PARAMS}.{path}"
             raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
-        _check_leaf_shape(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder)
+        _check_leaf_shape(
+            f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder
+        )
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     rows_by_path = {path: row for path, row, _, _ in leaf_tensors}
     parameters = {path: row.leaf_shape for path, row in rows_by_path.items()}
+    # A training state has copies of the parameter tree (`opt_state.mu`, `opt_state.nu`): a prefix
+    # below which every parameter has a leaf of its shape is a slot, and its tensors have the axis
+    # maps of the parameters.
     slots = find_slots(shapes, parameters)
     state_leaves = tuple(find_state_leaves(shapes, parameters, slots))
-    matched = {f"{slot}.{path}" for slot in (PARAMS, *slots) for path in parameters}
-    matched |= {leaf.name for leaf in state_leaves}
+    matched = {leaf.name for leaf in state_leaves}
+    for slot in (PARAMS, *slots):
+        matched |= {f"{slot}.{path}" for path in parameters}
 
     def slot_tensors(slot: str) -> Iterator[SourceTensor]:
-        records = manifest["tensors"] if slot == PARAMS else manifest.get("slots", {}).get(slot, {})
-        in_slot = ((f"{slot}.{path}", row, name, indices) for path, row, name, indices in leaf_tensors)
+        if slot == PARAMS:
+            records = manifest.tensors
+        else:
+            records = manifest.slots.get(slot, {})
+        in_slot = (
+            (f"{slot}.{path}", row, name, indices) for path, row, name, indices in leaf_tensors
+        )
         tensors = iter_tensors(leaves, in_slot, records, names)
         return (replace(tensor, name=qualify(slot, tensor.name)) for tensor in tensors)
 
-    in_slots = (tensor for slot in slots for tensor in slot_tensors(slot))
-    by_path = (
-        tensor
-        for leaf in state_leaves
-        for tensor in _state_leaf_tensors(leaf, leaves[leaf.name], rows_by_path[leaf.path], manifest.get("slots", {}))
-    )
-    unmatched = (
-        _leaf_as_tensor(name, leaf, manifest.get("others", {})) for name, leaf in leaves.items() if name not in matched
-    )
-    return tuple(slot_tensors(PARAMS)), (*in_slots, *by_path, *unmatched)
+    state: list[SourceTensor] = []
+    for slot in slots:
+        state.extend(slot_tensors(slot))
+    for state_leaf in state_leaves:
+        row = rows_by_path[state_leaf.path]
+        leaf = leaves[state_leaf.name]
+        state.extend(_state_leaf_tensors(state_leaf, leaf, row, manifest.slots))
+    for name, leaf in leaves.items():
+        if name not in matched:
+            state.append(_leaf_as_tensor(name, leaf, manifest.others))
+    return tuple(slot_tensors(PARAMS)), tuple(state)
 
 
 def _state_leaf_tensors(
-    state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, Mapping[str, Any]]
+    state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, TensorRecords]
 ) -> Iterator[SourceTensor]:
     """Yield the tensors of a leaf of an incomplete slot: one per layer.
 
@@ -126,47 +157,60 @@ def _state_leaf_tensors(
         row: The axis map of the parameter.
         records: The manifest's records of tensors, by slot and name.
     """
-    axis_map, slot = state_axis_map(state_leaf.path, row, leaf.shape), state_leaf.slot
+    axis_map = state_axis_map(state_leaf.path, row, leaf.shape)
+    slot = state_leaf.slot
     for name, indices in axis_map.tensors():
         region = leaf.region(state_leaf.name, axis_map, tuple(indices.items()))
         digests = recorded_digests(records.get(slot, {}), name)
-        yield SourceTensor(qualify(slot, name), leaf.dtype, axis_map.source_shape, (region,), digests)
+        yield SourceTensor(
+            qualify(slot, name), leaf.dtype, axis_map.source_shape, (region,), digests
+        )
 
 
 def iter_tensors(
-    leaves: Leaves, leaf_tensors: Iterator[LeafTensor], records: Mapping[str, Any], names: TensorNames
+    leaves: Leaves,
+    leaf_tensors: Iterator[LeafTensor],
+    records: TensorRecords,
+    names: TensorNames,
 ) -> Iterator[SourceTensor]:
     """Yield each tensor once, with all of its regions in the leaves.
 
     Args:
         leaves: Leaves of the tree, by dotted name.
-        leaf_tensors: Pairs of leaf and tensor; a tensor that several leaves store occurs several times.
+        leaf_tensors: Pairs of leaf and tensor. A tensor that several leaves store occurs several times.
         records: The manifest's records of tensors, by name.
         names: Naming scheme of the tensors in `records`.
     """
     tensors: dict[str, SourceTensor] = {}
     for path, row, name, stacked_indices in leaf_tensors:
         region = leaves[path].region(path, row, stacked_indices)
-        placement = (*tensors[name].placement, region) if name in tensors else (region,)
+        if name in tensors:
+            placement = (*tensors[name].placement, region)
+        else:
+            placement = (region,)
         digests = recorded_digests(records, names.full_name(name))
         tensors[name] = SourceTensor(name, leaves[path].dtype, row.source_shape, placement, digests)
     yield from tensors.values()
 
 
-def _leaf_as_tensor(name: str, leaf: StoredLeaf, records: Mapping[str, Any]) -> SourceTensor:
+def _leaf_as_tensor(name: str, leaf: StoredLeaf, records: TensorRecords) -> SourceTensor:
     """Convert a leaf that matches no parameter or slot to a training-state tensor of the same shape."""
     region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
-    return SourceTensor(qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name))
+    return SourceTensor(
+        qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name)
+    )
 
 
-def _leaf_tensors(rows: Mapping[str, Row], sizes: Sizes) -> Iterator[LeafTensor]:
+def _leaf_tensors(rows: Mapping[str, ParsedAxisMap], sizes: Sizes) -> Iterator[LeafTensor]:
     for path, row in rows.items():
         bound = bind_row(row, sizes)
         for name, indices in bound.tensors():
             yield path.format(**indices), bound, name, tuple(indices.items())
 
 
-def _check_leaf_shape(name: str, leaf: StoredLeaf, row: AxisMap, config_source: str, display_name: object) -> None:
+def _check_leaf_shape(
+    name: str, leaf: StoredLeaf, row: AxisMap, config_source: str, display_name: object
+) -> None:
     if leaf.shape != row.leaf_shape:
         why = f"its shape is {list(leaf.shape)}, its {config_source} implies {list(row.leaf_shape)}"
         raise PrepError(f"{display_name}: the leaf {name} has the wrong shape", why)
@@ -182,7 +226,7 @@ class TreeFormat:
     Attributes:
         layout: Name of the family's layout, or NATIVE_LAYOUT.
         root: Prefix of the parameters' dotted names.
-        layer_axis: Axis on which layers are stacked; None for one leaf per layer.
+        layer_axis: Axis on which layers are stacked. None if each layer has a leaf.
         has_prefix: Whether paths carry the family's base prefix.
     """
 
@@ -191,12 +235,14 @@ class TreeFormat:
     layer_axis: int | None = None
     has_prefix: bool = True
 
-    def rows(self, family: Family, config: HFConfig) -> dict[str, Row]:
+    def rows(self, family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
         """Return the axis-map row of each parameter in this format, by path below `root`."""
         if self.layout == NATIVE_LAYOUT:
             return parameter_rows(family, config, self.layer_axis is not None, self.layer_axis or 0)
         rows = layout_rows(family.layouts[self.layout], config, self.layer_axis)
-        return rows if self.has_prefix else {path.removeprefix(family.prefix): row for path, row in rows.items()}
+        if self.has_prefix:
+            return rows
+        return {path.removeprefix(family.prefix): row for path, row in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +263,11 @@ class ForeignTree:
 
 
 def match_foreign_tree(
-    leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str] = ROOTS
+    leaves: Leaves,
+    family: Family,
+    config: HFConfig,
+    display_name: str,
+    roots: Collection[str] = ROOTS,
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
@@ -238,30 +288,42 @@ def match_foreign_tree(
     leaf_tensors = _present_leaf_tensors(tree_format, family, config, param_leaves, display_name)
     matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, TensorNames(family)))
     unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in leaf_tensors})
-    unprefixed = frozenset(path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix))
+    unprefixed = frozenset(
+        path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix)
+    )
     names = TensorNames(family, tree_format.has_prefix, unprefixed_names=unprefixed)
     unmatched = tuple(
-        replace(_leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path)) for path in unknown
+        replace(_leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path))
+        for path in unknown
     )
     tensors = (*matched, *unmatched)
     if len({tensor.name for tensor in tensors}) != len(tensors):
         why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
         raise PrepError(f"{display_name} has a tensor twice", why)
-    outside = [(name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)]
+    outside = [
+        (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
+    ]
     return ForeignTree(tree_format, names, tensors, tuple(_extra_entries(outside)))
 
 
 def _present_leaf_tensors(
     tree_format: TreeFormat, family: Family, config: HFConfig, leaves: Leaves, display_name: str
 ) -> list[LeafTensor]:
-    """List the tensors of the leaves that exist; raise PrepError if a leaf has the wrong shape."""
+    """List the tensors of the leaves that exist. Raise PrepError if a leaf has the wrong shape."""
     sizes = family.sizes(config)
-    max_layers = len(leaves) if tree_format.layer_axis is None else MAX_LAYERS
+    if tree_format.layer_axis is None:
+        max_layers = len(leaves)
+    else:
+        max_layers = MAX_LAYERS
     if (num_layers := max(sizes.get(atom, 0) for atom in LAYER_ATOMS)) > max_layers:
         why = f"its config has {num_layers:,} layers, the tree has {len(leaves):,} leaves"
-        raise PrepError(f"{display_name} lacks layers", why, "are config.json and the weights of one model?")
+        raise PrepError(
+            f"{display_name} lacks layers", why, "are config.json and the weights of one model?"
+        )
     rows = tree_format.rows(family, config)
-    leaf_tensors = [leaf_tensor for leaf_tensor in _leaf_tensors(rows, sizes) if leaf_tensor[0] in leaves]
+    leaf_tensors = [
+        leaf_tensor for leaf_tensor in _leaf_tensors(rows, sizes) if leaf_tensor[0] in leaves
+    ]
     for path, row, _, _ in leaf_tensors:
         _check_leaf_shape(path, leaves[path], row, "config", display_name)
     return leaf_tensors
@@ -272,16 +334,21 @@ def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[Dropped
     nbytes_by_key: dict[str, int] = {}
     for name, leaf in leaves:
         key = name.partition(".")[0]
-        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
+        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + math.prod(leaf.shape) * itemsize(
+            leaf.dtype
+        )
     for key, nbytes in nbytes_by_key.items():
-        yield DroppedTensor(key, nbytes, OPT_STATE_RULE if key == OPT_STATE else TRAINING_STATE_RULE)
+        yield DroppedTensor(
+            key, nbytes, OPT_STATE_RULE if key == OPT_STATE else TRAINING_STATE_RULE
+        )
 
 
 def _leaves_below_root(
     leaves: Leaves, tree_format: TreeFormat, family: Family, display_name: str
 ) -> dict[str, StoredLeaf]:
     """Return the leaves below the root, by their paths there in the spelling of the layout's table."""
-    root, layout = tree_format.root, family.layouts.get(tree_format.layout, TreeLayout({}))
+    root = tree_format.root
+    layout = family.layouts.get(tree_format.layout, TreeLayout({}))
     below: dict[str, StoredLeaf] = {}
     for name, leaf in leaves.items():
         if name.startswith(root):
@@ -297,11 +364,13 @@ def _best_format(
     leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str]
 ) -> TreeFormat:
     """Return the format with the highest score."""
-    best, best_score = None, 0
+    best = None
+    best_score = 0
     for tree_format in _candidate_formats(family, roots):
         score = _score(tree_format, leaves, family, config)
         if score > best_score:
-            best, best_score = tree_format, score
+            best = tree_format
+            best_score = score
     if best is None:
         names = ", ".join(list(leaves)[:MAX_LISTED]) + (" …" if len(leaves) > MAX_LISTED else "")
         why = f"found {names or 'no arrays'}, which are not the leaves of a {family.name}"
@@ -312,7 +381,9 @@ def _best_format(
 
 def _example_leaves(family: Family, config: HFConfig) -> str:
     """Describe each supported layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
-    rows_by_layout = {name: TreeFormat(name, "").rows(family, config) for name in (NATIVE_LAYOUT, *family.layouts)}
+    rows_by_layout = {
+        name: TreeFormat(name, "").rows(family, config) for name in (NATIVE_LAYOUT, *family.layouts)
+    }
     examples = {
         name: next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
         for name, rows in rows_by_layout.items()
@@ -332,15 +403,22 @@ def _score(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFCo
     sizes = family.sizes(config)
     path_aliases = family.layouts.get(tree_format.layout, TreeLayout({})).path_aliases
     alias_of = {path: alias for alias, path in path_aliases.items()}
-    rows, num_present, num_right_shape = tree_format.rows(family, config), 0, 0
+    rows = tree_format.rows(family, config)
+    num_present = 0
+    num_right_shape = 0
     for path, row in rows.items():
         first = path.format(**dict.fromkeys(LAYER_ATOMS, 0))
-        spellings = (first, alias_of.get(first, first))
-        names = (tree_format.root + spelling + suffix for spelling in spellings for suffix in ("", BOXED_SUFFIX))
+        plain = tree_format.root + first
+        alias = tree_format.root + alias_of.get(first, first)
+        names = (plain, plain + BOXED_SUFFIX, alias, alias + BOXED_SUFFIX)
         leaf = next((leaves[name] for name in names if name in leaves), None)
         num_present += leaf is not None
         num_right_shape += leaf is not None and leaf.shape == bind_row(row, sizes).leaf_shape
-    return num_present + num_right_shape if 2 * num_present >= len(rows) else 0
+    # Trees of two formats can share a few names, e.g. the final norm, but not half of them. A tree
+    # that lacks the other half is still found, and its missing leaves are reported.
+    if 2 * num_present >= len(rows):
+        return num_present + num_right_shape
+    return 0
 
 
 def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
@@ -351,6 +429,7 @@ def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeF
             for axis in (None, 0, 1) if layout.stacked_name else (None,):
                 yield TreeFormat(name, root, axis)
             if family.prefix and all(
-                path.startswith(family.prefix) or not layer_atom_in(path) for path in layout.parameters
+                path.startswith(family.prefix) or not layer_atom_in(path)
+                for path in layout.parameters
             ):
                 yield TreeFormat(name, root, None, has_prefix=False)

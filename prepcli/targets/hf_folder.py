@@ -8,28 +8,42 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.formats.file_records import recorded_xxh3
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
-from prepcli.formats.safetensors_layout import LayoutEntry, SafetensorsLayout, encode_index, lay_out_files
+from prepcli.formats.safetensors_layout import (
+    LayoutEntry,
+    SafetensorsLayout,
+    encode_index,
+    lay_out_files,
+)
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
+from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
 
-FileGroup = tuple[
-    str, Sequence[LayoutEntry], int | None
-]  # file name, entries in order, page offset of the first tensor
+# File name, entries in order, page offset of the first tensor
+FileGroup = tuple[str, Sequence[LayoutEntry], int | None]
 
 
-def resized_shape(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
+def resized_shape_and_nbytes(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
     """Return shape and bytes of a tensor with `rows` rows. A 0-d tensor is unchanged."""
     if not tensor.shape:
         return (), tensor.nbytes
+    # from the bytes, not from the dtype: elements may be smaller than a byte
     row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
     return (rows, *tensor.shape[1:]), row_nbytes * rows
 
 
-def header_entries(source: Source, tensors: Iterable[SourceTensor], *, rows: Mapping[str, int]) -> list[LayoutEntry]:
+def header_entries(
+    source: Source, tensors: Iterable[SourceTensor], *, rows: Mapping[str, int]
+) -> list[LayoutEntry]:
     """Return the header entries of the tensors, each with its rows in the output."""
-    return [(source.names.full_name(t.name), t.dtype, *resized_shape(t, rows[t.name])) for t in tensors]
+    entries: list[LayoutEntry] = []
+    for tensor in tensors:
+        name = source.names.full_name(tensor.name)
+        shape, nbytes = resized_shape_and_nbytes(tensor, rows[tensor.name])
+        entries.append((name, tensor.dtype, shape, nbytes))
+    return entries
 
 
 def lay_out_weight_files(
@@ -45,12 +59,19 @@ def lay_out_weight_files(
     """
     layouts = lay_out_files(groups)
     files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
-    places = {t.name: Contiguous(t.file, t.offset) for layout in layouts for t in layout.tensors}
+    places: dict[str, Contiguous] = {}
+    for layout in layouts:
+        for tensor in layout.tensors:
+            places[tensor.name] = Contiguous(tensor.file, tensor.offset)
     return files, places, layouts
 
 
 def copied_files(
-    paths: Iterable[Path], root: Path, *, manifest: Mapping[str, Any] | None = None, path_prefix: str = ""
+    paths: Iterable[Path],
+    root: Path,
+    *,
+    manifest: Manifest | None = None,
+    path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
     """Return files to copy unchanged from a checkpoint.
 
@@ -63,15 +84,17 @@ def copied_files(
     Raises:
         PrepError: A file is a link that leaves the checkpoint.
     """
-    return tuple(_copied_file(path, root, manifest or {}, path_prefix) for path in paths)
+    return tuple(_copied_file(path, root, manifest or NO_MANIFEST, path_prefix) for path in paths)
 
 
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Return the small files of a source, to copy them; see `copied_files`."""
-    return copied_files(source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix)
+    """Return the small files of a source, to copy them. See `copied_files`."""
+    return copied_files(
+        source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
+    )
 
 
-def _copied_file(path: Path, root: Path, manifest: Mapping[str, Any], path_prefix: str) -> SmallFile:
+def _copied_file(path: Path, root: Path, manifest: Manifest, path_prefix: str) -> SmallFile:
     real_path = resolve_small_file(path, root)
     file_stat = real_path.stat()
     return SmallFile(
@@ -90,11 +113,15 @@ def settings_files(
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
     """Return config.json, the safetensors index if one is needed, and the extra files."""
-    return (SmallFile(path_prefix + CONFIG, json_bytes(config)), *index_files(layouts), *extra_files)
+    return (
+        SmallFile(path_prefix + CONFIG, json_bytes(config)),
+        *index_files(layouts),
+        *extra_files,
+    )
 
 
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
-    """Return the safetensors index; nothing for a single file named SINGLE_FILE, which needs no index."""
+    """Return the safetensors index. A single file named SINGLE_FILE needs no index."""
     if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
         return (SmallFile(INDEX_FILE, encode_index(layouts)),)
     return ()
@@ -103,3 +130,16 @@ def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
 def json_bytes(content: object) -> bytes:
     """Return JSON in the format of a model's settings files."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def output_config(
+    source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
+) -> dict[str, Any]:
+    """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
+    config = with_vocabulary(source.config, vocabulary)
+    # Transformers 5 and 4.
+    dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}
+    if is_tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
+        return config
+    return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}

@@ -7,18 +7,24 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import PrepError
-from prepcli.planning.accounting import Accounting
+from prepcli.errors import Option, PrepError, text
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
-from prepcli.planning.state_rows import index_state_tensors, is_path_name, shape_in_leaf, state_axis_map
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.state_rows import (
+    StackedIndices,
+    index_state_tensors,
+    is_leaf_path,
+    shape_in_leaf,
+    state_axis_map,
+)
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
-from trainer.models.axis_map import AxisMap, Row, bind_row
+from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
 from trainer.models.host_reads import read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
@@ -41,18 +47,24 @@ class OrbaxItemLayout:
 
     leaves: tuple[OutputLeaf, ...]
     files: tuple[OutputFile, ...]
-    regions: Mapping[str, tuple[Region, ...]]
+    regions: Mapping[str, tuple[ChunkedLocation, ...]]
     specs: Mapping[str, Spec]
     dtypes: Mapping[str, str]
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """A line for each dim partitioned by a later choice of its rule."""
-        return tuple(dict.fromkeys(str(fallback) for spec in self.specs.values() for fallback in spec.fallbacks))
+        lines: dict[str, None] = {}  # in order, each once
+        for spec in self.specs.values():
+            lines |= dict.fromkeys(map(str, spec.fallbacks))
+        return tuple(lines)
 
     def device_nbytes(self) -> int:
         """Return the bytes that one device of the mesh holds."""
-        return sum(leaf.nbytes // math.prod(self.specs[leaf.name].shards_per_dim) for leaf in self.leaves)
+        total = 0
+        for leaf in self.leaves:
+            total += leaf.nbytes // math.prod(self.specs[leaf.name].shards_per_dim)
+        return total
 
     def read_amplification(self, mesh: Mesh, devices_per_host: int) -> float:
         """Return the bytes read per byte needed, on the worst host with `devices_per_host` devices."""
@@ -74,9 +86,10 @@ class Partitioning:
     """Partitioning of the leaves of an item.
 
     Attributes:
-        mesh: Mesh whose shards are the chunks; None: chunks of bounded size.
+        mesh: Each chunk is one shard of this mesh. None for chunks of bounded size.
         rules: Partition rules.
-        min_split_nbytes: Size per layer below which a leaf is one chunk per layer, on every mesh.
+        min_split_nbytes: A leaf with a smaller size per layer is one chunk per layer, on every
+            mesh.
     """
 
     mesh: Mesh | None
@@ -95,9 +108,9 @@ class _LeafLayout:
 
 def make_item(
     source: Source,
-    accounting: Accounting,
+    accounting: TensorMatch,
     *,
-    table: Mapping[str, Row],
+    table: Mapping[str, ParsedAxisMap],
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
@@ -110,7 +123,7 @@ def make_item(
         table: Rows of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
-        dtype: Dtype of the parameters; None keeps their dtypes.
+        dtype: Dtype of the parameters, or None keeps their dtypes.
 
     Returns:
         The layout of the item.
@@ -119,45 +132,67 @@ def make_item(
         PrepError: Tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a dim.
     """
     leaves: dict[str, _LeafLayout] = {}
-    first_tensors: dict[str, SourceTensor] = {}  # first tensor of each leaf, which sets its dtype
+    # first tensor of each leaf, which sets its dtype
+    first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
     for use in _leaf_uses(source, accounting, table, vocab_size):
-        tensor, name = use.tensor, use.name
+        tensor = use.tensor
+        name = use.name
         if name not in leaves:
-            leaves[name], first_tensors[name] = _leaf_layout(source, use, partitioning), tensor
+            leaves[name] = _leaf_layout(source, use, partitioning)
+            first_tensors[name] = tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
             raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
-        offset, item_nbytes = _source_offset(tensor), itemsize(leaf.dtype)
-        piece = LeafPiece(name, use.axis_map, use.stacked_indices, leaf.grid, item_nbytes, offset)
+        piece = LeafPiece(
+            name,
+            use.axis_map,
+            use.stacked_indices,
+            leaf.grid,
+            itemsize(leaf.dtype),
+            _source_offset(tensor),
+        )
         pieces.append((tensor.name, piece))
-    layout = place_chunks(want for _, want in pieces)
-    regions: dict[str, tuple[Region, ...]] = {}
+    layout = place_chunks(piece for _, piece in pieces)
+    regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    return OrbaxItemLayout(tuple(_leaves(layout, leaves)), _data_files(layout), regions, specs, dtypes)
+    output_leaves = tuple(_leaves(layout, leaves))
+    return OrbaxItemLayout(output_leaves, _data_files(layout), regions, specs, dtypes)
 
 
 def item_streams(
-    source: Source, accounting: Accounting, *, item: OrbaxItemLayout, vocab_size: int, resize: VocabResize
+    source: Source,
+    accounting: TensorMatch,
+    *,
+    item: OrbaxItemLayout,
+    vocab_size: int,
+    resize: VocabResize,
 ) -> tuple[Stream, ...]:
     """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
-    targets = {name: TensorTarget(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
-    return build_streams(source, targets, resize=resize, compared={check.name for check in accounting.checks})
+    targets: dict[str, TensorTarget] = {}
+    for name, regions in item.regions.items():
+        targets[name] = TensorTarget(regions, sizes[name], item.dtypes[name])
+    compared = {check.name for check in accounting.checks}
+    return build_streams(source, targets, resize=resize, compared=compared)
 
 
-def _mixed_dtypes_error(source: Source, leaf: str, first: SourceTensor, later: SourceTensor) -> PrepError:
-    """Return the error for tensors that cannot share a leaf; a tensor of another kind than float is named first."""
-    reported, other = (
-        (first, later) if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES else (later, first)
-    )
+def _mixed_dtypes_error(
+    source: Source, leaf: str, first: SourceTensor, later: SourceTensor
+) -> PrepError:
+    """Return the error for tensors that cannot share a leaf. A tensor of another kind than float is named first."""
+    reported = later
+    other = first
+    if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES:
+        reported = first
+        other = later
     display_name = source.names.display_name(reported.name)
     why = f"{display_name} is {reported.dtype}, {source.names.display_name(other.name)} is {other.dtype}"
-    hint = "`--no-scan` writes one leaf per layer"
+    hint = text("{} writes one leaf per layer", Option("scan", False))
     if reported.dtype not in FLOAT_DTYPES:
         command = f"prep inspect {source.display_name} '{display_name}' --stats"
         hint = f"a parameter is floating-point: `{command}` shows its values"
@@ -171,10 +206,10 @@ class _LeafUse:
     Attributes:
         tensor: The tensor.
         name: Name of the leaf.
-        axis_map: Where each element of the leaf lies in its tensors.
+        axis_map: Position of each element of the leaf in its tensors.
         stacked_indices: Indices of the tensor in the stacked dims of the leaf.
-        path: Path of the parameter of the leaf; None for state that belongs to no parameter.
-        parameter_map: The axis map of the parameter, if the leaf lacks some of its axes.
+        path: Path of the parameter of the leaf, or None for state without a parameter.
+        parameter_map: The axis map of the parameter, if the leaf has only some of its axes.
     """
 
     tensor: SourceTensor
@@ -185,39 +220,66 @@ class _LeafUse:
     parameter_map: AxisMap | None = None
 
 
-def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row], vocab_size: int) -> Iterator[_LeafUse]:
-    """Yield each tensor with its leaf. Moments use the axis-map rows of their parameters; other state is unchanged."""
+def _leaf_uses(
+    source: Source, accounting: TensorMatch, table: Mapping[str, ParsedAxisMap], vocab_size: int
+) -> Iterator[_LeafUse]:
+    """Yield each tensor with its leaf. Moments use the axis-map rows of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(row, sizes) for path, row in table.items()}
-    state = [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
-    leaf_by_name = index_state_tensors(bound) if any(is_path_name(name) for _, _, name in state) else {}
-    for tensor, slot, name in (*((t, PARAMS, t.name) for t in source.tensors), *state):
+    tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
+    tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
+    leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
+    if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
+        leaf_by_name = index_state_tensors(bound)
+    for tensor, slot, name in tensors:
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
-        elif is_path_name(name):
+            continue
+        if is_leaf_path(name):
             path, row, indices = leaf_by_name[name]
             axis_map = state_axis_map(path, row, shape_in_leaf(row, tensor.shape))
             yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, row)
-        for use in accounting.uses.get(name, ()) if slot else ():
-            yield _LeafUse(tensor, f"{slot}.{use.path}", bound[use.parameter], use.stacked_indices, use.path)
+        for use in accounting.uses.get(name, ()):
+            leaf = f"{slot}.{use.path}"
+            yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
-    row, tensor, mesh = use.axis_map, use.tensor, partitioning.mesh
-    if ITEM_BITS[tensor.dtype] % 8:
-        why = "zarr does not support elements smaller than a byte"
-        raise PrepError(f"{source.names.display_name(tensor.name)} is {tensor.dtype}", why)
-    dims, shape, spec = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, None
-    if mesh:
-        rules, checkpoint, parameter = partitioning.rules, source.display_name, use.parameter_map or row
-        parameter_dims = [tuple(f.atom for f in dim) for dim in parameter.leaf_dims]
-        spec = leaf_spec(
-            use.path, parameter_dims, parameter.leaf_shape, mesh=mesh, rules=rules, checkpoint=checkpoint
-        ).without_axes(reduced_axes(shape, parameter.leaf_shape) or ())
-    item_nbytes, min_split_nbytes = itemsize(tensor.dtype), partitioning.min_split_nbytes
-    chunk = chunk_shape(dims, shape, spec=spec, itemsize=item_nbytes, min_split_bytes=min_split_nbytes)
-    chunk = tuple(max(1, n) for n in chunk)
-    return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
+    row = use.axis_map
+    dtype = use.tensor.dtype
+    if ITEM_BITS[dtype] % 8:
+        raise PrepError(
+            f"{source.names.display_name(use.tensor.name)} is {dtype}",
+            "zarr does not support elements smaller than a byte",
+        )
+    spec = None
+    if partitioning.mesh:
+        # A leaf with some axes of a parameter is split like the parameter along these axes.
+        parameter = use.parameter_map or row
+        parameter_spec = leaf_spec(
+            use.path,
+            _dim_names(parameter),
+            parameter.leaf_shape,
+            mesh=partitioning.mesh,
+            rules=partitioning.rules,
+            checkpoint=source.display_name,
+        )
+        reduced = reduced_axes(row.leaf_shape, parameter.leaf_shape)
+        spec = parameter_spec.without_axes(reduced or ())
+    chunk = chunk_shape(
+        _dim_names(row),
+        row.leaf_shape,
+        spec=spec,
+        itemsize=itemsize(dtype),
+        min_split_bytes=partitioning.min_split_nbytes,
+    )
+    grid = ChunkGrid(row.leaf_shape, tuple(max(1, length) for length in chunk))
+    return _LeafLayout(dtype, grid, spec)
+
+
+def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
+    """Return the atoms of each dim of a leaf."""
+    return [tuple(factor.atom for factor in dim) for dim in axis_map.leaf_dims]
 
 
 def _source_offset(tensor: SourceTensor) -> int:
@@ -227,10 +289,15 @@ def _source_offset(tensor: SourceTensor) -> int:
 
 def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[OutputLeaf]:
     for name, leaf in leaves.items():
-        yield OutputLeaf(tuple(name.split(".")), leaf.dtype, leaf.grid, tuple(layout.placed_chunks[name]))
+        placed_chunks = tuple(layout.placed_chunks[name])
+        yield OutputLeaf(tuple(name.split(".")), leaf.dtype, leaf.grid, placed_chunks)
 
 
 def _data_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
     """Return the data files. OCDBT names them by 32 hexadecimal digits, here derived from the file's number."""
-    names = (hashlib.md5(f"prep data file {i}".encode(), usedforsecurity=False) for i in range(len(layout.file_sizes)))
-    return tuple(OutputFile(f"d/{name.hexdigest()}", size) for name, size in zip(names, layout.file_sizes))
+    # Names are fixed, so that equal plans write equal bytes.
+    files: list[OutputFile] = []
+    for number, size in enumerate(layout.file_sizes):
+        name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
+        files.append(OutputFile(f"d/{name.hexdigest()}", size))
+    return tuple(files)

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.planning.accounting import Accounting, vocab_tensors
 from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
+from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
 
@@ -19,8 +19,8 @@ class TensorTarget:
 
     Attributes:
         writes: Locations of the tensor in the output.
-        rows: Rows of the tensor in the output; 1 for a 0-d tensor.
-        dtype: Dtype in the output; empty for the tensor's own.
+        rows: Rows of the tensor in the output, or 1 for a 0-d tensor.
+        dtype: Dtype in the output, or empty for the tensor's own.
     """
 
     writes: Locations
@@ -28,8 +28,10 @@ class TensorTarget:
     dtype: str = ""
 
     def cast_dtype(self, tensor: SourceTensor) -> str:
-        """Return the target dtype of a cast; empty if it keeps its dtype."""
-        return self.dtype if self.dtype != tensor.dtype else ""
+        """Return the target dtype of a cast, or empty if it keeps its dtype."""
+        if self.dtype == tensor.dtype:
+            return ""
+        return self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class VocabResize:
 
     Attributes:
         vocabulary: True and stored size in the source.
-        tensors: Names of the tensors whose first dim is the vocabulary.
-        fill: Fill of rows beyond those of the source.
+        tensors: Names of the tensors with one row per token.
+        fill: Fill of the rows missing in the source.
     """
 
     vocabulary: Vocabulary
@@ -47,24 +49,45 @@ class VocabResize:
     fill: Fill
 
 
-def output_rows(tensors: Iterable[SourceTensor], vocab_tensors: Collection[str], *, vocab_size: int) -> dict[str, int]:
-    """Return the rows of each tensor in an output with `vocab_size` vocabulary rows; 1 for a 0-d tensor."""
-    return {t.name: vocab_size if t.name in vocab_tensors else (t.shape[0] if t.shape else 1) for t in tensors}
+def output_rows(
+    tensors: Iterable[SourceTensor], vocab_tensors: Collection[str], *, vocab_size: int
+) -> dict[str, int]:
+    """Return the rows of each tensor in an output with `vocab_size` vocabulary rows, or 1 for a 0-d tensor."""
+    rows: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.name in vocab_tensors:
+            rows[tensor.name] = vocab_size
+        else:
+            rows[tensor.name] = _num_rows(tensor)
+    return rows
 
 
-def vocab_tensor_names(source: Source, accounting: Accounting) -> set[str]:
-    """Return the names of tensors whose first dim is the vocabulary, including the training state."""
+def _num_rows(tensor: SourceTensor) -> int:
+    """Return the rows of a tensor, or 1 for a 0-d tensor."""
+    return tensor.shape[0] if tensor.shape else 1
+
+
+def vocab_tensor_names(source: Source, accounting: TensorMatch) -> set[str]:
+    """Return the names of tensors with one row per token, including the training state."""
     names = vocab_tensors(accounting)
-    state = ((tensor.name, *split_name(tensor.name)) for tensor in source.state_tensors)
-    return names | {name for name, slot, tensor in state if slot and tensor in names}
+    state_names: set[str] = set()
+    for state_tensor in source.state_tensors:
+        slot, tensor = split_name(state_tensor.name)
+        if slot and tensor in names:
+            state_names.add(state_tensor.name)
+    return names | state_names
 
 
 def build_streams(
-    source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize, compared: Collection[str] = ()
+    source: Source,
+    targets: Mapping[str, TensorTarget],
+    *,
+    resize: VocabResize,
+    compared: Collection[str] = (),
 ) -> tuple[Stream, ...]:
     """Return the streams of all tensors with a target, in the source's order.
 
-    A vocabulary tensor is split into its true rows and its padding; padding is copied as far as the source has it.
+    A vocabulary tensor is split into its true rows and its padding. Padding is copied as far as the source has it.
 
     Args:
         source: The opened source.
@@ -73,61 +96,73 @@ def build_streams(
         compared: Names of tensors to read for equality checks, even without a target.
 
     Returns:
-        Streams whose rows cover each tensor without gaps.
+        Streams that cover the rows of each tensor without gaps.
     """
     streams: list[Stream] = []
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
         if target is None and tensor.name in compared:
             target = TensorTarget((), tensor.shape[0])
-        if target is not None:
-            streams += (
-                _vocab_streams(tensor, target, resize)
-                if tensor.name in resize.tensors
-                else [_whole_stream(tensor, target)]
-            )
+        if target is None:
+            continue
+        if tensor.name in resize.tensors:
+            streams += _vocab_streams(tensor, target, resize)
+        else:
+            streams.append(_whole_stream(tensor, target))
     return tuple(streams)
 
 
 def _whole_stream(tensor: SourceTensor, target: TensorTarget) -> Stream:
-    rows = tensor.shape[0] if tensor.shape else 1
     return Stream(
         tensor.name,
         tensor.dtype,
         tensor.shape,
-        (0, rows),
+        (0, _num_rows(tensor)),
         tensor.placement,
         target.writes,
         cast_to=target.cast_dtype(tensor),
     )
 
 
-def _vocab_streams(tensor: SourceTensor, target: TensorTarget, resize: VocabResize) -> Iterator[Stream]:
+def _vocab_streams(
+    tensor: SourceTensor, target: TensorTarget, resize: VocabResize
+) -> Iterator[Stream]:
     """Yield the streams of a vocabulary tensor: true rows, copied padding by digest range, and filled rows."""
+    # A digest covers the rows of one stream. 100 true rows of 128 stored ones, resized to 192, are the
+    # streams 0:100, 100:128 (copied padding) and 128:192 (filled). Padding that was filled by several
+    # runs has several recorded digests, and becomes one stream for each.
     shape = (max(tensor.shape[0], target.rows), *tensor.shape[1:])
+    true_size = resize.vocabulary.true_size
     cast = target.cast_dtype(tensor)
     true_stream = Stream(
         tensor.name,
         tensor.dtype,
         shape,
-        (0, resize.vocabulary.true_size),
+        (0, true_size),
         tensor.placement,
         target.writes,
         cast_to=cast,
     )
     yield true_stream
     kept_rows = min(tensor.shape[0], target.rows)
-    edges = sorted(
-        {resize.vocabulary.true_size, kept_rows, *(low for low, _, _ in tensor.digests)}
-    )  # the ranges of the recorded digests
-    inside = [edge for edge in edges if resize.vocabulary.true_size <= edge <= kept_rows]
-    for low, high in itertools.pairwise(inside):
+    edges = {true_size, kept_rows}
+    edges.update(low for low, _, _ in tensor.digests)
+    inside = [edge for edge in edges if true_size <= edge <= kept_rows]
+    # e.g. true size 100, 128 stored rows, a digest from row 110: streams 100:110 and 110:128.
+    for low, high in itertools.pairwise(sorted(inside)):
         yield replace(true_stream, rows=(low, high))
     if target.rows > kept_rows:
-        is_bias = len(tensor.shape) == 1  # the head's bias: its padding is zero for every fill
-        fill = Fill("zeros") if is_bias else resize.fill
+        fill = resize.fill
+        # the head's bias: its padding is zero for every fill
+        if len(tensor.shape) == 1:
+            fill = Fill("zeros")
         yield replace(
-            true_stream, dtype=true_stream.written_dtype, rows=(kept_rows, target.rows), reads=(), fill=fill, cast_to=""
+            true_stream,
+            dtype=true_stream.written_dtype,
+            rows=(kept_rows, target.rows),
+            reads=(),
+            fill=fill,
+            cast_to="",
         )
 
 
@@ -141,13 +176,16 @@ def dropped_state(source: Source) -> Iterator[DroppedTensor]:
         slot, name = split_name(tensor.name)
         groups[slot or name] = groups.get(slot or name, 0) + tensor.nbytes
     for name, nbytes in groups.items():
-        yield DroppedTensor(name, nbytes, OPT_STATE_RULE if name.split(".")[0] == OPT_STATE else TRAINING_STATE_RULE)
+        rule = TRAINING_STATE_RULE
+        if name.split(".")[0] == OPT_STATE:
+            rule = OPT_STATE_RULE
+        yield DroppedTensor(name, nbytes, rule)
     yield from source.extra_entries
 
 
 def optimizer_nbytes(source: Source) -> int:
     """Return the bytes of the optimizer state."""
-    return sum(dropped.nbytes for dropped in dropped_state(source) if dropped.rule == OPT_STATE_RULE)
+    return sum(part.nbytes for part in dropped_state(source) if part.rule == OPT_STATE_RULE)
 
 
 def dropped_padding(
@@ -159,4 +197,6 @@ def dropped_padding(
         if target and tensor.name in resize.tensors and tensor.shape[0] > target.rows:
             rows = tensor.shape[0] - target.rows
             nbytes = rows * tensor.nbytes // tensor.shape[0]
-            yield DroppedTensor(tensor.name, nbytes, "padding taken off", (target.rows, tensor.shape[0]))
+            yield DroppedTensor(
+                tensor.name, nbytes, "padding taken off", (target.rows, tensor.shape[0])
+            )

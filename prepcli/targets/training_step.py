@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prepcli.formats.manifest import LORA_KEY, STATE_ITEM
+from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, Manifest
 from prepcli.planning import coverage
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, TensorNames
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
-from prepcli.sources.source import Source, match_source_tensors, source_rows
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorNames
+from prepcli.sources.source import Source, match_source_tensors, source_axis_maps
 from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
@@ -26,8 +26,20 @@ from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 
-DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers
-COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "scan_axis", "prefixed", "tied")
+# keys of config.json in different versions of transformers
+DTYPE_KEYS = ("dtype", "torch_dtype")
+COPIED_KEYS = (
+    "name",
+    "family",
+    "vocab",
+    "layout",
+    "mesh",
+    "rules",
+    "scan",
+    "scan_axis",
+    "prefixed",
+    "tied",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +79,37 @@ def plan_training_step(
         PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
-    rows = source_rows(source, start_manifest["scan"], start_manifest["scan_axis"])
-    accounting, vocabulary = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS), source.vocabulary()
-    partitioning = Partitioning(
-        parse_mesh(start_manifest["mesh"]) if start_manifest["mesh"] else None,
-        merge_rules(start_manifest["rules"]),
-        min_split_nbytes,
+    rows = source_axis_maps(source, start_manifest["scan"], start_manifest["scan_axis"])
+    accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
+    vocabulary = source.vocabulary()
+    mesh = None
+    if start_manifest["mesh"]:
+        mesh = parse_mesh(start_manifest["mesh"])
+    partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
+    item = make_item(
+        source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
     )
-    item = make_item(source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning)
     resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))
+    source_name = start_manifest["name"]
+    if start_manifest["kind"] == "train":
+        source_name = start_manifest["source"]["name"]
+    settings = {key: start_manifest.get(key) for key in COPIED_KEYS}
+    if LORA_KEY in start_manifest:
+        settings[LORA_KEY] = start_manifest[LORA_KEY]
+    settings["prefixed"] = source.names.is_prefixed
+    settings["kind"] = "train"
+    settings["config"] = source.config
     plan = Plan(
         command="train",
         request=request,
-        source_name=start_manifest["source"]["name"] if start_manifest["kind"] == "train" else start_manifest["name"],
+        source_name=source_name,
         source_files=(),
-        streams=item_streams(source, accounting, item=item, vocab_size=vocabulary.stored_size, resize=resize),
+        streams=item_streams(
+            source, accounting, item=item, vocab_size=vocabulary.stored_size, resize=resize
+        ),
         files=item.files,
         leaves=item.leaves,
-        settings={
-            **{key: start_manifest.get(key) for key in COPIED_KEYS},
-            **{key: start_manifest[key] for key in (LORA_KEY,) if key in start_manifest},
-            "prefixed": source.names.is_prefixed,
-            "kind": "train",
-            "config": source.config,
-        },
+        settings=settings,
         display_names=source.display_names(),
         item=STATE_ITEM,
     )
@@ -99,22 +118,36 @@ def plan_training_step(
 
 
 def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any]) -> Source:
-    """Return the leaves as a source whose files are the leaves."""
+    """Return the leaves as a source. File n of the source is leaf n."""
     config = _config_of_leaves(leaves, start_manifest["config"])
-    names = TensorNames(manifest_family({**start_manifest, "config": config}), _is_prefixed(start_manifest))
-    stored_leaves = {
-        name: StoredLeaf(leaf.shape, leaf.dtype, tuple(max(1, n) for n in leaf.shape), partial(_single_chunk, number))
-        for number, (name, leaf) in enumerate(leaves.items())
-    }
-    manifest = {**start_manifest, "config": config, "tensors": {}, "slots": {}, "others": {}}
+    names = TensorNames(
+        manifest_family({**start_manifest, "config": config}), _is_prefixed(start_manifest)
+    )
+    stored_leaves: dict[str, StoredLeaf] = {}
+    for number, (name, leaf) in enumerate(leaves.items()):
+        chunk_shape = tuple(max(1, extent) for extent in leaf.shape)
+        placement = partial(_single_chunk, number)
+        stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
+    no_records = {"tensors": {}, "slots": {}, "others": {}}
+    manifest = Manifest({**start_manifest, "config": config, **no_records})
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
     return Source(
-        start_manifest["name"], Path(), names.family, config, names, tensors, (), (), (), None, state_tensors=state
+        start_manifest["name"],
+        Path(),
+        names.family,
+        config,
+        names,
+        tensors,
+        (),
+        (),
+        (),
+        None,
+        state_tensors=state,
     )
 
 
 def _is_prefixed(start_manifest: Mapping[str, Any]) -> bool:
-    """Return whether tensor names have the family's prefix; those of adapters always have that of PEFT."""
+    """Return whether tensor names have a prefix: the family's, or for adapters always PEFT's."""
     return start_manifest["prefixed"] or LORA_KEY in start_manifest
 
 
@@ -127,5 +160,10 @@ def _single_chunk(number: int, piece: LeafPiece) -> Placement:
 def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the parameters' dtype in its dtype keys."""
     dtypes = {leaf.dtype for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")}
-    changed = {key: dtypes.copy().pop() for key in DTYPE_KEYS if key in config and len(dtypes) == 1}
-    return {**config, **changed}
+    changed_config = dict(config)
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        for key in DTYPE_KEYS:
+            if key in config:
+                changed_config[key] = dtype
+    return changed_config

@@ -13,12 +13,18 @@ from prepcli.formats.safetensors_layout import encode_index, lay_out_files, spli
 from trainer.models.parameters import HFConfig
 
 
-def write_checkpoint(folder: Path, config: HFConfig, tensors: dict[str, np.ndarray], files: int = 2) -> Path:
+def write_checkpoint(
+    folder: Path, config: HFConfig, tensors: dict[str, np.ndarray], files: int = 2
+) -> Path:
     """Write a Hugging Face folder with config, tokenizer files, and about `files` shards with an index."""
     folder.mkdir(parents=True)
-    entries = [(name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()]
+    entries = [
+        (name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()
+    ]
     limit = -(-sum(e[3] for e in entries) // files)
-    layouts = lay_out_files([(name, group, None) for name, group in split_into_shards(entries, limit)])
+    layouts = lay_out_files(
+        [(name, group, None) for name, group in split_into_shards(entries, limit)]
+    )
     for layout in layouts:
         data = b"".join(tensors[t.name].tobytes() for t in layout.tensors)
         (folder / layout.name).write_bytes(layout.header + data)
@@ -36,7 +42,8 @@ def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
     files = [(folder / header.file_name).read_bytes() for header in contents.headers]
     return {
         tensor.name: np.frombuffer(
-            files[tensor.file][tensor.offset : tensor.offset + tensor.nbytes], numpy_dtype(tensor.dtype)
+            files[tensor.file][tensor.offset : tensor.offset + tensor.nbytes],
+            numpy_dtype(tensor.dtype),
         ).reshape(tensor.shape)
         for tensor in contents.tensors
     }

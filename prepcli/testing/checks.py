@@ -1,4 +1,7 @@
-"""Checks of a model family on tiny models. Those that compare with transformers import it when they run."""
+"""Checks of a model family on tiny models.
+
+Comparisons with transformers import it when they run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from jax.sharding import AxisType
 
 from prepcli.api.checks import verify
 from prepcli.api.compute import load_params
-from prepcli.api.conversions import export, pad_vocab, save_init
+from prepcli.operations.export import export
+from prepcli.operations.pad_vocab import pad_vocab
+from prepcli.operations.save_init import save_init
 from prepcli.testing.checkpoints import read_checkpoint
 from prepcli.testing.greedy import MAX_NEW_TOKENS, greedy_samples, with_small_embeddings
 from prepcli.testing.subject import FamilyUnderTest
@@ -53,12 +58,18 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 LOGITS_ATOL = 2e-5
-GRADIENTS_RTOL = 1e-5  # relative to the norm of each tensor's gradient
+# Relative to the norm of each tensor's gradient.
+GRADIENTS_RTOL = 1e-5
 LOSS_RTOL = 1e-5
-LONG_LENGTH = 300  # tokens
-PADDING_ROWS = 3  # additional rows of the padded vocabulary
+# Tokens.
+LONG_LENGTH = 300
+# Additional rows of the padded vocabulary.
+PADDING_ROWS = 3
 ADAMW = Optimizer(
-    AdamW(0.9, 0.99, 1e-8), LRSchedule(1e-2, 1e-2, "constant", 0, 1), WeightDecay(0.1, False), clip_norm=1.0
+    AdamW(0.9, 0.99, 1e-8),
+    LRSchedule(1e-2, 1e-2, "constant", 0, 1),
+    WeightDecay(0.1, False),
+    clip_norm=1.0,
 )
 
 
@@ -77,7 +88,7 @@ class Check:
     Attributes:
         name: Name in the table.
         run: Returns a figure for the table. Raises SkippedCheckError if it cannot run, FailedCheckError if it
-            fails; any other exception is a failure too.
+            fails. Any other exception is a failure too.
         in_golden_files: Whether the default tests cover this check by golden files for the supported families.
         needs_torch: Whether the check compares with transformers.
     """
@@ -89,16 +100,23 @@ class Check:
 
 
 def _require(condition: object, reason: str) -> None:
-    """Raise FailedCheckError with the reason unless the condition holds; `python -O` would skip an assertion."""
+    """Raise FailedCheckError with the reason unless the condition holds.
+
+    `python -O` would skip an assertion.
+    """
     if not condition:
         raise FailedCheckError(reason)
 
 
 def check_coverage(subject: FamilyUnderTest) -> str:
     """Check that the axis-map rows map each element of the tensors and of the leaves exactly once."""
-    leaves = {path: np.zeros(leaf.shape, np.int32) for path, leaf in subject.tiny_model.model.leaves.items()}
+    leaves = {
+        path: np.zeros(leaf.shape, np.int32)
+        for path, leaf in subject.tiny_model.model.leaves.items()
+    }
     tensors = {
-        location.tensor: np.zeros(location.axis_map.source_shape, np.int32) for location in subject.tiny_model.locations
+        location.tensor: np.zeros(location.axis_map.source_shape, np.int32)
+        for location in subject.tiny_model.locations
     }
     for location in subject.tiny_model.locations:
         for view in location.matching_views(tensors[location.tensor], leaves[location.leaf_path]):
@@ -109,7 +127,10 @@ def check_coverage(subject: FamilyUnderTest) -> str:
 
 
 def check_round_trip(subject: FamilyUnderTest) -> str:
-    """Convert a checkpoint to an init, back, and to an init again; both formats must keep every bit."""
+    """Convert a checkpoint to an init, back, and to an init again.
+
+    Both formats must keep every bit.
+    """
     init = subject.convert(save_init, subject.folder, "written-init")
     back = subject.convert(export, init, "written-back")
     tensors = read_checkpoint(back)
@@ -117,7 +138,9 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
         tensors.keys() == subject.tensors.keys(),
         f"tensors in only one checkpoint: {sorted(tensors.keys() ^ subject.tensors.keys())}",
     )
-    changed = [name for name, tensor in subject.tensors.items() if not _same_bits(tensor, tensors[name])]
+    changed = [
+        name for name, tensor in subject.tensors.items() if not _same_bits(tensor, tensors[name])
+    ]
     _require(not changed, f"{', '.join(changed[:4])} changed")
     verification = verify(subject.convert(save_init, back, "written-again"), init)
     _require(verification.is_equal, f"{[*verification.differences[:4]]} changed")
@@ -125,11 +148,18 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
 
 
 def check_params(subject: FamilyUnderTest) -> str:
-    """Compare the parameters that prep loads with those that NumPy computes from the axis-map rows."""
+    """Compare the parameters that prep loads with a NumPy computation from the axis-map rows."""
     loaded = flatten_tree(load_params(subject.folder))
     expected = flatten_tree(subject.params)
-    _require(loaded.keys() == expected.keys(), f"leaves in only one tree: {sorted(loaded.keys() ^ expected.keys())}")
-    changed = [path for path, leaf in expected.items() if not _same_bits(np.asarray(leaf), np.asarray(loaded[path]))]
+    _require(
+        loaded.keys() == expected.keys(),
+        f"leaves in only one tree: {sorted(loaded.keys() ^ expected.keys())}",
+    )
+    changed = [
+        path
+        for path, leaf in expected.items()
+        if not _same_bits(np.asarray(leaf), np.asarray(loaded[path]))
+    ]
     _require(not changed, f"{', '.join(changed[:4])} differs")
     return f"{len(loaded)} leaves"
 
@@ -143,10 +173,17 @@ def check_forward(subject: FamilyUnderTest) -> str:
 
 def check_names_and_shapes(subject: FamilyUnderTest) -> str:
     """Compare the names and shapes of all tensors."""
-    shapes = {location.tensor: list(location.axis_map.source_shape) for location in subject.tiny_model.locations}
+    shapes = {
+        location.tensor: list(location.axis_map.source_shape)
+        for location in subject.tiny_model.locations
+    }
     expected = tensor_shapes(subject.config)
-    different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-    lines = [f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different]
+    different = sorted(
+        name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)
+    )
+    lines = [
+        f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different
+    ]
     _require(not lines, "; ".join(lines[:4]))
     return f"{len(shapes)} tensors"
 
@@ -173,7 +210,10 @@ def check_long_sequence(subject: FamilyUnderTest) -> str:
 
 
 def check_gradients(subject: FamilyUnderTest) -> str:
-    """Compare loss and gradients, in prep with a padded vocabulary whose extra rows must have no gradient."""
+    """Compare loss and gradients.
+
+    In prep the vocabulary is padded, and its padding must have no gradient.
+    """
     batch = subject.batch(2, 40)
     expected_loss, expected = torch_gradients(subject.torch_model, batch)
     config, tensors = with_padded_vocab(subject.config, subject.tensors, PADDING_ROWS, -50.0)
@@ -181,7 +221,10 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     loss, param_gradients = loss_and_gradients(
         padded.model, padded.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
     )
-    _require(abs(loss / expected_loss - 1) <= LOSS_RTOL, f"the loss is {loss}, transformers computes {expected_loss}")
+    _require(
+        abs(loss / expected_loss - 1) <= LOSS_RTOL,
+        f"the loss is {loss}, transformers computes {expected_loss}",
+    )
     gradients = padded.tensors_from_params(param_gradients)
     errors = {}
     for name, gradient in expected.items():
@@ -205,25 +248,38 @@ def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
 
 def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
     """Pad the vocabulary and check that transformers computes bit-identical logits of the true vocabulary."""
-    padded = load_torch_model(subject.convert(pad_vocab, subject.saved_folder, "padded", multiple=8, init="normal"))
-    vocab, batch = subject.sizes["vocab"], subject.batch(2, 60)
+    padded = load_torch_model(
+        subject.convert(pad_vocab, subject.saved_folder, "padded", multiple=8, init="normal")
+    )
+    vocab = subject.sizes["vocab"]
+    batch = subject.batch(2, 60)
     rows = padded.get_output_embeddings().weight.shape[0]
     _require(rows == vocab + -vocab % 8, f"the padded head has {rows} rows")
-    before, after = (torch_logits(model, batch, (60, 60))[..., :vocab] for model in (subject.torch_model, padded))
+    before, after = (
+        torch_logits(model, batch, (60, 60))[..., :vocab] for model in (subject.torch_model, padded)
+    )
     _require(np.array_equal(before, after), f"logits differ by {abs(before - after).max():.1e}")
     return f"{vocab} to {rows}"
 
 
 def check_step_on_mesh(subject: FamilyUnderTest) -> str:
-    """Train a step on a mesh: the loss equals that of one device, parameters change and keep their sharding."""
+    """Train a step on a mesh: the loss equals the loss on one device.
+
+    Parameters change and keep their sharding.
+    """
     vocab = subject.mesh_config["vocab_size"]
     config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
-    tiny_model, batch = tiny_transformer(config), random_batch(vocab, 4, 12, has_source=has_encoder(config))
+    tiny_model = tiny_transformer(config)
+    batch = random_batch(vocab, 4, 12, has_source=has_encoder(config))
     mesh = "1,2,4" if family_of(config).sizes(config)["heads"] % 4 == 0 else "1,2,1"
-    sharding, leaves = _mesh_sharding(parse_mesh(mesh)), tiny_model.model.leaves
+    sharding = _mesh_sharding(parse_mesh(mesh))
+    leaves = tiny_model.model.leaves
     before = flatten_tree(tiny_model.params_from_tensors(random_tensors(config)))
     params = unflatten_tree(
-        {path: jax.device_put(leaf, sharding.param_sharding(leaves[path])) for path, leaf in before.items()}
+        {
+            path: jax.device_put(leaf, sharding.param_sharding(leaves[path]))
+            for path, leaf in before.items()
+        }
     )
     sharded_batch = {
         key: jax.device_put(value, sharding.activation_sharding(value.shape, "batch", "seq"))
@@ -239,16 +295,20 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
         leaf_sharding = sharding.param_sharding(leaves[path])
         _require(np.isfinite(leaf).all(), f"{path} is not finite")
         _require(not np.array_equal(leaf, before[path]), f"{path} does not change")
-        _require(leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}")
+        _require(
+            leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}"
+        )
     return f"{mesh}: {_check_error(error, LOSS_RTOL)}"
 
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     """Compare greedy decoding of models with small embeddings, which vary their output."""
-    config, tiny_model = subject.config, subject.tiny_model
+    config = subject.config
+    tiny_model = subject.tiny_model
     tensors = with_small_embeddings(config, subject.tensors)
     entry = greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
-    prompts, generation_config = entry["prompts"], GenerationConfig(MAX_NEW_TOKENS)
+    prompts = entry["prompts"]
+    generation_config = GenerationConfig(MAX_NEW_TOKENS)
     generator = Generator(
         tiny_model.params_from_tensors(tensors),
         tiny_model.model,
@@ -260,7 +320,10 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     else:
         generated = generator.generate(prompts)
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
-        _require(tokens == expected, f"from {len(prompt)} tokens: {tokens}, transformers generates {expected}")
+        _require(
+            tokens == expected,
+            f"from {len(prompt)} tokens: {tokens}, transformers generates {expected}",
+        )
     return f"{len(generated)} x {MAX_NEW_TOKENS}"
 
 
@@ -284,14 +347,17 @@ CHECKS = (
 
 def _mesh_sharding(mesh: Mesh) -> ShardingContext:
     """Return the sharding on the first devices, as many as the mesh has."""
-    devices, num_needed = jax.devices(), math.prod(mesh.sizes)
+    devices = jax.devices()
+    num_needed = math.prod(mesh.sizes)
     if len(devices) < num_needed:
         raise SkippedCheckError(
             f"needs {num_needed} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={num_needed}"
         )
     grid = np.array(devices[:num_needed]).reshape(mesh.sizes)
     axis_types = (AxisType.Auto,) * len(mesh.names)
-    return ShardingContext(mesh, device_mesh=jax.sharding.Mesh(grid, mesh.names, axis_types=axis_types))
+    return ShardingContext(
+        mesh, device_mesh=jax.sharding.Mesh(grid, mesh.names, axis_types=axis_types)
+    )
 
 
 def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
@@ -299,7 +365,10 @@ def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
     batch = subject.batch(len(lengths), max(lengths))
     logits = model_logits(subject.tiny_model.model, subject.params, batch)
     expected = torch_logits(subject.torch_model, batch, lengths)
-    error = max(abs(logits[row, :length] - expected[row, :length]).max() for row, length in enumerate(lengths))
+    error = max(
+        abs(logits[row, :length] - expected[row, :length]).max()
+        for row, length in enumerate(lengths)
+    )
     return _check_error(error, LOGITS_ATOL)
 
 
@@ -309,7 +378,9 @@ def _check_same_checkpoint(saved: Path, exported: Path) -> str:
 
     before, after = (load_torch_model(folder, "auto").state_dict() for folder in (saved, exported))
     _require(before.keys() == after.keys(), "the names of tensors differ")
-    different = [n for n, t in before.items() if t.dtype != after[n].dtype or not torch.equal(t, after[n])]
+    different = [
+        n for n, t in before.items() if t.dtype != after[n].dtype or not torch.equal(t, after[n])
+    ]
     _require(not different, f"{', '.join(different[:4])} changed")
     configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, exported)]
     _require(configs[0] == configs[1], "config.json changed")
@@ -321,5 +392,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _check_error(error: float, tolerance: float, name: str = "") -> str:
-    _require(error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}")
+    _require(
+        error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}"
+    )
     return f"{error:.1e}"

@@ -1,6 +1,6 @@
 """Greedy output of transformers for tiny models.
 
-With large embeddings, above all if the head is tied, a token predicts itself forever; `with_small_embeddings` scales
+With large embeddings, above all if the head is tied, a token predicts itself forever. `with_small_embeddings` scales
 them down.
 """
 
@@ -15,15 +15,24 @@ from prepcli.testing.tiny_transformers import Tensors
 from prepcli.testing.torch_transformers import exact_log
 from trainer.models.parameters import HFConfig
 
-LENGTHS = (5, 1, 50)  # lengths of prompts, below and beyond sliding windows and the positions of pretraining
+# Lengths of prompts: below and beyond sliding windows and the positions of pretraining.
+LENGTHS = (
+    5,
+    1,
+    50,
+)
 MAX_NEW_TOKENS = 32
-TRIES = 4  # random prompts per length; the one with the most varied output is used
+# Random prompts per length. The one with the most varied output is used.
+TRIES = 4
 
 
 def with_small_embeddings(config: HFConfig, tensors: Tensors) -> Tensors:
     """Scale embeddings and heads to a tenth."""
     vocab = config["vocab_size"]
-    return {name: tensor * np.float32(0.1 if tensor.shape[0] == vocab else 1) for name, tensor in tensors.items()}
+    return {
+        name: tensor * np.float32(0.1 if tensor.shape[0] == vocab else 1)
+        for name, tensor in tensors.items()
+    }
 
 
 def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
@@ -33,7 +42,7 @@ def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
 
     Args:
         model: A model of transformers.
-        prompt: Token ids; the source if the model has an encoder.
+        prompt: Token ids, or the source if the model has an encoder.
     """
     import torch
 

@@ -15,7 +15,10 @@ from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import INSTALL_HINT, missing_reference_packages
 from trainer.models.parameters import HFConfig
 
-NUM_HEADS, NUM_MESH_HEADS = 3, 4  # an odd number finds more mistakes; a mesh divides an even one
+# An odd number finds more mistakes.
+NUM_HEADS = 3
+# A mesh divides an even number.
+NUM_MESH_HEADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def check_family(
 
     Args:
         config: Fields of a config.json.
-        checks: Checks to run, of `CHECKS`; None: all.
+        checks: Checks to run, of `CHECKS`. None means all.
         on_result: Called with each result as soon as it is known.
 
     Returns:
@@ -57,7 +60,9 @@ def check_family(
     configs = [scale_down(config, NUM_HEADS), scale_down(config, NUM_MESH_HEADS)]
     results = []
     with tempfile.TemporaryDirectory(prefix="prep-family-") as work:
-        for result in run_checks(FamilyUnderTest(configs, Path(work)), CHECKS if checks is None else checks):
+        for result in run_checks(
+            FamilyUnderTest(configs, Path(work)), CHECKS if checks is None else checks
+        ):
             results.append(result)
             if on_result is not None:
                 on_result(result)
@@ -80,6 +85,9 @@ def _run_check(subject: FamilyUnderTest, check: Check) -> CheckResult:
         return CheckResult(check.name, "passed", check.run(subject))
     except SkippedCheckError as skipped:
         return CheckResult(check.name, "skipped", str(skipped))
-    except Exception as error:  # a mistake in a family can raise anything
+    except Exception as error:
+        # A mistake in a family can raise anything.
         expected = isinstance(error, FailedCheckError | PrepError)
-        return CheckResult(check.name, "failed", str(error) if expected else f"{type(error).__name__}: {error}")
+        return CheckResult(
+            check.name, "failed", str(error) if expected else f"{type(error).__name__}: {error}"
+        )

@@ -20,7 +20,8 @@ from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
 
-NUM_DEVICES = 8  # devices of the CPU, for training on a mesh
+# Devices of the CPU, for training on a mesh.
+NUM_DEVICES = 8
 
 
 def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
@@ -28,7 +29,7 @@ def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
 
     Args:
         path: A config.json, or a folder with one.
-        names: Checks to run; empty for all.
+        names: Checks to run, empty for all.
         ui: Receives notes.
 
     Returns:
@@ -42,7 +43,9 @@ def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
     tiny = scale_down(config, NUM_HEADS)
     _prepare_libraries()
     _note_sizes(tiny, ui)
-    results = check_family(config, checks, on_result=lambda result: ui.note(f"{result.outcome}  {result.check}"))
+    results = check_family(
+        config, checks, on_result=lambda result: ui.note(f"{result.outcome}  {result.check}")
+    )
     return _build_report(tiny, results, ui)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.api.results import Conversion
+from prepcli.operations.results import Conversion
 from prepcli.testing.checkpoints import write_checkpoint
 from prepcli.testing.tiny_transformers import (
     TinyTransformer,
@@ -27,16 +27,18 @@ from trainer.models.registry import family_of
 
 
 class FamilyUnderTest:
-    """Tiny models of a family and what several checks compute of them.
+    """Tiny models of a family, and values that several checks compute from them.
 
     Attributes:
-        config: Config of the model that is compared.
-        mesh_config: Config of the model that is trained on a mesh.
+        config: Config of the compared model.
+        mesh_config: Config of the model to train on a mesh.
         work: Folder for files.
     """
 
     def __init__(self, configs: Sequence[HFConfig], work: Path) -> None:
-        self.config, self.mesh_config, self.work = dict(configs[0]), dict(configs[-1]), work
+        self.config = dict(configs[0])
+        self.mesh_config = dict(configs[-1])
+        self.work = work
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -82,10 +84,14 @@ class FamilyUnderTest:
         import torch
 
         folder = self.work / dtype
-        copy.deepcopy(self.torch_model).to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size="20KB")
+        copy.deepcopy(self.torch_model).to(getattr(torch, dtype)).save_pretrained(
+            folder, max_shard_size="20KB"
+        )
         return folder
 
-    def convert(self, conversion: Callable[..., Conversion], source: Path, name: str, **options: Any) -> Path:
+    def convert(
+        self, conversion: Callable[..., Conversion], source: Path, name: str, **options: Any
+    ) -> Path:
         """Run a conversion of the public API into a new folder, and return the folder."""
         out = self.work / name
         shutil.rmtree(out, ignore_errors=True)

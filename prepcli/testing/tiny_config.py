@@ -11,15 +11,25 @@ from trainer.models.axis_map import bind_row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import family_of, fields_read
 
-MAX_TINY_ELEMENTS = 300_000  # a config of at most this many elements is used as it is
-MAX_SCALED_ELEMENTS = 1_000_000  # in a config that was scaled down
-VOCAB, MLP, EXPERTS = 29, 20, 5
-HEAD_DIM, OTHER_HEAD_DIM = 16, 24  # if the heads make up the hidden size, and if they do not
-LEARNED_POSITIONS, POSITIONS, ORIGINAL_POSITIONS = 320, 64, 32
+# A config with at most this many elements is used as it is.
+MAX_TINY_ELEMENTS = 300_000
+# Limit after scaling down.
+MAX_SCALED_ELEMENTS = 1_000_000
+VOCAB = 29
+MLP = 20
+EXPERTS = 5
+# Used if the heads make up the hidden size.
+HEAD_DIM = 16
+# Used if they do not.
+OTHER_HEAD_DIM = 24
+LEARNED_POSITIONS = 320
+POSITIONS = 64
+ORIGINAL_POSITIONS = 32
 WINDOW = 5
 WORD_EMBED = 10
 
-SIZE_FIELDS = {  # axis -> the config fields with its size
+# Config fields with the size of each axis.
+SIZE_FIELDS = {
     "vocab": ("vocab_size",),
     "embed": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -30,36 +40,48 @@ SIZE_FIELDS = {  # axis -> the config fields with its size
     "experts": ("num_local_experts", "num_experts"),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
-REQUIRED_AXES = ("vocab", "embed", "heads", "layers")  # their fields are set even if the config leaves them out
+# Their fields are set even if the config omits them.
+REQUIRED_AXES = (
+    "vocab",
+    "embed",
+    "heads",
+    "layers",
+)
 WINDOW_FIELDS = ("sliding_window", "window_size")
-LAYER_LISTS = ("layer_types", "attention_layers")  # one entry per layer
-LAYER_PATTERN = "attention_types"  # GPT-Neo's form
-# In place of defaults that suit only large models; the first that works is used.
+# Lists with one entry per layer.
+LAYER_LISTS = ("layer_types", "attention_layers")
+# The same as a repeated pattern, in configs of GPT-Neo.
+LAYER_PATTERN = "attention_types"
+# In place of defaults that suit only large models. The first that works is used.
 DEFAULT_CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
 )
-FACTOR_LISTS = ("short_factor", "long_factor")  # of LongRoPE: one entry per pair of rotated dims
+# Lists of LongRoPE with one entry per pair of rotated dims.
+FACTOR_LISTS = ("short_factor", "long_factor")
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
 
 
 def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     """Return the config of a tiny model with the choices of a published one.
 
-    Sizes shrink; flags, activations, rotations and the order of the kinds of layers stay. A config that is tiny
-    already keeps its sizes.
+    Sizes shrink. Flags, activations, rotations and the order of the kinds of layers stay. The sizes of an
+    already tiny config do not change.
 
     Args:
         config: Fields of config.json.
-        num_heads: Number of heads; with grouped-query attention (1 < kv_heads < heads) of key and value heads.
+        num_heads: Number of heads. For grouped-query attention (1 < kv_heads < heads) it is the
+            number of
+            key and value heads.
 
     Raises:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
     """
     family = family_of(config)
-    family.arch_config(config)  # raises for what scaling down would hide
+    # Raises for faults that scaling down would hide.
+    family.arch_config(config)
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_enough_positions(family, {**config})
     sizes = family.sizes(config)
@@ -72,17 +94,25 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
         why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
-        raise usage_error("this config cannot be scaled down", why, "write a config with small sizes by hand")
+        raise usage_error(
+            "this config cannot be scaled down", why, "write a config with small sizes by hand"
+        )
     return _with_enough_positions(family, tiny)
 
 
 def _num_elements(family: Family, config: HFConfig) -> int:
     sizes = family.sizes(config)
-    return sum(math.prod(bind_row(row, sizes).leaf_shape) for row in parameter_rows(family, config).values())
+    return sum(
+        math.prod(bind_row(row, sizes).leaf_shape)
+        for row in parameter_rows(family, config).values()
+    )
 
 
 def _with_enough_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Increase the number of learned positions to the length of the longest check; other models are unchanged."""
+    """Increase the number of learned positions to the length of the longest check.
+
+    Other models are unchanged.
+    """
     if not family.arch_config(config).has_learned_positions:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
@@ -90,9 +120,12 @@ def _with_enough_positions(family: Family, config: dict[str, Any]) -> dict[str, 
     return config | dict.fromkeys(fields or [name], LEARNED_POSITIONS)
 
 
-def _tiny_sizes(config: HFConfig, original: Mapping[str, int], num_heads: int, num_layers: int) -> dict[str, int]:
+def _tiny_sizes(
+    config: HFConfig, original: Mapping[str, int], num_heads: int, num_layers: int
+) -> dict[str, int]:
     """Return the size of each axis of `SIZE_FIELDS`."""
-    heads, kv_heads = original["heads"], original.get("kv_heads", original["heads"])
+    heads = original["heads"]
+    kv_heads = original.get("kv_heads", original["heads"])
     is_grouped = 1 < kv_heads < heads
     tiny_heads = num_heads * 3 if is_grouped else num_heads
     fills_embed = original["heads"] * original["head_dim"] == original["embed"]
@@ -110,41 +143,62 @@ def _tiny_sizes(config: HFConfig, original: Mapping[str, int], num_heads: int, n
 
 
 def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields with sizes: those that the config sets, and those whose default is a size of a large model."""
-    fields = {name: wanted[axis] for axis, names in SIZE_FIELDS.items() for name in names if config.get(name)}
+    """Return the size fields set by the config, and the ones with a default from a large model."""
+    fields = {
+        name: wanted[axis]
+        for axis, names in SIZE_FIELDS.items()
+        for name in names
+        if config.get(name)
+    }
     for axis in REQUIRED_AXES:
         if not any(name in fields for name in SIZE_FIELDS[axis]):
-            fields[next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))] = wanted[axis]
+            fields[next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))] = (
+                wanted[axis]
+            )
     return fields
 
 
 def _replace_large_defaults(
     family: Family, config: dict[str, Any], original: Mapping[str, int], wanted: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Set absent fields whose default is a constant; a default that follows from other fields has shrunk with them."""
+    """Set absent fields with a constant default.
+
+    Defaults derived from other fields shrink with them.
+    """
     for axis in ("kv_heads", "head_dim", "mlp", "experts"):
-        absent = [name for name in SIZE_FIELDS[axis] if name in fields_read(family) and config.get(name) is None]
+        absent = [
+            name
+            for name in SIZE_FIELDS[axis]
+            if name in fields_read(family) and config.get(name) is None
+        ]
         if absent and not _has_shrunk(family, config, axis, original, wanted):
             config = config | {absent[0]: wanted[axis]}
     return config
 
 
 def _has_shrunk(
-    family: Family, config: HFConfig, axis: str, original: Mapping[str, int], wanted: Mapping[str, int]
+    family: Family,
+    config: HFConfig,
+    axis: str,
+    original: Mapping[str, int],
+    wanted: Mapping[str, int],
 ) -> bool:
     try:
         size = family.sizes(config).get(axis, 0)
-    except PrepError:  # the default does not agree with the sizes that were set
+    # The default does not agree with the sizes that were set.
+    except PrepError:
         return False
     return size <= wanted[axis] or size < original[axis]
 
 
 def _layer_kinds(config: HFConfig) -> list[Any]:
-    """Return the different kinds of layers that the config lists, in the order of the layers."""
+    """Return the distinct kinds of layers in the config, in the order of the layers."""
     for name in LAYER_LISTS:
         if isinstance(config.get(name), list):
             return list(dict.fromkeys(config[name]))
-    return list(dict.fromkeys(kind for kinds, _ in config.get(LAYER_PATTERN) or () for kind in kinds))
+    return list(
+        dict.fromkeys(kind for kinds, _ in config.get(LAYER_PATTERN) or () for kind in kinds)
+    )
 
 
 def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +227,7 @@ def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> dict[s
 
 
 def _token_ids(config: HFConfig) -> dict[str, Any]:
-    """Return the special tokens. Padding stays only in an encoder-decoder, whose decoder starts with it.
+    """Return the special tokens. Padding stays only in an encoder-decoder: its decoder starts with it.
 
     torch computes no gradient for the embedding of a padding token, and the checks use every token.
     """
@@ -183,13 +237,17 @@ def _token_ids(config: HFConfig) -> dict[str, Any]:
     return fields
 
 
-def _feature_fields(config: HFConfig, original: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, Any]:
+def _feature_fields(
+    config: HFConfig, original: Mapping[str, int], wanted: Mapping[str, int]
+) -> dict[str, Any]:
     """Return the fields that depend on other sizes: windows, rotations, and projected embeddings."""
     fields: dict[str, Any] = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
     if rotary_dim := config.get("rotary_dim"):
         fields["rotary_dim"] = rotary_dim * wanted["head_dim"] // original["head_dim"]
     if word_embed := config.get("word_embed_proj_dim"):
-        fields["word_embed_proj_dim"] = wanted["embed"] if word_embed == original["embed"] else WORD_EMBED
+        fields["word_embed_proj_dim"] = (
+            wanted["embed"] if word_embed == original["embed"] else WORD_EMBED
+        )
     rope_fields = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
     rope = {name: config[name] for name in rope_fields if config.get(name)}
     return fields | _scale_rope(rope, original["head_dim"], wanted["head_dim"])
@@ -204,5 +262,7 @@ def _scale_rope(fields: Mapping[str, Any], head_dim: int, tiny_head_dim: int) ->
         elif name in FACTOR_LISTS:
             scaled[name] = value[: len(value) * tiny_head_dim // head_dim]
         else:
-            scaled[name] = ORIGINAL_POSITIONS if name == "original_max_position_embeddings" else value
+            scaled[name] = (
+                ORIGINAL_POSITIONS if name == "original_max_position_embeddings" else value
+            )
     return scaled

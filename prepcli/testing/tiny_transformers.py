@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.models.axis_map import AxisMap, Factor, bind_row
+from trainer.models.axis_map import AxisMap, SizedAxis, bind_row
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import HFConfig, parameter_rows
 from trainer.models.registry import family_of
@@ -29,7 +29,7 @@ class TensorLocation:
     Attributes:
         tensor: Name of the tensor.
         leaf_path: Path of the leaf.
-        leaf_index: Index of the elements in the leaf; empty for the whole leaf.
+        leaf_index: Index of the elements in the leaf, empty for the whole leaf.
         axis_map: Relation of the tensor's axes to the leaf's.
     """
 
@@ -41,7 +41,9 @@ class TensorLocation:
     def matching_views(self, tensor: np.ndarray, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of the same elements in the tensor and in the leaf, in the order of the leaf."""
         atom_array, names = split_into_atoms(self.axis_map, tensor)
-        order = [factor.atom for dim in self.axis_map.leaf_dims for factor in dim if factor.atom in names]
+        order = [
+            factor.atom for dim in self.axis_map.leaf_dims for factor in dim if factor.atom in names
+        ]
         tensor_view = atom_array.transpose([names.index(atom) for atom in order])
         return tensor_view, leaf[self.leaf_index].reshape(tensor_view.shape)
 
@@ -55,9 +57,14 @@ class TinyTransformer:
 
     def params_from_tensors(self, tensors: Tensors) -> Tree:
         """Build the parameter tree of Hugging Face tensors."""
-        leaves = {path: np.full(leaf.shape, np.nan, np.float32) for path, leaf in self.model.leaves.items()}
+        leaves = {
+            path: np.full(leaf.shape, np.nan, np.float32)
+            for path, leaf in self.model.leaves.items()
+        }
         for location in self.locations:
-            tensor_view, leaf_view = location.matching_views(tensors[location.tensor], leaves[location.leaf_path])
+            tensor_view, leaf_view = location.matching_views(
+                tensors[location.tensor], leaves[location.leaf_path]
+            )
             leaf_view[...] = tensor_view
         return unflatten_tree({path: jnp.asarray(leaf) for path, leaf in leaves.items()})
 
@@ -65,10 +72,13 @@ class TinyTransformer:
         """Build the Hugging Face tensors of a parameter tree."""
         leaves = {path: np.asarray(leaf) for path, leaf in flatten_tree(tree).items()}
         tensors = {
-            location.tensor: np.full(location.axis_map.source_shape, np.nan, np.float32) for location in self.locations
+            location.tensor: np.full(location.axis_map.source_shape, np.nan, np.float32)
+            for location in self.locations
         }
         for location in self.locations:
-            tensor_view, leaf_view = location.matching_views(tensors[location.tensor], leaves[location.leaf_path])
+            tensor_view, leaf_view = location.matching_views(
+                tensors[location.tensor], leaves[location.leaf_path]
+            )
             tensor_view[...] = leaf_view
         return tensors
 
@@ -91,7 +101,9 @@ def tiny_transformer(
     return TinyTransformer(model, tuple(_tensor_locations(model, config, scan, scan_axis)))
 
 
-def _tensor_locations(model: ModelSpec, config: HFConfig, scan: bool, scan_axis: int) -> Iterator[TensorLocation]:
+def _tensor_locations(
+    model: ModelSpec, config: HFConfig, scan: bool, scan_axis: int
+) -> Iterator[TensorLocation]:
     """Yield the location of each tensor of a model."""
     family = model.family
     for path, row in parameter_rows(family, config, scan, scan_axis).items():
@@ -99,14 +111,23 @@ def _tensor_locations(model: ModelSpec, config: HFConfig, scan: bool, scan_axis:
         for unprefixed_name, atom_indices in axis_map.tensors():
             leaf = model.leaves.get(path.format(**atom_indices))
             if leaf is not None:
-                name = unprefixed_name if unprefixed_name in family.unprefixed else family.prefix + unprefixed_name
+                name = (
+                    unprefixed_name
+                    if unprefixed_name in family.unprefixed
+                    else family.prefix + unprefixed_name
+                )
                 leaf_index = tuple(atom_indices.get(atom, slice(None)) for atom, *_ in leaf.dims)
-                yield TensorLocation(tensor=name, leaf_path=leaf.path, leaf_index=leaf_index, axis_map=axis_map)
+                yield TensorLocation(
+                    tensor=name, leaf_path=leaf.path, leaf_index=leaf_index, axis_map=axis_map
+                )
 
 
-def random_tensors(config: HFConfig, seed: int = 0, has_stored_head: bool = False) -> dict[str, np.ndarray]:
-    """Generate every tensor of a config; biases are not 0 and scales are not the identity."""
-    rng, tiny = np.random.default_rng(seed), tiny_transformer(config, has_stored_head=has_stored_head)
+def random_tensors(
+    config: HFConfig, seed: int = 0, has_stored_head: bool = False
+) -> dict[str, np.ndarray]:
+    """Generate every tensor of a config. Biases are not 0 and scales are not the identity."""
+    rng = np.random.default_rng(seed)
+    tiny = tiny_transformer(config, has_stored_head=has_stored_head)
     arch_config = tiny.model.arch_config
     tensors = {}
     for location in tiny.locations:
@@ -116,27 +137,37 @@ def random_tensors(config: HFConfig, seed: int = 0, has_stored_head: bool = Fals
         values = rng.standard_normal(shape)
         match tiny.model.leaves[location.leaf_path].role:
             case "scale":
+                # An rms_offset norm multiplies by 1 + scale, so its scales are around 0. Other
+                # scales are around 1.
                 values = (arch_config.norm != "rms_offset") + 0.2 * values
             case "bias":
                 values = 0.1 * values
             case "embedding":
                 values = 0.5 * values / arch_config.lm_head_input_scale
             case "matrix":
+                # Variance 0.64 / shape[-1], the fan-in of a matrix [out, in].
                 values = 0.8 * values / math.sqrt(shape[-1])
         tensors[location.tensor] = values.astype(np.float32)
     return tensors
 
 
-def random_batch(vocab: int, rows: int, length: int, seed: int = 0, has_source: bool = False) -> dict[str, np.ndarray]:
-    """Generate tokens, targets and weights [rows, length]; the target of a token of weight 0 is -100.
+def random_batch(
+    vocab: int, rows: int, length: int, seed: int = 0, has_source: bool = False
+) -> dict[str, np.ndarray]:
+    """Generate tokens, targets and weights [rows, length]. The target of a token of weight 0 is -100.
 
-    With `has_source` also a right-padded source and its mask; a source is longer than a short target.
+    `has_source` adds a right-padded source and its mask. A source is longer than a short target.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
     weights = rng.choice(np.array([0, 1, 1, 2], np.float32), (rows, length))
-    batch = {"tokens": tokens[:, :-1], "targets": np.where(weights > 0, tokens[:, 1:], -100), "weights": weights}
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": np.where(weights > 0, tokens[:, 1:], -100),
+        "weights": weights,
+    }
     if has_source:
+        # e.g. 8 target and 13 source tokens: exchanged axes then fail on the shape.
         source_length = length + 5 if length < 100 else length
         source = rng.integers(0, vocab, (rows, source_length), dtype=np.int32)
         lengths = rng.integers(source_length // 2, source_length, (rows, 1))
@@ -158,10 +189,18 @@ def model_logits(
     def compute(params: Tree, arrays: Mapping[str, jax.Array]) -> jax.Array:
         encoder_output = None
         if "source" in arrays:
-            encoder_output = transformer.encode(params, arrays["source"], model, forward_config, arrays["present"])
-        return transformer.compute_logits(params, arrays["tokens"], model, forward_config, encoder_output)
+            encoder_output = transformer.encode(
+                params, arrays["source"], model, forward_config, arrays["present"]
+            )
+        return transformer.compute_logits(
+            params, arrays["tokens"], model, forward_config, encoder_output
+        )
 
-    return np.asarray(compute(params, {name: batch[name] for name in ("tokens", "source", "present") if name in batch}))
+    return np.asarray(
+        compute(
+            params, {name: batch[name] for name in ("tokens", "source", "present") if name in batch}
+        )
+    )
 
 
 def loss_and_gradients(
@@ -181,9 +220,12 @@ def with_padded_vocab(
     config: HFConfig, tensors: Tensors, num_padding_rows: int, value: float
 ) -> tuple[HFConfig, dict[str, np.ndarray]]:
     """Append rows of `value` to every tensor with a vocabulary axis, and set `true_vocab_size`."""
-    vocab, tiny = config["vocab_size"], tiny_transformer(config)
+    vocab = config["vocab_size"]
+    tiny = tiny_transformer(config)
     vocab_tensors = {
-        location.tensor for location in tiny.locations if ("vocab",) in tiny.model.leaves[location.leaf_path].dims
+        location.tensor
+        for location in tiny.locations
+        if ("vocab",) in tiny.model.leaves[location.leaf_path].dims
     }
     padded = dict(tensors)
     for name in vocab_tensors:
@@ -195,15 +237,20 @@ def with_padded_vocab(
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Compute the norm of the difference, relative to the norm of `expected`, which counts as 0.01 at least.
 
-    The minimum hides the rounding of values that are 0 exactly, such as the gradient of a bias that all keys share.
+    The minimum hides the rounding of exact zeros, e.g. the gradient of a bias shared by all keys.
     """
+    # ||actual - expected|| / max(||expected||, 0.01)
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-2))
 
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """Return a view of the mapped part of a tensor, with one dim per free atom, and the atoms."""
-    part = tensor[tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)]
-    factors: list[Factor] = [factor for dim in row.source_dims for factor in dim.factors]
+    part = tensor[
+        tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
+    ]
+    factors: list[SizedAxis] = [factor for dim in row.source_dims for factor in dim.factors]
     values = part.reshape([factor.extent for factor in factors])
-    values = values[tuple(slice(None) if factor.fixed is None else factor.fixed for factor in factors)]
+    values = values[
+        tuple(slice(None) if factor.fixed is None else factor.fixed for factor in factors)
+    ]
     return values, [factor.atom for factor in factors if factor.fixed is None]

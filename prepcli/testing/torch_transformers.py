@@ -1,4 +1,4 @@
-"""The tiny models of `tiny_transformers` in the transformers library; torch is imported inside the functions."""
+"""The tiny models of `tiny_transformers` in the transformers library. torch is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALL_HINT = "pip install 'prepcli[hf]' torch"
 
 
 class TensorMismatchError(ValueError):
-    """A model of transformers whose parameters have other names or shapes than expected."""
+    """A model of transformers with other names or shapes of parameters than expected."""
 
 
 def missing_reference_packages() -> list[str]:
@@ -31,11 +31,15 @@ def missing_reference_packages() -> list[str]:
 def require_reference_packages() -> None:
     """Raise PrepError if torch or transformers is not installed."""
     if missing := missing_reference_packages():
-        raise PrepError("cannot compare with transformers", f"{' and '.join(missing)} not installed", INSTALL_HINT)
+        raise PrepError(
+            "cannot compare with transformers",
+            f"{' and '.join(missing)} not installed",
+            INSTALL_HINT,
+        )
 
 
 def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
-    """Return the shape of each tensor in a file of transformers; tied parameters are listed once.
+    """Return the shape of each tensor in a file of transformers. Tied parameters are listed once.
 
     No weights are allocated.
     """
@@ -46,7 +50,8 @@ def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
     with torch.device("meta"):
         model = torch_class(torch_config).from_config(torch_config)
     named = to_file_tensors(model, dict(model.named_parameters()))
-    if config.get("tie_word_embeddings") is False:  # transformers 5 ties the head of T5 regardless; files store it
+    # transformers 5 ties the head of T5 regardless of the config. The files store the head.
+    if config.get("tie_word_embeddings") is False:
         named["lm_head.weight"] = model.lm_head.weight
     return {name: list(tensor.shape) for name, tensor in named.items()}
 
@@ -66,14 +71,18 @@ def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     import torch
 
     model = torch_random_model(config)
-    unique, parameters = (dict(model.named_parameters(remove_duplicate=flag)) for flag in (True, False))
+    unique, parameters = (
+        dict(model.named_parameters(remove_duplicate=flag)) for flag in (True, False)
+    )
     # a tied parameter may be stored in a file
     unique |= {name: parameters[name] for name in tensors if name in parameters}
     shapes = {name: tuple(tensor.shape) for name, tensor in to_file_tensors(model, unique).items()}
     if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise TensorMismatchError(f"transformers has {shapes}")
     state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
-    return _from_pretrained(type(model), None, config=model.config, state_dict=state, dtype=torch.float32)
+    return _from_pretrained(
+        type(model), None, config=model.config, state_dict=state, dtype=torch.float32
+    )
 
 
 def torch_random_model(config: HFConfig) -> Any:
@@ -84,14 +93,17 @@ def torch_random_model(config: HFConfig) -> Any:
 
 
 def load_torch_model(folder: Path, dtype: str = "float32") -> Any:
-    """Load the model of a folder; raise ValueError for a missing or unused tensor."""
+    """Load the model of a folder. Raise ValueError for a missing or unused tensor."""
     from transformers import AutoConfig
 
     return _from_pretrained(torch_class(AutoConfig.from_pretrained(folder)), folder, dtype=dtype)
 
 
 def _from_pretrained(model_class: Any, source: Path | None, **options: Any) -> Any:
-    """Load a model with eager attention and experts; raise ValueError for a missing or unused tensor."""
+    """Load a model with eager attention and experts.
+
+    Raise ValueError for a missing or unused tensor.
+    """
     model, loading_info = model_class.from_pretrained(
         source, attn_implementation="eager", output_loading_info=True, **options
     )
@@ -134,7 +146,11 @@ def _forward_logits(model: Any, batch: Tensors, **options: Any) -> Any:
     """Compute the logits of a batch's tokens, with its source if it has one."""
     import torch
 
-    ids = {name: torch.tensor(batch[name]).long() for name in ("tokens", "source", "present") if name in batch}
+    ids = {
+        name: torch.tensor(batch[name]).long()
+        for name in ("tokens", "source", "present")
+        if name in batch
+    }
     if "source" not in ids:
         return model(ids["tokens"], use_cache=False, **options).logits
     source = {"input_ids": ids["source"], "attention_mask": ids["present"]}
@@ -150,7 +166,7 @@ def to_file_tensors(model: Any, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def torch_logits(model: Any, batch: Tensors, lengths: Sequence[int]) -> np.ndarray:
-    """Compute logits [B, T, V] of right-padded tokens [B, T], whose rows have `lengths` tokens."""
+    """Compute logits [B, T, V] of right-padded tokens [B, T]. Row i has `lengths[i]` tokens."""
     import torch
 
     mask = np.arange(batch["tokens"].shape[1]) < np.array(lengths)[:, None]
@@ -164,8 +180,11 @@ def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.nda
 
     model.zero_grad()
     logits = _forward_logits(model, batch)
-    targets, weights = torch.tensor(batch["targets"]).long(), torch.tensor(batch["weights"])
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    targets = torch.tensor(batch["targets"]).long()
+    weights = torch.tensor(batch["weights"])
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
     loss = (losses * weights.flatten()).sum() / weights.sum()
     loss.backward()
     gradients = to_file_tensors(model, {name: p.grad for name, p in model.named_parameters()})

@@ -9,14 +9,25 @@ import pytest
 
 from bench import context, longest_context
 from bench.compiled_memory import CompiledMemory
-from bench.context import ALL_CHUNKS, DENSE, METHODS, TILES, ContextRow, context_svg, context_text, method_config
+from bench.context import (
+    ALL_CHUNKS,
+    DENSE,
+    METHODS,
+    TILES,
+    ContextRow,
+    context_svg,
+    context_text,
+    method_config,
+)
 from bench.model_configs import MODEL_SIZES
 from tests.helpers.tiny_configs import LLAMA
 
 MIB = 1 << 20
 
 
-def rows_of(*mib_by_tokens: tuple[int, int, int], seconds: tuple[float, ...] = ()) -> list[ContextRow]:
+def rows_of(
+    *mib_by_tokens: tuple[int, int, int], seconds: tuple[float, ...] = ()
+) -> list[ContextRow]:
     """Return rows of 1,024 and more tokens with the MiB of each method."""
     return [
         ContextRow(method, 1024 << number, CompiledMemory(nbytes * MIB, 0, 1.0), seconds)
@@ -34,7 +45,14 @@ def test_context_text_has_a_line_per_length():
 def test_context_text_has_the_fastest_seconds():
     rows = rows_of((3000, 200, 100), seconds=(2.0, 1.5))
     rows[0] = replace(rows[0], seconds=())
-    assert context_text(rows).splitlines()[-1].split() == ["1,024", "3,000", "200", "100", "1.50", "1.50"]
+    assert context_text(rows).splitlines()[-1].split() == [
+        "1,024",
+        "3,000",
+        "200",
+        "100",
+        "1.50",
+        "1.50",
+    ]
 
 
 def test_context_svg_draws_powers_as_straight_lines():
@@ -43,19 +61,27 @@ def test_context_svg_draws_powers_as_straight_lines():
     steps = [[float(point.split(",")[1]) for point in line] for line in lines]
     rises = [(high - middle, middle - low) for low, middle, high in steps]
     assert [first == pytest.approx(second, abs=0.2) for first, second in rises] == [True] * 3
-    assert rises[0][0] == pytest.approx(2 * rises[1][0], abs=0.3), "dense attention grows with the square"
+    assert rises[0][0] == pytest.approx(2 * rises[1][0], abs=0.3), (
+        "dense attention grows with the square"
+    )
     assert rises[2] == (0, 0)
 
 
 def test_methods_differ_in_what_computes_in_chunks():
     configs = [method_config(method) for method in (DENSE, TILES, ALL_CHUNKS)]
-    assert [config.attention_options.kernel for config in configs] == ["reference", "blockwise", "blockwise"]
+    assert [config.attention_options.kernel for config in configs] == [
+        "reference",
+        "blockwise",
+        "blockwise",
+    ]
     assert [config.ffn_chunk_size for config in configs] == [-1, -1, 1024]
     assert [config.head_chunk_size for config in configs] == [-1, -1, 512]
 
 
 @pytest.mark.slow  # compiles three training steps
-def test_main_measures_memory_and_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_main_measures_memory_and_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(context, "METHODS", (ALL_CHUNKS,))
     monkeypatch.setitem(MODEL_SIZES, "small", LLAMA)
     context.main(["--tokens", "16", "--seconds", "1"])
@@ -64,7 +90,9 @@ def test_main_measures_memory_and_seconds(capsys: pytest.CaptureFixture[str], mo
     assert float(seconds) >= 0
 
 
-@pytest.mark.parametrize(("longest", "expected"), [(0, 0), (1023, 0), (1024, 1024), (5000, 4096), (24575, 23552)])
+@pytest.mark.parametrize(
+    ("longest", "expected"), [(0, 0), (1023, 0), (1024, 1024), (5000, 4096), (24575, 23552)]
+)
 def test_longest_context_is_the_largest_multiple_that_fits(longest: int, expected: int):
     tried: list[int] = []
 

@@ -19,11 +19,15 @@ TINY = {
 
 def make_costs(loss: float, *seconds: float) -> list[StepCost]:
     """Return slow warm-up steps, and a step for each of the seconds."""
-    return [StepCost(loss, 60.0, 60.0)] * WARMUP_STEPS + [StepCost(loss, second, 2 * second) for second in seconds]
+    return [StepCost(loss, 60.0, 60.0)] * WARMUP_STEPS + [
+        StepCost(loss, second, 2 * second) for second in seconds
+    ]
 
 
 def test_print_report_states_speed_without_warmup(capsys: pytest.CaptureFixture[str]):
-    print_report(1, {"prep": make_costs(5.0, 0.5, 2.0, 1.0), "torch": make_costs(5.0, 3.0, 1.0, 4.0)})
+    print_report(
+        1, {"prep": make_costs(5.0, 0.5, 2.0, 1.0), "torch": make_costs(5.0, 3.0, 1.0, 4.0)}
+    )
     prep, torch, speed, losses = (line.split() for line in capsys.readouterr().out.splitlines())
     assert prep == ["1", "prep", "0.500", "1.000", "1.000", "2.000"]
     assert torch == ["1", "torch", "1.000", "3.000", "2.000", "6.000"]
@@ -46,11 +50,15 @@ def test_recipe_leaves_the_sizes_to_the_devices():
 
 
 @pytest.mark.slow
-def test_main_measures_both_systems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_main_measures_both_systems(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     monkeypatch.setattr(cpu_step, "CONFIG", cpu_step.CONFIG | TINY)
-    cpu_step.main(["--rows", "2", "--tokens", "8", "--threads", "1", "--repeats", "1", "--head-chunk", "3"])
+    cpu_step.main(
+        ["--rows", "2", "--tokens", "8", "--threads", "1", "--repeats", "1", "--head-chunk", "3"]
+    )
     _, _, *rows, losses = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [["1", "prep"], ["1", "torch"], ["1", "speed"]]
     assert re.fullmatch(r" +losses of 3 steps differ by at most [\d.]+e-\d+ of their value", losses)

@@ -20,7 +20,13 @@ def test_files_have_one_token_per_word(tmp_path: Path, suffix: str):
     path = tmp_path / f"data.{suffix}"
     write_data(path, suffix, NBYTES)
     config = make_config(
-        tmp_path, path, type="auto", fields="text", tokenizer=tmp_path / TOKENIZER, vocab=len(WORDS) + 1, eos_id=None
+        tmp_path,
+        path,
+        type="auto",
+        fields="text",
+        tokenizer=tmp_path / TOKENIZER,
+        vocab=len(WORDS) + 1,
+        eos_id=None,
     )
     words = [word for document in generate_documents(NBYTES) for word in document.split()]
     assert tokenize_quietly(config).ids.tolist() == [WORDS.index(word) + 1 for word in words]

@@ -23,13 +23,24 @@ from bench.floor import COPY_METHODS
 from bench.meter import CommandCost
 
 MIB = 1 << 20
-ROW = EvidenceRow("export", "512MiB", 10 * MIB, (7.0, 6.0, 8.0), (20.0, 12.0, 10.0), 2.5, 16.0, 300 * MIB, 30 * MIB)
+ROW = EvidenceRow(
+    "export",
+    "512MiB",
+    10 * MIB,
+    (7.0, 6.0, 8.0),
+    (20.0, 12.0, 10.0),
+    2.5,
+    16.0,
+    300 * MIB,
+    30 * MIB,
+)
 
 
 def test_ratios_compare_fastest_and_median_runs() -> None:
     assert (ROW.to_fastest, ROW.to_median) == (6 / 10, 7 / 12)
-    assert "7.0 6.0 8.0  20.0 12.0 10.0       0.60      0.58    2.5      16.0       300  ext4" in evidence_text(
-        [ROW], "ext4"
+    assert (
+        "7.0 6.0 8.0  20.0 12.0 10.0       0.60      0.58    2.5      16.0       300  ext4"
+        in evidence_text([ROW], "ext4")
     )
 
 
@@ -41,7 +52,9 @@ def test_target_is_the_larger_of_cp_and_floor() -> None:
     assert ROW.to_target is None
 
 
-def test_measure_case_alternates_plain_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_case_alternates_plain_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = {"prep": 5.0, "bash": 4.0}
     ran: list[str] = []
 
@@ -52,23 +65,31 @@ def test_measure_case_alternates_plain_copies(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(evidence, "run_checked", run)
     monkeypatch.setattr(evidence, "drop_page_cache", lambda _: None)
-    row = evidence.measure_case("export", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2, COPY_METHODS[:1])
+    row = evidence.measure_case(
+        "export", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2, COPY_METHODS[:1]
+    )
     assert ran == ["prep", "prep", "bash", "plain", "plain", "bash", "prep"]
     assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(COPY_METHODS[0]))
 
 
-def test_fastest_copy_methods_returns_the_two_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_copy_methods_returns_the_two_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = [
         COPY_METHODS[3],
         COPY_METHODS[1],
         *(means for means in COPY_METHODS if means not in (COPY_METHODS[3], COPY_METHODS[1])),
     ]
     seconds = {means.command(tmp_path, tmp_path): float(n) for n, means in enumerate(order)}
-    monkeypatch.setattr(evidence, "_cold_run", lambda words, *_: CommandCost(0, seconds[words], 0.5, 1, 0, "", ""))
+    monkeypatch.setattr(
+        evidence, "_cold_run", lambda words, *_: CommandCost(0, seconds[words], 0.5, 1, 0, "", "")
+    )
     assert evidence.fastest_copy_methods(tmp_path, tmp_path) == (COPY_METHODS[3], COPY_METHODS[1])
 
 
-def test_measure_case_orders_runs_and_subtracts_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_case_orders_runs_and_subtracts_inspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
     peaks = {"inspect": 30, "save-init": 130, "cp": 5}
 
@@ -79,7 +100,9 @@ def test_measure_case_orders_runs_and_subtracts_inspect(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(evidence, "run_checked", run)
     monkeypatch.setattr(evidence, "drop_page_cache", lambda _: ran.append("cold"))
-    row = evidence.measure_case("save-init-1x8x1", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2)
+    row = evidence.measure_case(
+        "save-init-1x8x1", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2
+    )
     assert ran == ["inspect", "cold", "save-init", "cold", "cp", "cold", "cp", "cold", "save-init"]
     assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
 
@@ -96,12 +119,21 @@ def test_measure_rounds_share_one_cp_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(evidence, "drop_page_cache", lambda _: None)
     workloads = [("pad-vocab", "512MiB"), ("pad-vocab", "128MiB")]
     rows = evidence.measure_rounds(workloads, BenchPaths(tmp_path / "model", tmp_path), 2)
-    assert ran[1:] == ["pad-vocab 512MiB", "pad-vocab 128MiB", "cp", "cp", "pad-vocab 128MiB", "pad-vocab 512MiB"]
+    assert ran[1:] == [
+        "pad-vocab 512MiB",
+        "pad-vocab 128MiB",
+        "cp",
+        "cp",
+        "pad-vocab 128MiB",
+        "pad-vocab 512MiB",
+    ]
     assert [row.seconds for row in rows] == [(2.0, 7.0), (3.0, 6.0)]
     assert {row.cp_seconds for row in rows} == {(4.0, 5.0)}
 
 
-def test_measure_cases_deletes_all_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_cases_deletes_all_but_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room = BenchPaths(tmp_path / "model", tmp_path)
     for path in (room.model, room.init, room.out, *room.unfinished):
         path.mkdir()
@@ -117,10 +149,18 @@ def test_measure_cases_deletes_all_but_the_model(tmp_path: Path, monkeypatch: py
 
 def test_run_checked_reports_stderr() -> None:
     with pytest.raises(SystemExit, match=r"(?s)ended with 3.*no such thing"):
-        run_checked([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"])
+        run_checked(
+            [
+                sys.executable,
+                "-c",
+                "import sys; print('no such thing', file=sys.stderr); sys.exit(3)",
+            ]
+        )
 
 
-def test_make_model_checks_disk_space_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_model_checks_disk_space_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = dataclasses.make_dataclass("Usage", ["free"])(15 * 10**9)
     monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(SystemExit, match=r"free, this takes 14\.70 GiB"):
@@ -141,4 +181,6 @@ def test_plan_figures_creates_only_a_sparse_model(tmp_path: Path) -> None:
 def test_main_rejects_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--work", str(tmp_path / "work"), "--cases", "export,import"])
-    assert f"no case import; there are {', '.join(CASES)}" in " ".join(capsys.readouterr().err.split())
+    assert f"no case import; there are {', '.join(CASES)}" in " ".join(
+        capsys.readouterr().err.split()
+    )

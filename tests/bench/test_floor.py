@@ -17,7 +17,12 @@ PAGE = floor.PAGE_NBYTES
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     (folder / "deep").mkdir(parents=True)
-    for name, size in {"empty": 0, "short": 7, "pages": 8 * PAGE, "deep/ragged": 9 * PAGE + 5}.items():
+    for name, size in {
+        "empty": 0,
+        "short": 7,
+        "pages": 8 * PAGE,
+        "deep/ragged": 9 * PAGE + 5,
+    }.items():
         (folder / name).write_bytes(os.urandom(size))
     return folder
 

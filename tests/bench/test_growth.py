@@ -15,7 +15,15 @@ MIB = 1 << 20
 
 def _row(gb: int, seconds: float) -> EvidenceRow:
     return EvidenceRow(
-        "save-init", "512MiB", gb * 10**9, (seconds, seconds + 1), (2.0 * seconds,), 1.0, 4.0, 250 * MIB, MIB
+        "save-init",
+        "512MiB",
+        gb * 10**9,
+        (seconds, seconds + 1),
+        (2.0 * seconds,),
+        1.0,
+        4.0,
+        250 * MIB,
+        MIB,
     )
 
 
@@ -27,16 +35,22 @@ def test_growth_text_has_a_line_per_size() -> None:
 
 def test_growth_svg_has_two_charts() -> None:
     picture = ElementTree.fromstring(growth_svg([_row(2, 1.0), _row(20, 12.0)]))
-    assert [child.tag.rpartition("}")[2] for child in picture] == ["svg", "svg"]
+    assert [child.tag.rpartition("}")[2] for child in picture] == ["style", "svg", "svg"]
     assert len(picture.findall(".//{*}polyline")) == 4
+    assert "--color0: #" in (picture[0].text or ""), "the file defines the colours of its curves"
 
 
 def test_usual_text_is_relative_to_prep() -> None:
-    ours, theirs = CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""), CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", "")
+    ours, theirs = (
+        CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""),
+        CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", ""),
+    )
     last = usual_text({"prep": [ours, ours], "other": [theirs]}).splitlines()[-1]
     assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
 
 
 def test_conversion_commands_include_flax_if_installed() -> None:
     assert len(conversion_commands(Path("a"), Path("b"), None)) == 2
-    assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")
+    assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][
+        0
+    ] == Path("python")

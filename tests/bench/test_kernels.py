@@ -19,7 +19,9 @@ def test_full_flops_equal_those_of_the_compiled_reference():
     shape, num_tokens = "tiny", 256
     x = jax.ShapeDtypeStruct((1, num_tokens, 64), "float32")
     weights = jax.eval_shape(lambda: random_weights(shape, "float32"))
-    compiled = jax.jit(gradient_function(shape, "reference", num_tokens)).lower(x, weights).compile()
+    compiled = (
+        jax.jit(gradient_function(shape, "reference", num_tokens)).lower(x, weights).compile()
+    )
     analysis = compiled.cost_analysis()
     assert analysis is not None
     assert analysis["flops"] == pytest.approx(layer_flops(shape, num_tokens).full, rel=0.15)

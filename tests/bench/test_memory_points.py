@@ -25,14 +25,18 @@ def test_has_changed_allows_2_percent(mib: int, expected: bool):
     assert has_changed(MemoryPoint(TINY, 100), mib * MIB) == expected
 
 
-def test_main_compares_a_compiled_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_main_compares_a_compiled_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(MODEL_CONFIGS, "small", MODEL_CONFIGS["small"] | {"hidden_size": 64})
     points = [MemoryPoint(TINY, 1, is_whole=False), MemoryPoint("--tokens 17", 1)]
     monkeypatch.setattr(memory_points, "POINTS", points)
     assert memory_points.main(["--only", "--tokens 16 "]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith(f"{TINY} (gradients)")
-    recorded, compiled, estimated, _ = map(float, line.split("(gradients)")[1].replace(",", "").split())
+    recorded, compiled, estimated, _ = map(
+        float, line.split("(gradients)")[1].replace(",", "").split()
+    )
     assert recorded == 1
     assert compiled > 1
     assert estimated > 1

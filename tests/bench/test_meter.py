@@ -41,7 +41,9 @@ def test_measure_ignores_mapped_files(tmp_path: Path) -> None:
 
 
 def test_measure_returns_exit_code_output_and_time() -> None:
-    cost = measure(["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"])
+    cost = measure(
+        ["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"]
+    )
     assert (cost.exit_code, cost.stdout, cost.stderr) == (3, "out\n", "err\n")
     assert cost.cpu_s > 0
     assert cost.wall_s > 0

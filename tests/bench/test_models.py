@@ -25,18 +25,25 @@ from trainer.models.registry import family_of
 NARROW = {"vocab_size": 131, "hidden_size": 32, "max_position_embeddings": 64}
 GPT_NEO = published_config("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})
 LLAMA = published_config(
-    "llama-3-8b", layers=2, changes={**NARROW, "intermediate_size": 48, "num_attention_heads": 8, "eos_token_id": 2}
+    "llama-3-8b",
+    layers=2,
+    changes={**NARROW, "intermediate_size": 48, "num_attention_heads": 8, "eos_token_id": 2},
 )
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes from the table of the family alone."""
     family = family_of(config)
-    bound_rows = [bind_row(row, family.sizes(config)) for row in parameter_rows(family, config).values()]
+    bound_rows = [
+        bind_row(row, family.sizes(config)) for row in parameter_rows(family, config).values()
+    ]
     shapes = {name: row.source_shape for row in bound_rows for name, _ in row.tensors()}
     if family.is_tied(config):
         del shapes[family.tying.head_tensor]
-    return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in shapes.items()}
+    return {
+        name if name in family.unprefixed else family.prefix + name: shape
+        for name, shape in shapes.items()
+    }
 
 
 def test_published_configs_match_aliases() -> None:
@@ -51,15 +58,21 @@ def test_published_config_sizes_match_aliases(name: str) -> None:
     assert (config["model_type"], config["vocab_size"]) == (alias.family, alias.vocab)
 
 
-@pytest.mark.parametrize(("layers", "attention"), [(1, [[["global"], 1]]), (4, [[["global", "local"], 2]])])
+@pytest.mark.parametrize(
+    ("layers", "attention"), [(1, [[["global"], 1]]), (4, [[["global", "local"], 2]])]
+)
 def test_gpt_neo_attention_types_follow_the_depth(layers: int, attention: list[object]) -> None:
     assert published_config("gpt-neo-1.3B", layers=layers)["attention_types"] == attention
 
 
 @pytest.mark.parametrize("config", [GPT_NEO, LLAMA, GPT_NEO | {"tie_word_embeddings": False}])
-def test_write_model_writes_names_and_shapes_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
+def test_write_model_writes_names_and_shapes_of_the_config(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     write_model(tmp_path / "model", config, shard_nbytes=30_000)
-    assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
+    assert {
+        name: value.shape for name, value in read_tensors(tmp_path / "model").items()
+    } == shapes_of(config)
     source = open_source(locate(str(tmp_path / "model")))
     assert len(source.files) > 1
     assert source.vocabulary().true_size == 131
@@ -83,7 +96,9 @@ def test_write_model_values_are_finite_and_distinct(dtype: str, tmp_path: Path) 
 def test_blocks_of_a_tensor_differ(tmp_path: Path) -> None:
     config = GPT_NEO | {"vocab_size": 3 * BLOCK_NBYTES // (32 * itemsize("float32"))}
     write_model(tmp_path / "model", config)
-    words = read_tensors(tmp_path / "model")["transformer.wte.weight"].view(np.uint64).reshape(3, -1)
+    words = (
+        read_tensors(tmp_path / "model")["transformer.wte.weight"].view(np.uint64).reshape(3, -1)
+    )
     for first, second in itertools.combinations(words, 2):
         assert (first != second).all()
 
@@ -101,26 +116,48 @@ def test_sparse_model_takes_no_disk_space(tmp_path: Path) -> None:
     assert sum(tensor.nbytes for tensor in source.tensors) == ALIASES_BY_NAME["llama-13b"].nbytes
     files = [path.stat() for path in (tmp_path / "model").glob("*.safetensors")]
     assert len(files) == 6
-    assert sum(file.st_blocks * 512 for file in files) < 1 << 20 < sum(file.st_size for file in files)
+    assert (
+        sum(file.st_blocks * 512 for file in files) < 1 << 20 < sum(file.st_size for file in files)
+    )
 
 
 def test_tokenizer_size_matches_vocabulary(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     write_model(tmp_path / "model", GPT_NEO)
-    assert tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).get_vocab_size() == 131
+    assert (
+        tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).get_vocab_size()
+        == 131
+    )
 
 
 def test_main_overrides_config(tmp_path: Path) -> None:
-    options = ["--layers", "1", "--dtype", "bfloat16", "--set", "hidden_size=24", "--set", "vocab_size=7"]
+    options = [
+        "--layers",
+        "1",
+        "--dtype",
+        "bfloat16",
+        "--set",
+        "hidden_size=24",
+        "--set",
+        "vocab_size=7",
+    ]
     main(["gpt-neo-125M", str(tmp_path / "model"), *options, "--shard-gb", "0.00005"])
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (config["num_layers"], config["torch_dtype"], config["hidden_size"]) == (1, "bfloat16", 24)
+    assert (config["num_layers"], config["torch_dtype"], config["hidden_size"]) == (
+        1,
+        "bfloat16",
+        24,
+    )
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [(["--set", "layers"], "is not KEY=JSON"), (["--set", "hidden_size=0"], "hidden_size is 0"), ([], "exists")],
+    [
+        (["--set", "layers"], "is not KEY=JSON"),
+        (["--set", "hidden_size=0"], "hidden_size is 0"),
+        ([], "exists"),
+    ],
 )
 def test_main_rejects_invalid_options(
     options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.reader_fuzz import BUG, FORMATS, SIGNAL, Result, collect, fuzz_format, mutate, read_mutations
+from bench.reader_fuzz import (
+    BUG,
+    FORMATS,
+    SIGNAL,
+    Result,
+    collect,
+    fuzz_format,
+    mutate,
+    read_mutations,
+)
 
 MAX_PEAK_NBYTES = 1 << 30
 

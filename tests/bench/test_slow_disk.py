@@ -34,7 +34,9 @@ def fail(work: Path, nbytes: int = MIB) -> str:
     return str(caught.value)
 
 
-def test_slow_disk_names_a_missing_tool(controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_disk_names_a_missing_tool(
+    controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "losetup" else tool)
     assert fail(tmp_path) == "--slow-disk needs losetup"
 
@@ -48,9 +50,13 @@ def test_slow_disk_rejects_a_size_above_free_space(controller: Path, tmp_path: P
     assert "the slow disk takes 1024.00 TiB" in fail(tmp_path, 1 << 50)
 
 
-def test_failed_step_removes_the_image(controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_step_removes_the_image(
+    controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "work").mkdir()
-    monkeypatch.setattr(slow_disk_module, "_run", lambda *words: (_ for _ in ()).throw(SystemExit(f"no {words[0]}")))
+    monkeypatch.setattr(
+        slow_disk_module, "_run", lambda *words: (_ for _ in ()).throw(SystemExit(f"no {words[0]}"))
+    )
     assert fail(tmp_path / "work") == "no losetup"
     assert not list((tmp_path / "work").iterdir())
 
@@ -64,7 +70,9 @@ def test_measure_rates_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, TOOLS)) or not (slow_disk_module.CONTROLLER / LIMITS[0]).exists(),
+    os.geteuid() != 0
+    or not all(map(shutil.which, TOOLS))
+    or not (slow_disk_module.CONTROLLER / LIMITS[0]).exists(),
     reason="needs root, loop devices and the blkio controller of cgroup v1",
 )
 def test_slow_disk_limits_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,13 +42,28 @@ def compute(config: HFConfig) -> Golden:
     """Compute the content of a file with transformers."""
     from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
 
-    tensors, shape = random_tensors(config), {"vocab": config["vocab_size"], "has_source": has_encoder(config)}
-    short, long = random_batch(rows=2, length=7, seed=1, **shape), random_batch(rows=1, length=300, seed=2, **shape)
+    tensors, shape = (
+        random_tensors(config),
+        {"vocab": config["vocab_size"], "has_source": has_encoder(config)},
+    )
+    short, long = (
+        random_batch(rows=2, length=7, seed=1, **shape),
+        random_batch(rows=1, length=300, seed=2, **shape),
+    )
     short = {name: array for name, array in short.items() if name not in ("targets", "weights")}
     model = torch_model(config, tensors)
     loss, gradients = torch_gradients(model, long)
     long_logits = torch_logits(model, long, (300,))
-    return Golden(config, tensors, short, torch_logits(model, short, LENGTHS), long, long_logits, loss, gradients)
+    return Golden(
+        config,
+        tensors,
+        short,
+        torch_logits(model, short, LENGTHS),
+        long,
+        long_logits,
+        loss,
+        gradients,
+    )
 
 
 def save(golden: Golden, path: Path) -> None:
@@ -72,7 +87,11 @@ def load(name: str) -> Golden:
         arrays = dict(file)
 
     def group(prefix: str) -> dict[str, np.ndarray]:
-        return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): array
+            for key, array in arrays.items()
+            if key.startswith(prefix)
+        }
 
     single = {key: arrays[key] for key in ("short_logits", "long_logits")}
     short = {"tokens": arrays["short"]} | group("short:")

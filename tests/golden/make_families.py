@@ -18,13 +18,36 @@ GPT_NEO = {
     "model_type": "gpt_neo", "vocab_size": 37, "hidden_size": 12, "num_layers": 2, "num_heads": 3,
     "max_position_embeddings": 10, "attention_types": [[["global", "local"], 1]],
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 10}
-NEW_NAMES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 7}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 37,
+    "n_embd": 12,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_positions": 10,
+}
+NEW_NAMES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 7,
+}
 LLAMA = {
     "model_type": "llama", "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 20,
 }  # fmt: skip
-PLAIN = ("opt", "gpt_neox", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+PLAIN = (
+    "opt",
+    "gpt_neox",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+)
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,
     "gpt2-untied-wide": GPT2 | {"tie_word_embeddings": False, "n_inner": 17},
@@ -33,7 +56,11 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-defaults": {"model_type": "gpt2", "n_layer": 1},
     "gpt_neo-tied": GPT_NEO,
     "gpt_neo-untied-wide": GPT_NEO | {"tie_word_embeddings": False, "intermediate_size": 17},
-    "gpt_neo-defaults": {"model_type": "gpt_neo", "num_layers": 1, "attention_types": [[["global"], 1]]},
+    "gpt_neo-defaults": {
+        "model_type": "gpt_neo",
+        "num_layers": 1,
+        "attention_types": [[["global"], 1]],
+    },
     "llama-plain": LLAMA,
     "llama-grouped": LLAMA | {"num_key_value_heads": 2},
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
@@ -44,7 +71,11 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     **NEWER_FAMILIES,
     **NEWER_FAMILY_VARIANTS,
     "gptj-defaults": {"model_type": "gptj", "n_layer": 1},
-    **{f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1} for name in NEWER_FAMILIES if name in PLAIN},
+    **{
+        f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1}
+        for name in NEWER_FAMILIES
+        if name in PLAIN
+    },
     "t5-defaults": {"model_type": "t5"},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }

@@ -34,7 +34,15 @@ LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 16,
 }
-GPTJ = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "n_positions": 12, "rotary_dim": 4}
+GPTJ = {
+    "vocab_size": 53,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_inner": 24,
+    "n_positions": 12,
+    "rotary_dim": 4,
+}
 OPT = {
     "vocab_size": 53,
     "hidden_size": 16,
@@ -68,7 +76,9 @@ def main() -> None:
     torch.manual_seed(0)
     write_hf("neo", "gpt_neo", NEO, torch.bfloat16)
     llama = write_hf("llama", "llama", LLAMA, torch.float32)
-    write_easylm(FOLDER / "llama", {name: tensor.numpy() for name, tensor in llama.state_dict().items()})
+    write_easylm(
+        FOLDER / "llama", {name: tensor.numpy() for name, tensor in llama.state_dict().items()}
+    )
     write_hf("gpt2", "gpt2", GPT2, torch.float16)
     write_hf("gptj", "gptj", GPTJ, torch.float32)
     write_hf("opt", "opt", OPT, torch.float16)
@@ -76,7 +86,12 @@ def main() -> None:
     write_hf("gemma", "gemma", GEMMA, torch.bfloat16)
     old_clip()
     write_hf("t5", "t5", T5, torch.float32)
-    write_hf("t5-gated", "t5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, torch.bfloat16)
+    write_hf(
+        "t5-gated",
+        "t5",
+        T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        torch.bfloat16,
+    )
 
 
 def old_clip() -> None:
@@ -124,7 +139,10 @@ def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
     for axis in (0, 1):
         write_stream(
             folder / f"stacked_{axis}",
-            stacked(params, lambda leaves, a=axis: np.stack(leaves, a if leaves[0].ndim > 1 else min(a, 1))),
+            stacked(
+                params,
+                lambda leaves, a=axis: np.stack(leaves, a if leaves[0].ndim > 1 else min(a, 1)),
+            ),
         )
     (folder / "flax_params.msgpack").write_bytes(serialization.to_bytes(variables))
     boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, ("x",) * leaf.ndim), params)
@@ -143,11 +161,17 @@ def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
 
     def interleaved(weight: Any, heads: int) -> Any:
         out, inner = weight.shape
-        return weight.reshape(heads, 2, out // heads // 2, inner).transpose(0, 2, 1, 3).reshape(out, inner)
+        return (
+            weight.reshape(heads, 2, out // heads // 2, inner)
+            .transpose(0, 2, 1, 3)
+            .reshape(out, inner)
+        )
 
     def layer(prefix: str) -> Tree:
         q, k, v, o = (tensors[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkvo")
-        gate, up, down = (tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate, up, down = (
+            tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
         return {
             "attention": {
                 "wq": {"kernel": interleaved(q, LLAMA["num_attention_heads"]).T},
@@ -155,7 +179,11 @@ def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
                 "wv": {"kernel": v.T},
                 "wo": {"kernel": o.T},
             },
-            "feed_forward": {"w1": {"kernel": gate.T}, "w2": {"kernel": down.T}, "w3": {"kernel": up.T}},
+            "feed_forward": {
+                "w1": {"kernel": gate.T},
+                "w2": {"kernel": down.T},
+                "w3": {"kernel": up.T},
+            },
             "attention_norm": {"kernel": tensors[f"{prefix}.input_layernorm.weight"]},
             "ffn_norm": {"kernel": tensors[f"{prefix}.post_attention_layernorm.weight"]},
         }
@@ -171,7 +199,9 @@ def stacked(params: Tree, stack: Callable[[list[Any]], Any]) -> Tree:
     import jax
 
     layers = params["transformer"]["h"]
-    stacked_layers = jax.tree.map(lambda *leaves: stack(list(leaves)), *(layers[str(i)] for i in range(len(layers))))
+    stacked_layers = jax.tree.map(
+        lambda *leaves: stack(list(leaves)), *(layers[str(i)] for i in range(len(layers)))
+    )
     return params | {"transformer": params["transformer"] | {"h": {"scan_decoder": stacked_layers}}}
 
 

@@ -49,7 +49,10 @@ def main() -> None:
     from tests.helpers.tiny_configs import GOLDEN
 
     torch.set_num_threads(1)
-    lines = (f"{json.dumps(name)}: {json.dumps(greedy_entry(name), separators=(',', ':'))}" for name in GOLDEN)
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(greedy_entry(name), separators=(',', ':'))}"
+        for name in GOLDEN
+    )
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

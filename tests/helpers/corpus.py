@@ -39,7 +39,9 @@ def encode(tokenizer: Path, text: str) -> list[int]:
 
 def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Path:
     """Write one JSON object per document; return the path."""
-    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(documents)))
+    path.write_text(
+        "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(documents))
+    )
     return path
 
 

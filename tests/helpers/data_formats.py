@@ -31,7 +31,9 @@ def write_csv_files(folder: Path, rows: Rows) -> list[Path]:
     paths = [folder / "a.csv", folder / "a.tsv"]
     for path in paths:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer = csv.DictWriter(
+                file, [*rows[0]], delimiter="\t" if path.suffix == ".tsv" else ","
+            )
             writer.writeheader()
             writer.writerows(rows)
     return [*paths, _write(folder / "b.csv.gz", gzip.compress(paths[0].read_bytes()))]

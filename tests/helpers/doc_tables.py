@@ -45,4 +45,6 @@ def check_names(names: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Non
         words = command.split()[1:]
         assert main([*words[: 2 if words[0] == "launch" else 1], "--help"]) == OK, command
         options = capsys.readouterr().out
-        assert all(re.search(rf"{word}\b", options) for word in words if word.startswith("--")), command
+        assert all(re.search(rf"{word}\b", options) for word in words if word.startswith("--")), (
+            command
+        )

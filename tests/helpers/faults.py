@@ -64,7 +64,9 @@ def kill(*args: object, **more: object) -> None:
     raise Killed
 
 
-def run_until_killed(monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int) -> Path:
+def run_until_killed(
+    monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int
+) -> Path:
     """Kill a run after a number of syncs, and return its staging folder."""
     real_sync, remaining = Files.sync, iter(range(syncs))
 

@@ -28,16 +28,23 @@ from typing import IO, Any
 PRELOADED = (
     "numpy",
     "prepcli.cli.main",
-    "prepcli.commands.export",
+    "prepcli.operations.export",
     "prepcli.commands.inspect",
-    "prepcli.commands.pad_vocab",
-    "prepcli.commands.push",
-    "prepcli.commands.save_init",
+    "prepcli.operations.pad_vocab",
+    "prepcli.operations.push",
+    "prepcli.operations.save_init",
     "prepcli.commands.verify",
     "pydantic.type_adapter",
     "zstandard",
 )
-PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")  # by huggingface_hub
+PRELOADED_IF_INSTALLED = (
+    "filelock",
+    "httpx",
+    "httpx2",
+    "tqdm.auto",
+    "truststore",
+    "yaml",
+)  # by huggingface_hub
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MAX_REQUEST_NBYTES = 1 << 17
 MAX_FD = 256
@@ -46,7 +53,9 @@ MAX_FD = 256
 class ForkedProcess:
     """A forked command, with the part of the interface of `subprocess.Popen[bytes]` that tests use."""
 
-    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes], *, status: socket.socket) -> None:
+    def __init__(
+        self, pid: int, stdout: IO[bytes], stderr: IO[bytes], *, status: socket.socket
+    ) -> None:
         self.pid, self.stdout, self.stderr = pid, stdout, stderr
         self.returncode: int | None = None
         self._status = status
@@ -106,7 +115,10 @@ def _wait_readable(files: Sequence[Any], timeout: float | None) -> list[Any]:
 
 
 def start_python(
-    script: str, *words: str, cwd: str | os.PathLike[str] = ".", env: Mapping[str, str] | None = None
+    script: str,
+    *words: str,
+    cwd: str | os.PathLike[str] = ".",
+    env: Mapping[str, str] | None = None,
 ) -> ForkedProcess:
     """Start a script with the arguments `words` in a folder, like `python -c`."""
     variables = dict(os.environ if env is None else env)
@@ -122,7 +134,10 @@ def start_python(
 
 
 def run_python(
-    script: str, *words: str, cwd: str | os.PathLike[str] = ".", env: Mapping[str, str] | None = None
+    script: str,
+    *words: str,
+    cwd: str | os.PathLike[str] = ".",
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `start_python` does, and return its exit code and output."""
     process = start_python(script, *words, cwd=cwd, env=env)

@@ -35,9 +35,35 @@ EXIT_CODES = {0, 1, 2}
 
 NUMBERS = (0, -1, 1, 2, 7, 131, 1 << 31, 1 << 63, 10**18, 10**30, 10**400, 0.5, -0.0, 1e-300, 1e300)
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, "", "x", "9" * 5000, "a\x00b", "\ud800", "\u202e", "../x", "[" * 500, "NaN", "1e5", "auto"),
+    *(
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "9" * 5000,
+        "a\x00b",
+        "\ud800",
+        "\u202e",
+        "../x",
+        "[" * 500,
+        "NaN",
+        "1e5",
+        "auto",
+    ),
     *NUMBERS,
-    *(math.nan, math.inf, -math.inf, [], {}, [[]], [1, "a", None], {"a": {"b": []}}, [0.0, math.inf], list(range(300))),
+    *(
+        math.nan,
+        math.inf,
+        -math.inf,
+        [],
+        {},
+        [[]],
+        [1, "a", None],
+        {"a": {"b": []}},
+        [0.0, math.inf],
+        list(range(300)),
+    ),
 )
 TOML_VALUES = (
     *(
@@ -56,7 +82,18 @@ TOML_VALUES = (
         "-inf",
         "0.5",
     ),
-    *("[]", "[1]", '["a", 1]', "{}", "{a = 1}", "[" * 200 + "]" * 200, "1979-05-27", "07:32:00", '"${X}"', '"\\u0000"'),
+    *(
+        "[]",
+        "[1]",
+        '["a", 1]',
+        "{}",
+        "{a = 1}",
+        "[" * 200 + "]" * 200,
+        "1979-05-27",
+        "07:32:00",
+        '"${X}"',
+        '"\\u0000"',
+    ),
     *(
         '"gs://b/x"',
         '"1,1,1"',
@@ -147,7 +184,18 @@ KEYS = (
     "optimizer.freeze",
     "train.steps",
 )
-KEYS = (*KEYS, "mesh", "rules", "lora.rank", "lora.targets", "batch.size", "eval.path", "seed", "data.packing", "name")
+KEYS = (
+    *KEYS,
+    "mesh",
+    "rules",
+    "lora.rank",
+    "lora.targets",
+    "batch.size",
+    "eval.path",
+    "seed",
+    "data.packing",
+    "name",
+)
 OPTIONS = {
     "save-init": (
         "--mesh",
@@ -171,13 +219,38 @@ OPTIONS = {
         "--drop",
         "--memory",
     ),
-    "reshard": ("--mesh", "--rule", "--pad-vocab", "--dtype", "--scan-axis", "--compress", "--memory"),
-    "export": ("--shard-size", "--layout", "--format", "--dtype", "--true-vocab", "--step", "--config", "--memory"),
+    "reshard": (
+        "--mesh",
+        "--rule",
+        "--pad-vocab",
+        "--dtype",
+        "--scan-axis",
+        "--compress",
+        "--memory",
+    ),
+    "export": (
+        "--shard-size",
+        "--layout",
+        "--format",
+        "--dtype",
+        "--true-vocab",
+        "--step",
+        "--config",
+        "--memory",
+    ),
     "inspect": ("--shards", "--mesh", "--diff", "--sort", "--revision"),
     "plan": ("--mesh", "--devices", "--seq-length", "--batch-size", "--config"),
     "verify": ("--memory", "--config"),
     "models": (),
-    "launch slurm": ("--nodes", "--devices-per-node", "--env", "--time", "--job-name", "--log", "--setup"),
+    "launch slurm": (
+        "--nodes",
+        "--devices-per-node",
+        "--env",
+        "--time",
+        "--job-name",
+        "--log",
+        "--setup",
+    ),
 }
 
 
@@ -220,7 +293,17 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         start = rng.randrange(len(data) + 1)
         stop = min(len(data), start + rng.choice([1, 1, 2, 30]))
-        part = rng.choice([b"", rng.randbytes(stop - start), data[start:stop] * 3, b"9" * 400, b"[" * 300, b'"', b"\n"])
+        part = rng.choice(
+            [
+                b"",
+                rng.randbytes(stop - start),
+                data[start:stop] * 3,
+                b"9" * 400,
+                b"[" * 300,
+                b'"',
+                b"\n",
+            ]
+        )
         data = data[:start] + part + data[stop:]
     return data
 
@@ -238,24 +321,46 @@ def config_sample(rng: random.Random) -> list[str]:
     """Mutate the config.json of a Hugging Face folder; return a command that reads it."""
     folder = Path("changed")
     shutil.copytree(f"hf-{rng.randrange(len(ALL_CONFIGS))}", folder)
-    names = ["config.json", "config.json", "config.json", "model.safetensors.index.json", "generation_config.json"]
+    names = [
+        "config.json",
+        "config.json",
+        "config.json",
+        "model.safetensors.index.json",
+        "generation_config.json",
+    ]
     path = folder / rng.choice(names)
     if not path.exists():
         path.write_text('{"eos_token_id": 0, "temperature": 1.0}')
     _mutate_file(path, rng)
     command = rng.choice(["save-init", "pad-vocab", "inspect", "plan", "verify"])
-    extra = {"plan": ["--mesh", "1,1,1"], "save-init": ["--out", "out"], "pad-vocab": ["--out", "out"]}.get(command, [])
+    extra = {
+        "plan": ["--mesh", "1,1,1"],
+        "save-init": ["--out", "out"],
+        "pad-vocab": ["--out", "out"],
+    }.get(command, [])
     return [command, str(folder), *extra, *(["--json"] if rng.random() < 0.3 else [])]
 
 
 def manifest_sample(rng: random.Random) -> list[str]:
     """Mutate the manifest or the metadata of an init; return a command that reads it."""
     shutil.copytree("init", "changed")
-    path = Path("changed", rng.choice(["prep-manifest.json", "prep-manifest.json", "_METADATA", "hf/config.json"]))
+    path = Path(
+        "changed",
+        rng.choice(["prep-manifest.json", "prep-manifest.json", "_METADATA", "hf/config.json"]),
+    )
     _mutate_file(path, rng)
     command = rng.choice(["export", "reshard", "inspect", "plan", "verify"])
-    extra = {"plan": ["--mesh", "1,1,1"], "export": ["--out", "out"], "reshard": ["--out", "out", "--mesh", "1,1,1"]}
-    return [command, "changed", *extra.get(command, []), *(["--json"] if rng.random() < 0.3 else [])]
+    extra = {
+        "plan": ["--mesh", "1,1,1"],
+        "export": ["--out", "out"],
+        "reshard": ["--out", "out", "--mesh", "1,1,1"],
+    }
+    return [
+        command,
+        "changed",
+        *extra.get(command, []),
+        *(["--json"] if rng.random() < 0.3 else []),
+    ]
 
 
 def recipe_sample(rng: random.Random) -> list[str]:
@@ -268,18 +373,30 @@ def recipe_sample(rng: random.Random) -> list[str]:
         if equals and kind < 0.6:
             lines[index] = f"{key} = {rng.choice(TOML_VALUES)}"
         elif kind < 0.75:
-            name = rng.choice([*(key.rpartition(".")[2] for key in KEYS), ".".join("a" * 500), '"\\n"', "x" * 3000])
+            name = rng.choice(
+                [
+                    *(key.rpartition(".")[2] for key in KEYS),
+                    ".".join("a" * 500),
+                    '"\\n"',
+                    "x" * 3000,
+                ]
+            )
             lines.insert(index, f"{name} = {rng.choice(TOML_VALUES)}")
         elif kind < 0.85:
             lines.insert(
-                index, rng.choice(["[x]", "[model.x]", "[[data]]", "[", "x", "model:", "  path: x", "{", "\\"])
+                index,
+                rng.choice(
+                    ["[x]", "[model.x]", "[[data]]", "[", "x", "model:", "  path: x", "{", "\\"]
+                ),
             )
         else:
             del lines[index]
         lines = lines or [""]
     data = "\n".join(lines).encode()
     Path("recipe.toml").write_bytes(mutate_bytes(data, rng) if rng.random() < 0.15 else data)
-    return rng.choice([["plan", "recipe.toml", "--mesh", "1,1,1"], ["launch", "slurm", "recipe.toml"]])
+    return rng.choice(
+        [["plan", "recipe.toml", "--mesh", "1,1,1"], ["launch", "slurm", "recipe.toml"]]
+    )
 
 
 def override_sample(rng: random.Random) -> list[str]:
@@ -296,7 +413,9 @@ def override_sample(rng: random.Random) -> list[str]:
 def option_sample(rng: random.Random) -> list[str]:
     """Return a command with mutated values of its options."""
     command = rng.choice([*OPTIONS])
-    subject = {"models": [], "launch slurm": ["t.toml"]}.get(command, [rng.choice(["hf-2", "init", "init"])])
+    subject = {"models": [], "launch slurm": ["t.toml"]}.get(
+        command, [rng.choice(["hf-2", "init", "init"])]
+    )
     words = [*command.split(), *subject]
     for option in rng.sample(OPTIONS[command], min(len(OPTIONS[command]), rng.randint(1, 2))):
         words += [option, rng.choice(TEXTS)]
@@ -334,7 +453,9 @@ def run_sample(number: int, seed: int) -> tuple[str, int, Failure | None]:
         why = f"exit code {code}"
     elif BUG in message:
         why = message.partition("why: ")[2].partition("\n")[0]
-    elif code and len(message) > (MAX_RECIPE_MESSAGE_CHARS if kind in RECIPE_KINDS else MAX_MESSAGE_CHARS):
+    elif code and len(message) > (
+        MAX_RECIPE_MESSAGE_CHARS if kind in RECIPE_KINDS else MAX_MESSAGE_CHARS
+    ):
         why = f"a message of {len(message):,} characters: {message[:300]}"
     elif "--json" in words:
         json.loads(out.getvalue())
@@ -352,7 +473,9 @@ def prepare_folder() -> None:
         assert main(["save-init", "hf", "--out", "init", "-q"]) == 0
 
 
-def run_samples(numbers: Sequence[int], seed: int) -> tuple[Counter[tuple[str, int]], list[Failure]]:
+def run_samples(
+    numbers: Sequence[int], seed: int
+) -> tuple[Counter[tuple[str, int]], list[Failure]]:
     """Run samples in a temporary folder; return the outcomes by kind and exit code, and the failures."""
     outcomes = Counter[tuple[str, int]]()
     failures = list[Failure]()
@@ -381,7 +504,9 @@ def run_program() -> int:
     numbers = range(options.count) if options.number is None else [options.number]
     outcomes, failures = run_samples(numbers, options.seed)
     for failure in failures:
-        print(f"{failure.number}: {' '.join(word[:60] for word in failure.words)!r}\n    {failure.why[:300]}")
+        print(
+            f"{failure.number}: {' '.join(word[:60] for word in failure.words)!r}\n    {failure.why[:300]}"
+        )
     for (kind, code), count in sorted(outcomes.items()):
         print(f"{kind:10} exit code {code}: {count:6,}")
     print(f"{len(failures)} failures")

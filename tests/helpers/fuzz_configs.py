@@ -22,14 +22,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prepcli.testing.tiny_transformers import model_logits, random_batch, random_tensors, tiny_transformer
-from prepcli.testing.torch_transformers import TensorMismatchError, torch_logits, torch_model, torch_random_model
+from prepcli.testing.tiny_transformers import (
+    model_logits,
+    random_batch,
+    random_tensors,
+    tiny_transformer,
+)
+from prepcli.testing.torch_transformers import (
+    TensorMismatchError,
+    torch_logits,
+    torch_model,
+    torch_random_model,
+)
 from tests.helpers.fuzz_samples import BASE_CONFIGS, SEQ_LENGTH, Sample, make_sample
 from trainer.models.errors import PrepError
 from trainer.models.parameters import HFConfig
 
 ATOL = 2e-5
-MAX_ROUNDING_ERRORS = 20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
+MAX_ROUNDING_ERRORS = (
+    20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
+)
 BATCH_SIZE = 2
 CHILD_SAMPLES = 40  # samples per child process; a sample leaves up to 190 MB in memory
 CHILD_MEMORY_NBYTES = 10 << 30  # transformers makes lists as long as a config says
@@ -94,9 +106,15 @@ def _run_prep(config: HFConfig, has_stored_head: bool) -> PrepForward:
     tensors = random_tensors(config, has_stored_head=has_stored_head)
     transformer = tiny_transformer(config, has_stored_head=has_stored_head)
     model = transformer.model
-    train_batch = random_batch(model.true_vocab_size, BATCH_SIZE, SEQ_LENGTH, 1, model.arch_config.encoder is not None)
-    batch = {name: train_batch[name] for name in ("tokens", "source", "present") if name in train_batch}
-    return PrepForward(tensors, batch, model_logits(model, transformer.params_from_tensors(tensors), batch))
+    train_batch = random_batch(
+        model.true_vocab_size, BATCH_SIZE, SEQ_LENGTH, 1, model.arch_config.encoder is not None
+    )
+    batch = {
+        name: train_batch[name] for name in ("tokens", "source", "present") if name in train_batch
+    }
+    return PrepForward(
+        tensors, batch, model_logits(model, transformer.params_from_tensors(tensors), batch)
+    )
 
 
 def _torch_logits(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -107,26 +125,36 @@ def _torch_computes(config: HFConfig) -> bool:
     """Return whether transformers computes finite logits for a config, with its own initial values."""
     try:
         model = torch_random_model(config)
-        batch = random_batch(int(config["vocab_size"]), BATCH_SIZE, SEQ_LENGTH, 1, model.config.is_encoder_decoder)
+        batch = random_batch(
+            int(config["vocab_size"]), BATCH_SIZE, SEQ_LENGTH, 1, model.config.is_encoder_decoder
+        )
         return bool(np.isfinite(_torch_logits(model, batch)).all())
     except Exception:
         return False
 
 
-def run_chunk(family: str, seed: int, numbers: Sequence[int]) -> list[tuple[int, Sample, FuzzResult]]:
+def run_chunk(
+    family: str, seed: int, numbers: Sequence[int]
+) -> list[tuple[int, Sample, FuzzResult]]:
     """Return the number, sample and outcome of each sample of a family, computed in this process."""
     samples = ((number, make_sample(family, seed, number)) for number in numbers)
     return [(number, sample, compare_sample(sample)) for number, sample in samples]
 
 
-def run_samples(family: str, seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, Sample, FuzzResult]]:
+def run_samples(
+    family: str, seed: int, numbers: Sequence[int]
+) -> Iterator[tuple[int, Sample, FuzzResult]]:
     """Yield the number, sample and outcome of each sample of a family.
 
     Samples run in child processes of at most `CHILD_SAMPLES` each, because the compiled functions of a sample stay in
     memory.
     """
-    chunks = [numbers[start : start + CHILD_SAMPLES] for start in range(0, len(numbers), CHILD_SAMPLES)]
-    children = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=prepare_child, max_tasks_per_child=1)
+    chunks = [
+        numbers[start : start + CHILD_SAMPLES] for start in range(0, len(numbers), CHILD_SAMPLES)
+    ]
+    children = ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=prepare_child, max_tasks_per_child=1
+    )
     with children:
         for chunk in chunks:
             yield from children.submit(run_chunk, family, seed, chunk).result()
@@ -172,20 +200,28 @@ def run_family(family: str, seed: int, numbers: Sequence[int], verbose: bool) ->
         results.append(result)
         if result.outcome == "wrong" or (verbose and result.outcome != "equal"):
             note = " (transformers computes it)" if result.torch_computes else ""
-            print(f"{family} {number} of seed {seed}: {result.outcome}{note}: {result.why}\n  {sample}", flush=True)
+            print(
+                f"{family} {number} of seed {seed}: {result.outcome}{note}: {result.why}\n  {sample}",
+                flush=True,
+            )
     return results
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.helpers.fuzz_configs", description="Compare random configs with transformers."
+        prog="python -m tests.helpers.fuzz_configs",
+        description="Compare random configs with transformers.",
     )
-    parser.add_argument("--family", action="append", choices=[*BASE_CONFIGS], help="a family; all by default")
+    parser.add_argument(
+        "--family", action="append", choices=[*BASE_CONFIGS], help="a family; all by default"
+    )
     parser.add_argument("--count", type=int, default=100, help="samples of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, help="run this sample alone")
-    parser.add_argument("--verbose", action="store_true", help="print every sample that is not equal")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every sample that is not equal"
+    )
     options = parser.parse_args(arguments)
     numbers = range(options.count) if options.number is None else [options.number]
     print(TABLE_HEADER, flush=True)

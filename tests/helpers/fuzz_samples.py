@@ -27,9 +27,34 @@ LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = (
 BASE_CONFIGS: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
     name: NEWER_FAMILIES[name] for name in FAMILIES if name in NEWER_FAMILIES
 }
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu", "mish")
+ACTIVATIONS = (
+    "gelu",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "quick_gelu",
+    "silu",
+    "swish",
+    "relu",
+    "mish",
+)
 ROPE_TYPES = ("default", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
-INVALID_VALUES = (None, "no such thing", -1, 0, 1, [], {}, 2.5, True, False, [0], {"rope_type": 3}, 10**400, 1e-300)
+INVALID_VALUES = (
+    None,
+    "no such thing",
+    -1,
+    0,
+    1,
+    [],
+    {},
+    2.5,
+    True,
+    False,
+    [0],
+    {"rope_type": 3},
+    10**400,
+    1e-300,
+)
 ValueSampler = Callable[[random.Random, Mapping[str, Any]], Any]
 
 
@@ -51,7 +76,11 @@ def head_size(config: Mapping[str, Any]) -> int:
     head_dim = config.get("head_dim")
     if isinstance(head_dim, int) and 0 < head_dim < 99:
         return head_dim
-    return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads < 99 else 8
+    return (
+        width // heads
+        if isinstance(width, int) and isinstance(heads, int) and 0 < heads < 99
+        else 8
+    )
 
 
 def layer_types(*names: str) -> ValueSampler:
@@ -68,7 +97,9 @@ def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any
     """Return `attention_types` of GPT-Neo, mostly for the right number of layers."""
     layers = layer_count(config)
     names = [rng.choice(("global", "local")) for _ in range(layers)]
-    return rng.choice(([[names, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, []))
+    return rng.choice(
+        ([[names, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, [])
+    )
 
 
 def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
@@ -78,12 +109,20 @@ def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
     if rope_type != "default":
         scaling |= {"factor": rng.choice((1.0, 2.0, 4, 8.0, 0.5))}
     if rope_type == "llama3":
-        scaling |= {"low_freq_factor": rng.choice((1.0, 2)), "high_freq_factor": rng.choice((4.0, 8.0))}
+        scaling |= {
+            "low_freq_factor": rng.choice((1.0, 2)),
+            "high_freq_factor": rng.choice((4.0, 8.0)),
+        }
     if rope_type == "longrope":
         pairs = int(head_size(config) * (config.get("partial_rotary_factor") or 1)) // 2
-        scaling |= {key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)] for key in ("short_factor", "long_factor")}
+        scaling |= {
+            key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)]
+            for key in ("short_factor", "long_factor")
+        }
     if rope_type in ("llama3", "longrope", "yarn"):
-        scaling |= rng.choice(({}, {"original_max_position_embeddings": rng.choice((1, 8, 16, 64))}))
+        scaling |= rng.choice(
+            ({}, {"original_max_position_embeddings": rng.choice((1, 8, 16, 64))})
+        )
     optional = {
         "rope_theta": (100.0, 5000, 5e5), "partial_rotary_factor": (0.5, 1.0, 0.75), "truncate": (True, False),
         "attention_factor": (0.9, 1.3, None), "beta_fast": (8.0, 64, 0, None), "beta_slow": (0.5, 2, None),
@@ -99,10 +138,14 @@ def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
 
 def random_nested_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return rope parameters per layer type, in the form of transformers 5."""
-    parameters: dict[str, Any] = {name: random_rope(rng, config) for name in LAYER_TYPES if rng.random() < 0.9}
+    parameters: dict[str, Any] = {
+        name: random_rope(rng, config) for name in LAYER_TYPES if rng.random() < 0.9
+    }
     if rng.random() < 0.1:
         parameters["truncate"] = rng.choice((True, False))
-    return rng.choice((parameters, parameters, parameters, parameters, random_rope(rng, config), None))
+    return rng.choice(
+        (parameters, parameters, parameters, parameters, random_rope(rng, config), None)
+    )
 
 
 FLAG, DROPOUT, TOKEN = (
@@ -111,16 +154,24 @@ FLAG, DROPOUT, TOKEN = (
     one_of(*(0, 1, 28, None) * 3, 29),
 )
 WIDTH, COUNT, THETA = one_of(16, 24, 32), one_of(1, 2, 3), one_of(100.0, 5000, 5e5, 1e6)
-EPS, WINDOW, ACT = one_of(1e-6, 1e-5, 1e-3, 0.1, 0.5), one_of(1, 3, 5, 8, 64, None, 4096), one_of(*ACTIVATIONS)
+EPS, WINDOW, ACT = (
+    one_of(1e-6, 1e-5, 1e-3, 0.1, 0.5),
+    one_of(1, 3, 5, 8, 64, None, 4096),
+    one_of(*ACTIVATIONS),
+)
 INNER, SOFTCAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
 
 VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), COUNT),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), one_of(1, 2, 2, 4, 3)),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), one_of(20, 24, 64, 300)),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"), ACT),
+    **dict.fromkeys(
+        ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"), ACT
+    ),
     **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), EPS),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), THETA),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), one_of(0.25, 0.5, 0.75, 1.0, None)),
@@ -130,7 +181,9 @@ VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), STD),
     **dict.fromkeys(("num_experts", "num_local_experts"), one_of(1, 3, 5)),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), TOKEN),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "is_encoder_decoder"), one_of(False)),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "is_encoder_decoder"), one_of(False)
+    ),
     "eos_token_id": one_of(0, 1, [0, 1], None),
     "layer_types": layer_types(*LAYER_TYPES),
     "attention_layers": layer_types("global", "local"),
@@ -165,18 +218,39 @@ VALUES: Mapping[str, ValueSampler] = {
     "router_jitter_noise": one_of(0.0, 0.1),
     "per_layer_config": one_of({"0": {"intermediate_size": 8}}, {"1": {"sliding_window": 2}}, None),
 }
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-EXTRA_FIELDS: Mapping[str, Sequence[str]] = {  # config fields that the config class lacks or names differently
+ROPE_FIELDS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+)
+EXTRA_FIELDS: Mapping[
+    str, Sequence[str]
+] = {  # config fields that the config class lacks or names differently
     "gpt_neo": ("attention_layers",),
     "gpt_neox": (*ROPE_FIELDS, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
-    "gemma3_text": (*ROPE_FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
-    "t5": ("tie_word_embeddings", "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "decoder_start_token_id"),
+    "gemma3_text": (
+        *ROPE_FIELDS,
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "rope_local_base_freq",
+    ),
+    "t5": (
+        "tie_word_embeddings",
+        "scale_decoder_outputs",
+        "dense_act_fn",
+        "is_gated_act",
+        "decoder_start_token_id",
+    ),
     "mistral": (*ROPE_FIELDS, "layer_types"),
     "mixtral": (*ROPE_FIELDS, "layer_types"),
     "qwen3_moe": (*ROPE_FIELDS, "layer_types", "head_dim"),
     "phi3": (*ROPE_FIELDS, "layer_types", "head_dim"),
     "qwen2": (*ROPE_FIELDS, "head_dim"),
-    **dict.fromkeys(("llama", "qwen3", "gemma", "gemma2"), (*ROPE_FIELDS, "original_max_position_embeddings")),
+    **dict.fromkeys(
+        ("llama", "qwen3", "gemma", "gemma2"), (*ROPE_FIELDS, "original_max_position_embeddings")
+    ),
 }
 SIZE_FIELD_PARTS = (  # parts of the names of fields whose default makes a large model
     "hidden", "embd", "d_model", "d_ff", "inner", "interm", "layer", "vocab", "ffn", "num_exp", "position", "proj_d",
@@ -208,7 +282,9 @@ def fields_to_change(family: str) -> list[str]:
     class_fields = [field.name for field in dataclasses.fields(config_class)]
     fields = (*class_fields, *config_class.attribute_map, *EXTRA_FIELDS.get(family, ()))
     names = [name for name in fields if name not in SKIPPED_FIELDS]
-    return names + 3 * [name for name in names if not any(part in name for part in INERT_FIELD_PARTS)]
+    return names + 3 * [
+        name for name in names if not any(part in name for part in INERT_FIELD_PARTS)
+    ]
 
 
 def make_sample(family: str, seed: int, number: int) -> Sample:

@@ -14,7 +14,10 @@ from prepcli.formats.msgpack import KeyPath, MsgpackKind
 
 FOLDER = Path(__file__).parents[1] / "golden" / "flax"
 LLAMA = FOLDER / "llama"
-MODELS = [FOLDER / name for name in ("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated")]
+MODELS = [
+    FOLDER / name
+    for name in ("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated")
+]
 FILES: dict[str, MsgpackKind] = {
     **{f"{model.name}/flax/flax_model.msgpack": "flax" for model in MODELS},
     "llama/boxed.msgpack": "flax",
@@ -35,7 +38,9 @@ def decode_msgpack(data: bytes, kind: MsgpackKind) -> dict[KeyPath, Any]:
         return dict(_leaves((), _unpack(data)))
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(data)
-    return {path: leaf for key, value in unpacker for path, leaf in _leaves(tuple(key), _unpack(value))}
+    return {
+        path: leaf for key, value in unpacker for path, leaf in _leaves(tuple(key), _unpack(value))
+    }
 
 
 def _unpack(data: bytes) -> Any:
@@ -56,7 +61,12 @@ def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
     elif "__msgpack_chunked_array__" in value:
         chunks = [value["chunks"][str(i)] for i in range(len(value["chunks"]))]
-        yield path, np.concatenate(chunks).reshape([value["shape"][str(i)] for i in range(len(value["shape"]))])
+        yield (
+            path,
+            np.concatenate(chunks).reshape(
+                [value["shape"][str(i)] for i in range(len(value["shape"]))]
+            ),
+        )
     else:
         for key, inner in value.items():
             yield from _leaves((*path, key), inner)

@@ -17,7 +17,9 @@ GOOD_OFFSETS = (0, 113, 277)  # numbers that no other part of a small file has
 def stream_bytes(batch: pa.RecordBatch, *, compression: str | None = None) -> bytes:
     """Return a batch in the stream format of Arrow."""
     buffer = io.BytesIO()
-    with ipc.new_stream(buffer, batch.schema, options=ipc.IpcWriteOptions(compression=compression)) as writer:
+    with ipc.new_stream(
+        buffer, batch.schema, options=ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
         writer.write_batch(batch)
     return buffer.getvalue()
 
@@ -25,7 +27,9 @@ def stream_bytes(batch: pa.RecordBatch, *, compression: str | None = None) -> by
 def file_bytes(batch: pa.RecordBatch, *, compression: str | None = None) -> bytes:
     """Return a batch in the file format of Arrow."""
     buffer = io.BytesIO()
-    with ipc.new_file(buffer, batch.schema, options=ipc.IpcWriteOptions(compression=compression)) as writer:
+    with ipc.new_file(
+        buffer, batch.schema, options=ipc.IpcWriteOptions(compression=compression)
+    ) as writer:
         writer.write_batch(batch)
     return buffer.getvalue()
 
@@ -37,9 +41,13 @@ def parquet_bytes(batch: pa.RecordBatch, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def text_batch(offsets: Sequence[int] = GOOD_OFFSETS, text: bytes = b"x" * GOOD_OFFSETS[-1]) -> pa.RecordBatch:
+def text_batch(
+    offsets: Sequence[int] = GOOD_OFFSETS, text: bytes = b"x" * GOOD_OFFSETS[-1]
+) -> pa.RecordBatch:
     """Return texts of these offsets; whether they are UTF-8 is not checked."""
-    array = pa.StringArray.from_buffers(len(offsets) - 1, pa.py_buffer(_numbers(offsets)), pa.py_buffer(text))
+    array = pa.StringArray.from_buffers(
+        len(offsets) - 1, pa.py_buffer(_numbers(offsets)), pa.py_buffer(text)
+    )
     return pa.RecordBatch.from_arrays([array], names=["text"])
 
 
@@ -48,7 +56,9 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 
 def _list_batch() -> pa.RecordBatch:
-    array = pa.ListArray.from_arrays(pa.array(GOOD_OFFSETS, pa.int32()), pa.array([0] * GOOD_OFFSETS[-1], pa.int8()))
+    array = pa.ListArray.from_arrays(
+        pa.array(GOOD_OFFSETS, pa.int32()), pa.array([0] * GOOD_OFFSETS[-1], pa.int8())
+    )
     return pa.RecordBatch.from_arrays([array], names=["text"])
 
 

@@ -32,10 +32,16 @@ class FakeRepo:
     error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
     revisions: tuple[str, ...] = ("main", COMMIT)
     sizes: Mapping[str, int] = field(default_factory=dict)  # reported instead of the true sizes
-    store: FakeFileStore | None = None  # stores the large files (LFS), by the SHA-256 of their content
+    store: FakeFileStore | None = (
+        None  # stores the large files (LFS), by the SHA-256 of their content
+    )
     large: tuple[str, ...] = ()
-    faults: FaultInjector = field(default_factory=FaultInjector)  # of byte ranges that the hub serves itself
-    stalls: Mapping[str, str] = field(default_factory=dict)  # part of a request line -> one of loopback.STALL_KINDS
+    faults: FaultInjector = field(
+        default_factory=FaultInjector
+    )  # of byte ranges that the hub serves itself
+    stalls: Mapping[str, str] = field(
+        default_factory=dict
+    )  # part of a request line -> one of loopback.STALL_KINDS
     num_surplus: int = 0  # bytes that a faulty proxy adds to each file
     model_info: bytes | None = None  # sent instead of the repository's description
 
@@ -47,7 +53,9 @@ class FakeHub:
     url: str
     requests: list[str] = field(default_factory=list)
     sent: list[SentRange] = field(default_factory=list)
-    authorizations: list[tuple[str, str]] = field(default_factory=list)  # request and its Authorization header
+    authorizations: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # request and its Authorization header
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the variables that make huggingface_hub use this hub, and a cache under `home`."""
@@ -56,7 +64,12 @@ class FakeHub:
 
 def hub_environment(url: str, home: Path) -> dict[str, str]:
     """Return the variables of `FakeHub.environment` for any URL."""
-    return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
 
 
 @contextmanager
@@ -101,7 +114,9 @@ class _Handler(loopback.Handler):
         owner, name, *rest = parts[2:] if is_api else parts[1:] if parts[0] == "datasets" else parts
         repo = self.served.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))
         revision = rest[1] if len(rest) > 1 else "main"
-        stalled = next((kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), "")
+        stalled = next(
+            (kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), ""
+        )
         if stalled:
             loopback.stall(self, stalled)
         elif is_api and repo.model_info is not None:
@@ -130,7 +145,9 @@ class _Handler(loopback.Handler):
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_etag(content)}"'}
         if name in repo.large and repo.store is not None:
             linked = {"X-Linked-ETag": f'"{_sha256(content)}"', "X-Linked-Size": str(len(content))}
-            self._send(302, b"", {**headers, **linked, "Location": repo.store.signed_url(_sha256(content))})
+            self._send(
+                302, b"", {**headers, **linked, "Location": repo.store.signed_url(_sha256(content))}
+            )
             return
         if self.command == "GET" and self.headers.get("Range", "").partition("-")[2]:
             span = send_range(self, content, repo.faults.next_fault(), headers)
@@ -167,7 +184,15 @@ def _size(repo: FakeRepo, name: str) -> int:
 
 def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
     siblings = [_sibling(repo, name, content) for name, content in repo.files.items()]
-    return {"id": hub_id, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0, "likes": 0}
+    return {
+        "id": hub_id,
+        "sha": COMMIT,
+        "siblings": siblings,
+        "tags": [],
+        "private": False,
+        "downloads": 0,
+        "likes": 0,
+    }
 
 
 def _sibling(repo: FakeRepo, name: str, content: bytes) -> dict[str, object]:

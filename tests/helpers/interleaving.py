@@ -33,7 +33,12 @@ CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "write", "pwrite", "
 COARSE = frozenset({"wait", "replace"})  # interruption points in addition to `sleep` and `step`
 FINE = COARSE | {"open", "flock", "close", "rename", *READS, *CHANGES}
 ANY = 1 << 30
-STEPS_S = (25.0, 700.0, 700.0, 700.0)  # seconds of each tick: more than REJOIN_S, then more than PATIENCE_S
+STEPS_S = (
+    25.0,
+    700.0,
+    700.0,
+    700.0,
+)  # seconds of each tick: more than REJOIN_S, then more than PATIENCE_S
 
 
 class Killed(BaseException):
@@ -84,7 +89,13 @@ class World:
     current: World | None = None
 
     def __init__(
-        self, folder: Path, processes: Sequence[Process], *, points: frozenset[str], kills: int, switches: int
+        self,
+        folder: Path,
+        processes: Sequence[Process],
+        *,
+        points: frozenset[str],
+        kills: int,
+        switches: int,
     ) -> None:
         """Create a world. `switches` limits the interruptions of a process that could continue."""
         self.folder, self.processes, self.points = folder, processes, points
@@ -103,7 +114,9 @@ class World:
         starts = [("start", n) for n, p in numbered if p.thread is None and p.may_start()]
         kills = [("kill", n) for n, p in numbered if p.is_live and self.kills]
         if not runs and not starts and any(p.is_live for p in self.processes):
-            assert self.ticks < len(STEPS_S), f"waits for ever: {[(p.label, p.is_done) for p in self.processes]}"
+            assert self.ticks < len(STEPS_S), (
+                f"waits for ever: {[(p.label, p.is_done) for p in self.processes]}"
+            )
             return [("tick", 0), *kills]
         if not self.switches and ("run", self.last) in runs:
             return [("run", self.last), *kills]
@@ -189,7 +202,9 @@ class World:
         if process.is_killed:
             raise Killed
 
-    def operation(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def operation(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         """Run an operation of the current thread."""
         process = self.threads.get(threading.get_ident())
         if process is None:
@@ -275,7 +290,11 @@ _REAL: dict[str, Any] = {"close": os.close, "flock": fcntl.flock}
 
 
 def _file_name(args: tuple[Any, ...]) -> str:
-    return os.path.basename(os.fspath(args[0])) if args and isinstance(args[0], str | os.PathLike) else ""
+    return (
+        os.path.basename(os.fspath(args[0]))
+        if args and isinstance(args[0], str | os.PathLike)
+        else ""
+    )
 
 
 def _observation(name: str, result: Any, args: tuple[Any, ...]) -> Any:

@@ -47,7 +47,9 @@ def run_interrupted(call: Callable[[], object], at: int | None) -> InterruptedCa
         if event in ("call", "return", "c_return"):
             ended.num_events += 1
             if ended.num_events - 1 == at:
-                raise SimulatedSignal(f"{event} at line {frame.f_lineno} of {frame.f_code.co_filename}")
+                raise SimulatedSignal(
+                    f"{event} at line {frame.f_lineno} of {frame.f_code.co_filename}"
+                )
 
     def run() -> None:
         try:
@@ -58,7 +60,9 @@ def run_interrupted(call: Callable[[], object], at: int | None) -> InterruptedCa
         finally:
             sys.setprofile(None)
 
-    thread = threading.Thread(target=run, daemon=True)  # a call that hangs must not keep the tests from ending
+    thread = threading.Thread(
+        target=run, daemon=True
+    )  # a call that hangs must not keep the tests from ending
     thread.start()
     thread.join(MAX_S)
     assert not thread.is_alive(), f"the call hangs after an exception at its event {at}"

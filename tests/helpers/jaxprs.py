@@ -15,4 +15,6 @@ def walk_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from walk_equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                    yield from walk_equations(
+                        inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                    )

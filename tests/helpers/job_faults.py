@@ -94,10 +94,17 @@ def run_job(
         settings: Further recipe keys.
         compiled: Folder of compiled steps, which jax reads and writes; None to compile in each job.
     """
-    words = [word for key, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{key}={value}")]
+    words = [
+        word
+        for key, value in {**SETTINGS, **settings}.items()
+        for word in ("--set", f"{key}={value}")
+    ]
     env = {"PYTHONPATH": str(ROOT)}
     if compiled:
-        env |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
     changes = {fault.victim: fault.change} if fault else {}
     command = ("train", "recipe.toml", "--out", out, *words)
     processes = start_processes(*command, count=2, devices=2, cwd=folder, env=env, changes=changes)
@@ -109,7 +116,10 @@ def run_job(
         for index in {0, 1} - suspended:
             processes[index].wait(timeout=MAX_S)
         seconds = max(outputs[index].end_s() for index in {0, 1} - suspended - signalled)
-        codes = tuple(None if index in suspended else process.returncode for index, process in enumerate(processes))
+        codes = tuple(
+            None if index in suspended else process.returncode
+            for index, process in enumerate(processes)
+        )
     finally:
         for process in processes:
             process.kill()
@@ -128,7 +138,9 @@ def state_digest(run: Path) -> tuple[int, str]:
     return step, digest.hexdigest()
 
 
-def _begin(fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output], *, run: Path) -> float:
+def _begin(
+    fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output], *, run: Path
+) -> float:
     """Send the signal of a fault, or call its action, after its trigger; return the time."""
     wait_until(lambda: any(re.search(fault.trigger, output.text()) for output in outputs))
     time.sleep(fault.delay_s)

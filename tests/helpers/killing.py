@@ -30,7 +30,18 @@ COMMANDS = {
     "save-init": ["save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"],
     "reshard": ["reshard", "init", "--mesh", "1,4,8"],
     "export": ["export", "init"],
-    "cast": ["save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--init", "mean", "--dtype", "bfloat16"],
+    "cast": [
+        "save-init",
+        "./model",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+        "--init",
+        "mean",
+        "--dtype",
+        "bfloat16",
+    ],
     "merge": ["merge", "./adapter", "./model"],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }
@@ -77,7 +88,9 @@ class KillSetup:
             process = run_command(self, name, f"{name}-whole", "--json")
             assert process.returncode == 0, process.stderr
             took_s = time.monotonic() - started_s
-            self.runs[name] = UndisturbedRun(self.folder / f"{name}-whole", json.loads(process.stdout), took_s)
+            self.runs[name] = UndisturbedRun(
+                self.folder / f"{name}-whole", json.loads(process.stdout), took_s
+            )
         return self.runs[name]
 
     def expected_files(self, name: str) -> dict[str, bytes]:
@@ -95,13 +108,18 @@ def make_setup(folder: Path) -> KillSetup:
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
     layers = range(LARGE["num_layers"])
     make_adapter(folder / "adapter", {f"transformer.h.{n}.mlp.c_fc": (2048, 512) for n in layers})
-    assert run_prep("save-init", "./model", "--out", "init", "--pad-vocab", "8", cwd=folder).returncode == 0
+    assert (
+        run_prep("save-init", "./model", "--out", "init", "--pad-vocab", "8", cwd=folder).returncode
+        == 0
+    )
     return KillSetup(folder)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of all files below a folder, by relative path."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def start_command(setup: KillSetup, name: str, out: str, *more: str) -> ForkedProcess:
@@ -109,7 +127,9 @@ def start_command(setup: KillSetup, name: str, out: str, *more: str) -> ForkedPr
     return start_prep(*command_words(name, out, *more), cwd=setup.folder)
 
 
-def run_command(setup: KillSetup, name: str, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+def run_command(
+    setup: KillSetup, name: str, out: str, *more: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command, and return its exit code and output."""
     return run_prep(*command_words(name, out, *more), cwd=setup.folder)
 
@@ -121,7 +141,10 @@ def run_and_kill(
     took_s = setup.undisturbed(name).took_s
     latest_s = max(1.5 * took_s, took_s + 0.5 * (len(launch) - 1))
     moments = sorted((rng.uniform(0.2, 1.0) * latest_s, index) for index in range(len(launch)))
-    started_s, processes = time.monotonic(), [start_command(setup, name, out, *more) for more in launch]
+    started_s, processes = (
+        time.monotonic(),
+        [start_command(setup, name, out, *more) for more in launch],
+    )
     for moment_s, index in moments:
         time.sleep(max(0.0, started_s + moment_s - time.monotonic()))
         processes[index].kill()
@@ -143,7 +166,9 @@ def check_killed(
     for _ in range(kills):
         codes = run_and_kill(setup, name, out.name, rng.choice(launches), rng)
         assert set(codes) <= {0, -signal.SIGKILL}
-        assert out.exists() <= (published_names(out) == published_names(setup.undisturbed(name).out))
+        assert out.exists() <= (
+            published_names(out) == published_names(setup.undisturbed(name).out)
+        )
         if out.exists():
             break
     processes = [start_command(setup, name, out.name, *more) for more in rng.choice(launches)]
@@ -158,7 +183,11 @@ def check_killed(
 
 def published_names(folder: Path) -> set[str]:
     """Return the files of a published output without `.prep`, a leftover of kills after the rename."""
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and ".prep" not in p.parts}
+    return {
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and ".prep" not in p.parts
+    }
 
 
 def act_when_durable(

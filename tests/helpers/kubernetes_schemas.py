@@ -9,7 +9,9 @@ from pydantic.alias_generators import to_camel
 
 Label = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([numkMGTPE]|[KMGTPE]i)?$")]
-RuleName = Annotated[str, Field(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", max_length=128)]
+RuleName = Annotated[
+    str, Field(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", max_length=128)
+]
 ExclusiveKey = Literal["alpha.jobset.sigs.k8s.io/exclusive-topology"]
 
 
@@ -142,7 +144,9 @@ class Pod(Strict):
     """Spec of a pod."""
 
     affinity: Affinity | None = None
-    node_selector: dict[Annotated[str, Field(pattern=r"^cloud\.google\.com/gke-[a-z-]+$")], str] = {}
+    node_selector: dict[
+        Annotated[str, Field(pattern=r"^cloud\.google\.com/gke-[a-z-]+$")], str
+    ] = {}
     restart_policy: Literal["Never"]
     termination_grace_period_seconds: Annotated[int, Field(ge=0)]
     containers: Annotated[list[Container], Field(min_length=1)]
@@ -151,7 +155,11 @@ class Pod(Strict):
     @model_validator(mode="after")
     def _check_mounts(self) -> Pod:
         names = {volume.name for volume in self.volumes}
-        assert all(mount.name in names for container in self.containers for mount in container.volume_mounts)
+        assert all(
+            mount.name in names
+            for container in self.containers
+            for mount in container.volume_mounts
+        )
         return self
 
 
@@ -166,7 +174,9 @@ class ExitCodes(Strict):
 
     container_name: Label
     operator: Literal["In", "NotIn"]
-    values: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(min_length=1, max_length=255)]
+    values: Annotated[
+        list[Annotated[int, Field(ge=1, le=255)]], Field(min_length=1, max_length=255)
+    ]
 
 
 class Condition(Strict):
@@ -225,7 +235,9 @@ class JobSetRule(Strict):
 
     name: RuleName
     action: Literal["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
-    on_job_failure_reasons: list[Literal["PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"]]
+    on_job_failure_reasons: list[
+        Literal["PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"]
+    ]
 
 
 class FailurePolicy(Strict):

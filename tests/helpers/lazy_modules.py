@@ -16,7 +16,9 @@ class _LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest reads `__test__` and `_mock_name` of all that a test module has
+        if attribute.startswith(
+            "_"
+        ):  # pytest reads `__test__` and `_mock_name` of all that a test module has
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 

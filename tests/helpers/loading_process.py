@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.helpers.processes import join_job
 from tests.helpers.runs import MemoryReader
-from trainer.models.partition import Box
+from trainer.models.boxes import Box
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
@@ -40,10 +40,16 @@ def main() -> None:
     assert exchange_is_faster(MemoryReader({}, is_remote=True))
     loader = LeafLoader(reader, exchanges=True)
     for sizes in MESHES:
-        mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3)
+        mesh = Mesh(
+            np.array(jax.devices()).reshape(sizes),
+            ("dp", "fsdp", "mp"),
+            axis_types=(AxisType.Auto,) * 3,
+        )
         sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp", "mp"))
         for name in UNITS:
-            leaf = loader.load(name, jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+            leaf = loader.load(
+                name, jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            )
             for shard in leaf.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), array[shard.index])
     print(json.dumps({"read": reader.count, "elements": array.size * len(UNITS) * len(MESHES)}))

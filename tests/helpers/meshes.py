@@ -33,7 +33,11 @@ def mesh_texts(draw: st.DrawFn) -> str:
     """Draw the text of a mesh, by position or by name."""
     sizes = st.integers(1, 4)
     axes = draw(st.permutations(MESH_AXES))[: draw(st.integers(1, 4))]
-    parts = [f"{axis}:{draw(sizes)}" for axis in axes] if draw(st.booleans()) else [str(draw(sizes)) for _ in range(3)]
+    parts = (
+        [f"{axis}:{draw(sizes)}" for axis in axes]
+        if draw(st.booleans())
+        else [str(draw(sizes)) for _ in range(3)]
+    )
     return draw(st.sampled_from(["", "!"])) + ",".join(parts)
 
 

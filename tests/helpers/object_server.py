@@ -38,12 +38,19 @@ class FakeObjectStore:
     stall: str = ""  # one of loopback.STALL_KINDS, instead of `status`
     time: datetime = START
     has_conditions: bool = True  # whether writes may depend on the version of the object
-    versions: dict[str, tuple[int, datetime]] = field(default_factory=dict)  # generation and time of the last write
+    versions: dict[str, tuple[int, datetime]] = field(
+        default_factory=dict
+    )  # generation and time of the last write
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that make obstore use this store for both clouds."""
-        s3 = {"AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "x"}
+        s3 = {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_SKIP_SIGNATURE": "true",
+            "AWS_REGION": "x",
+        }
         return s3 | {"GOOGLE_BASE_URL": self.url, "GOOGLE_BEARER_TOKEN": "ya29.secret"}
 
     def version(self, key: str) -> tuple[int, datetime]:
@@ -57,7 +64,11 @@ class FakeObjectStore:
 
     def objects_below(self, prefix: str) -> dict[str, bytes]:
         """Return the objects below a prefix, by the rest of their keys."""
-        return {key.removeprefix(prefix): data for key, data in self.objects.items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): data
+            for key, data in self.objects.items()
+            if key.startswith(prefix)
+        }
 
 
 @contextmanager
@@ -96,7 +107,10 @@ class _Handler(loopback.Handler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/")
-        query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(parts.query, keep_blank_values=True).items()
+        }
         line = f"{self.command} {key}"
         self.fake.requests.append(line)
         if self.fake.failing_requests in line and self.fake.stall:
@@ -116,13 +130,22 @@ class _Handler(loopback.Handler):
             self._multipart(key, query)
 
     def _list(self, bucket: str, query: dict[str, str]) -> None:
-        prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
+        prefix, after = (
+            query.get("prefix", ""),
+            query.get("continuation-token", query.get("start-after", "")),
+        )
         keys = sorted(
-            key.removeprefix(f"{bucket}/") for key in self.fake.objects if key.startswith(f"{bucket}/{prefix}")
+            key.removeprefix(f"{bucket}/")
+            for key in self.fake.objects
+            if key.startswith(f"{bucket}/{prefix}")
         )
         left = [key for key in keys if key > after]
         page = left[:PAGE_OBJECTS]
-        more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if len(left) > PAGE_OBJECTS else ""
+        more = (
+            f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
+            if len(left) > PAGE_OBJECTS
+            else ""
+        )
         entries = "".join(self._contents(key, self.fake.objects[f"{bucket}/{key}"]) for key in page)
         truncated = str(len(left) > PAGE_OBJECTS).lower()
         xml = f"<ListBucketResult>{entries}<IsTruncated>{truncated}</IsTruncated>{more}</ListBucketResult>"

@@ -46,25 +46,34 @@ def dump_node(folder: Path, location: str) -> dict[str, Any]:
 
 def iter_nodes(folder: Path) -> Iterator[tuple[bytes, ValueLocation, dict[str, Any]]]:
     """Yield key prefix, location and content of all nodes of the newest version, in the order of keys."""
-    pending = [(b"", ts.ocdbt.dump(open_folder(folder)).result()["versions"][-1]["root"]["location"])]
+    pending = [
+        (b"", ts.ocdbt.dump(open_folder(folder)).result()["versions"][-1]["root"]["location"])
+    ]
     while pending:
         prefix, location = pending.pop()
         node = dump_node(folder, location)
         yield prefix, parse_location(location), node
         if node["height"]:
-            children = [(prefix + child["subtree_common_prefix"], child["location"]) for child in node["entries"]]
+            children = [
+                (prefix + child["subtree_common_prefix"], child["location"])
+                for child in node["entries"]
+            ]
             pending += reversed(children)
 
 
 def node_entries(node: dict[str, Any], prefix: bytes = b"") -> list[OcdbtEntry]:
     """Return the entries of a leaf node."""
     values = (
-        e["inline_value"] if "inline_value" in e else parse_location(e["indirect_value"]) for e in node["entries"]
+        e["inline_value"] if "inline_value" in e else parse_location(e["indirect_value"])
+        for e in node["entries"]
     )
     return [(prefix + entry["key"], value) for entry, value in zip(node["entries"], values)]
 
 
 def read_all_entries(folder: Path) -> list[OcdbtEntry]:
     return [
-        entry for prefix, _, node in iter_nodes(folder) if not node["height"] for entry in node_entries(node, prefix)
+        entry
+        for prefix, _, node in iter_nodes(folder)
+        if not node["height"]
+        for entry in node_entries(node, prefix)
     ]

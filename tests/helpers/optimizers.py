@@ -21,7 +21,9 @@ from trainer.training.optimizers.rounding import RoundingKey
 from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
 
 STEPS = 20
-KEYS: Mapping[str, dict[str, Any]] = {  # keys of a table that use every part of an optimizer in a tiny model
+KEYS: Mapping[
+    str, dict[str, Any]
+] = {  # keys of a table that use every part of an optimizer in a tiny model
     "adamw": {"lr": 1e-2, "weight_decay": 0.1},
     "adafactor": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "min_factored_size": 8},
     "lion": {"lr": 1e-3, "weight_decay": 0.1},
@@ -29,7 +31,9 @@ KEYS: Mapping[str, dict[str, Any]] = {  # keys of a table that use every part of
     "sgd": {"lr": 1e-1, "weight_decay": 0.1},
     "palm": {"lr": 1e-2},
 }
-COMPACT: dict[str, Any] = {  # the leaves that are not frozen have one, two and more axes; few of them compile fast
+COMPACT: dict[
+    str, Any
+] = {  # the leaves that are not frozen have one, two and more axes; few of them compile fast
     "moment_dtype": "bfloat16",
     "ema": 0.9,
     "freeze": ("embed.positions", "re:attn_norm|mlp\\.up|attn\\.[qko]"),
@@ -47,7 +51,9 @@ def _jit_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax
     return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
 
 
-compile_step = SharedResults(_jit_step)  # the training step of a setup, compiled once for equal setups
+compile_step = SharedResults(
+    _jit_step
+)  # the training step of a setup, compiled once for equal setups
 
 
 @cache
@@ -59,7 +65,9 @@ def compiled_run(name: str, *, is_compact: bool = False) -> tuple[StepSetup, Cal
     if not is_compact:
         setup = runs.make_setup(optimizer=make_optimizer(name))
     else:
-        setup = runs.make_setup(optimizer=make_optimizer(name, **COMPACT), accumulate=2, param_dtype="bfloat16")
+        setup = runs.make_setup(
+            optimizer=make_optimizer(name, **COMPACT), accumulate=2, param_dtype="bfloat16"
+        )
     return setup, compile_step(setup)
 
 
@@ -80,7 +88,11 @@ def by_layer(params: Any) -> dict[str, np.ndarray]:
             if path.endswith("bias"):
                 array = array.reshape(-1)
             elif array.ndim == 3:
-                array = array.reshape(array.shape[0], -1) if ".o." in path else array.reshape(-1, array.shape[-1])
+                array = (
+                    array.reshape(array.shape[0], -1)
+                    if ".o." in path
+                    else array.reshape(-1, array.shape[-1])
+                )
             tensors[f"{path} {layer}"] = array
     return tensors
 
@@ -88,7 +100,10 @@ def by_layer(params: Any) -> dict[str, np.ndarray]:
 def random_gradients(params: Any, step: int) -> Any:
     """Return gradients of the shapes of parameters; they depend on the step."""
     rng = np.random.default_rng(step)
-    flat = {path: 0.1 * rng.standard_normal(leaf.shape, np.float32) for path, leaf in flatten_tree(params).items()}
+    flat = {
+        path: 0.1 * rng.standard_normal(leaf.shape, np.float32)
+        for path, leaf in flatten_tree(params).items()
+    }
     return unflatten_tree(flat)
 
 
@@ -103,10 +118,14 @@ def run_trajectory(optimizer: Optimizer, steps: int) -> list[dict[str, np.ndarra
     def update(gradients: Any, opt_state: Any, params: Any, step: jax.Array) -> Any:
         rate = optimizer.lr_schedule.learning_rate(step)
         rounding = RoundingKey(0, step)
-        return optimizer.update(gradients, opt_state, params, leaves=leaves, learning_rate=rate, rounding=rounding)
+        return optimizer.update(
+            gradients, opt_state, params, leaves=leaves, learning_rate=rate, rounding=rounding
+        )
 
     trajectory = [by_layer(params)]
     for step in range(steps):
-        params, opt_state = update(random_gradients(params, step), opt_state, params, jnp.int32(step))
+        params, opt_state = update(
+            random_gradients(params, step), opt_state, params, jnp.int32(step)
+        )
         trajectory.append(by_layer(params))
     return trajectory

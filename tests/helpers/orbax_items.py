@@ -20,14 +20,20 @@ def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
     """Return an array of random bits, with NaN and infinity of all kinds; booleans are 0 and 1."""
     high = 2 if dtype == "bool" else 256
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    bits = np.random.default_rng(seed).integers(0, high, math.prod(shape) * numpy_dtype.itemsize, np.uint8)
+    bits = np.random.default_rng(seed).integers(
+        0, high, math.prod(shape) * numpy_dtype.itemsize, np.uint8
+    )
     return bits.view(numpy_dtype).reshape(shape)
 
 
 def chunk_bytes(array: np.ndarray, chunk: tuple[int, ...], index: tuple[int, ...]) -> bytes:
     """Return the bytes of the chunk at `index`; padding beyond the array's edge has all bits set."""
     part = array[tuple(slice(i * extent, (i + 1) * extent) for i, extent in zip(index, chunk))]
-    padded = np.full(math.prod(chunk) * array.dtype.itemsize, 255, np.uint8).view(array.dtype).reshape(chunk)
+    padded = (
+        np.full(math.prod(chunk) * array.dtype.itemsize, 255, np.uint8)
+        .view(array.dtype)
+        .reshape(chunk)
+    )
     padded[tuple(slice(extent) for extent in part.shape)] = part
     return padded.tobytes()
 
@@ -45,7 +51,9 @@ def write_data_files(
             file += b"\xaa" * gap
             index = unravel_chunk_index(meta.grid, chunk_number)
             file_number = (array_number + chunk_number) % 2
-            chunks.append(WrittenChunk(array_number, index, file_number, len(file), meta.chunk_nbytes))
+            chunks.append(
+                WrittenChunk(array_number, index, file_number, len(file), meta.chunk_nbytes)
+            )
             file += chunk_bytes(array, meta.chunk_shape, index)
     for name, file in zip(names, data):
         (folder / name).write_bytes(file)
@@ -66,4 +74,8 @@ def write_item(
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of all files under `folder` by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -85,7 +85,15 @@ def manager(item: Path) -> Any:
             return checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore())
 
 
-WAYS = (v0_standard, v0_standard_no_target, v0_pytree, v0_pytree_numpy, v1_no_target, v1_sharded, manager)
+WAYS = (
+    v0_standard,
+    v0_standard_no_target,
+    v0_pytree,
+    v0_pytree_numpy,
+    v1_no_target,
+    v1_sharded,
+    manager,
+)
 
 
 def described(leaf: Any) -> list[Any]:
@@ -98,7 +106,10 @@ def described(leaf: Any) -> list[Any]:
 
 def flat(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in leaves}
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf
+        for path, leaf in leaves
+    }
 
 
 def compare_item(expected_file: Path, item: Path) -> None:
@@ -106,11 +117,16 @@ def compare_item(expected_file: Path, item: Path) -> None:
     for way in WAYS:
         leaves = flat(way(item))
         actual = {name: described(leaf) for name, leaf in leaves.items()}
-        assert actual.keys() == expected.keys(), (way.__name__, sorted(actual.keys() ^ expected.keys()))
+        assert actual.keys() == expected.keys(), (
+            way.__name__,
+            sorted(actual.keys() ^ expected.keys()),
+        )
         for name, leaf in actual.items():
             assert leaf == expected[name], (way.__name__, name, leaf[:2], expected[name][:2])
         if way in (v0_standard, v1_sharded):
-            shards = {len({str(s.index) for s in leaf.addressable_shards}) for leaf in leaves.values()}
+            shards = {
+                len({str(s.index) for s in leaf.addressable_shards}) for leaf in leaves.values()
+            }
             assert shards == {1, 8}, (way.__name__, shards)
 
 
@@ -142,7 +158,9 @@ def compare_step(expected_file: Path, step: Path) -> None:
 
 
 def tree_of_arrays() -> dict[str, Any]:
-    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)  # chunks too large to be inline
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(
+        4, 64, 64
+    )  # chunks too large to be inline
     over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
     return {
         "params": {"big": jax.device_put(big, over_mesh), "small": np.arange(3, dtype=np.int8)},
@@ -159,7 +177,9 @@ def save(folder: Path) -> None:
     raw = ocp.PyTreeCheckpointer(use_compression=False)
     raw.save(folder / "raw", tree)
     ocp.PyTreeCheckpointer().save(folder / "zstd", tree)
-    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))  # as RESAVE_HINT
+    raw.save(
+        folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd")
+    )  # as RESAVE_HINT
     v1.save(str(folder / "v1"), {"w": np.ones(3)})
     with ocp.CheckpointManager(folder / "run") as checkpoints:
         for step in (9, 10):

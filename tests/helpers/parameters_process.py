@@ -22,9 +22,15 @@ def main() -> None:
     for checkpoint, mesh, local_folder in json.loads(sys.argv[1]):
         loaded = prep.load_params(checkpoint, mesh, stream="://" not in checkpoint)
         expected = prep.load_params(local_folder, mesh)
-        for leaf, expected_leaf in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
-            for shard, expected_shard in zip(leaf.addressable_shards, expected_leaf.addressable_shards, strict=True):
-                np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(expected_shard.data))
+        for leaf, expected_leaf in zip(
+            jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True
+        ):
+            for shard, expected_shard in zip(
+                leaf.addressable_shards, expected_leaf.addressable_shards, strict=True
+            ):
+                np.testing.assert_array_equal(
+                    np.asarray(shard.data), np.asarray(expected_shard.data)
+                )
 
 
 if __name__ == "__main__":

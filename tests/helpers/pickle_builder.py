@@ -44,27 +44,43 @@ def encode_call(maker: str, *args: bytes) -> bytes:
 
 
 def encode_mapping(items: Mapping[str, bytes] | Sequence[tuple[bytes, bytes]]) -> bytes:
-    pairs = [(encode_text(key), value) for key, value in items.items()] if isinstance(items, Mapping) else items
+    pairs = (
+        [(encode_text(key), value) for key, value in items.items()]
+        if isinstance(items, Mapping)
+        else items
+    )
     return b"}" + MARK + b"".join(key + value for key, value in pairs) + b"u"
 
 
-def encode_storage(key: str = "0", kind: str = "torch.FloatStorage", numel: int = 6, *more: bytes) -> bytes:
+def encode_storage(
+    key: str = "0", kind: str = "torch.FloatStorage", numel: int = 6, *more: bytes
+) -> bytes:
     return (
         encode_tuple(
-            encode_text("storage"), encode_name(kind), encode_text(key), encode_text("cpu"), encode_int(numel), *more
+            encode_text("storage"),
+            encode_name(kind),
+            encode_text(key),
+            encode_text("cpu"),
+            encode_int(numel),
+            *more,
         )
         + b"Q"
     )
 
 
 def encode_tensor(
-    shape: Sequence[int] = (2, 3), stride: Sequence[int] = (3, 1), offset: int = 0, storage: bytes | None = None
+    shape: Sequence[int] = (2, 3),
+    stride: Sequence[int] = (3, 1),
+    offset: int = 0,
+    storage: bytes | None = None,
 ) -> bytes:
     """Encode a tensor as PyTorch 0.4 and later do, by default all of a storage of six floats."""
     where = encode_storage() if storage is None else storage
     rebuild = "torch._utils._rebuild_tensor_v2"
     hooks = encode_call("collections.OrderedDict")
-    return encode_call(rebuild, where, encode_int(offset), encode_ints(shape), encode_ints(stride), b"\x89", hooks)
+    return encode_call(
+        rebuild, where, encode_int(offset), encode_ints(shape), encode_ints(stride), b"\x89", hooks
+    )
 
 
 def make_pickle(*body: bytes) -> bytes:
@@ -72,10 +88,14 @@ def make_pickle(*body: bytes) -> bytes:
 
 
 SIX_FLOATS = struct.pack("<6f", *range(6))
-ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))  # a pickle of one tensor of these floats
+ONE_TENSOR = make_pickle(
+    encode_mapping({"w": encode_tensor()})
+)  # a pickle of one tensor of these floats
 
 
-def make_zip_file(pickled: bytes, records: Mapping[str, bytes] | None = None, root: str = "archive") -> bytes:
+def make_zip_file(
+    pickled: bytes, records: Mapping[str, bytes] | None = None, root: str = "archive"
+) -> bytes:
     """Return a zip archive like PyTorch's, except for the alignment of its records."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -95,7 +115,12 @@ def make_legacy_file(
     magic: int = MAGIC,
 ) -> bytes:
     """Return a file in the format before PyTorch 1.6; storages are (key, stated length, bytes)."""
-    head = [encode_int(magic), b"M" + struct.pack("<H", 1001), encode_mapping({"little_endian": little}), root]
+    head = [
+        encode_int(magic),
+        b"M" + struct.pack("<H", 1001),
+        encode_mapping({"little_endian": little}),
+        root,
+    ]
     keys = b"]" + MARK + b"".join(encode_text(key) for key, _, _ in storages) + b"e"
     data = b"".join(struct.pack("<q", count) + raw for _, count, raw in storages)
     return b"".join(make_pickle(part) for part in [*head, keys]) + data
@@ -112,23 +137,35 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
         elif kind == 1:
             del mutated[position : position + rng.randint(1, 9)]
         elif kind == 2:
-            mutated[position:position] = mutated[rng.randrange(len(mutated) + 1) :][: rng.randint(1, 30)]
+            mutated[position:position] = mutated[rng.randrange(len(mutated) + 1) :][
+                : rng.randint(1, 30)
+            ]
         elif kind == 3:
-            number = rng.choice([b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00" * 4, bytes(rng.randbytes(4))])
+            number = rng.choice(
+                [b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00" * 4, bytes(rng.randbytes(4))]
+            )
             mutated[position : position + 4] = number
         else:
             del mutated[position:]
     return bytes(mutated)
 
 
-KINDS = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "bool": "Bool", "float64": "Double"}
+KINDS = {
+    "float32": "Float",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "bool": "Bool",
+    "float64": "Double",
+}
 
 
 def make_torch_file(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return a PyTorch file with these tensors, each in its own storage."""
     tensors, records = {}, {}
     for number, (key, array) in enumerate(arrays.items()):
-        element_strides = [step // array.itemsize for step in np.empty(array.shape, array.dtype).strides]
+        element_strides = [
+            step // array.itemsize for step in np.empty(array.shape, array.dtype).strides
+        ]
         storage = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
         tensors[key] = encode_tensor(array.shape, element_strides, storage=storage)
         records[f"data/{number}"] = array.tobytes()

@@ -38,7 +38,9 @@ class SavePlan:
     def write_source(self, folder: Path) -> Path:
         """Write the plan's source file."""
         path = folder / "source"
-        path.write_bytes(b"\1" * self.shift + b"".join(tensor.tobytes() for tensor in self.tensors.values()))
+        path.write_bytes(
+            b"\1" * self.shift + b"".join(tensor.tobytes() for tensor in self.tensors.values())
+        )
         return path
 
     def data_files(self, folder: Path) -> list[Path]:
@@ -50,16 +52,28 @@ class SavePlan:
         leaf, data = self.plan.leaves[number], [path.read_bytes() for path in paths]
         shape, chunk_shape = leaf.grid.shape, leaf.grid.chunk_shape
         dtype = numpy_dtype(leaf.dtype)
-        out = np.zeros([count * length for count, length in zip(leaf.grid.chunk_counts, chunk_shape)], dtype)
+        out = np.zeros(
+            [count * length for count, length in zip(leaf.grid.chunk_counts, chunk_shape)], dtype
+        )
         for box in leaf.placed_chunks:
-            for index in itertools.product(*(range(first, stop) for first, stop in zip(box.first, box.stop))):
+            for index in itertools.product(
+                *(range(first, stop) for first, stop in zip(box.first, box.stop))
+            ):
                 file, offset = box.placement.find(index)
-                values = np.frombuffer(data[file], dtype, math.prod(chunk_shape), offset).reshape(chunk_shape)
-                out[tuple(slice(i * length, (i + 1) * length) for i, length in zip(index, chunk_shape))] = values
+                values = np.frombuffer(data[file], dtype, math.prod(chunk_shape), offset).reshape(
+                    chunk_shape
+                )
+                out[
+                    tuple(
+                        slice(i * length, (i + 1) * length) for i, length in zip(index, chunk_shape)
+                    )
+                ] = values
         return out[tuple(slice(0, count) for count in shape)]
 
 
-def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = "") -> SavePlan:
+def make_save_plan(
+    rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = ""
+) -> SavePlan:
     """Return a plan that saves the same tensors to one leaf per axis map.
 
     Args:
@@ -81,7 +95,9 @@ def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int 
     ]
     layout = place_chunks(pieces)
     count = len(rows)
-    regions_per_tensor = [tuple(layout.regions[i : i + count]) for i in range(0, len(pieces), count)]
+    regions_per_tensor = [
+        tuple(layout.regions[i : i + count]) for i in range(0, len(pieces), count)
+    ]
     row_range = (0, shape[0] if shape else 1)
     streams = tuple(
         Stream(name, dtype, shape, row_range, (Contiguous(0, start),), regions, cast_to=cast)
@@ -91,7 +107,9 @@ def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int 
         OutputLeaf((f"leaf{n}",), cast or dtype, grid, tuple(layout.placed_chunks[f"leaf{n}"]))
         for n, grid in enumerate(grids)
     )
-    return SavePlan(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
+    return SavePlan(
+        Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift
+    )
 
 
 def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:
@@ -103,5 +121,6 @@ def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:
 def dividing_chunks(draw, shape: tuple[int, ...]) -> Chunk:
     """Draw a chunk shape that divides a shape."""
     return tuple(
-        draw(st.sampled_from([length for length in range(1, extent + 1) if extent % length == 0])) for extent in shape
+        draw(st.sampled_from([length for length in range(1, extent + 1) if extent % length == 0]))
+        for extent in shape
     )

@@ -57,7 +57,11 @@ class ThreadProcess:
         """Return the texts of all threads on thread 0."""
         key = self._next_key(name)
         self._board.put(f"{key} {self.index}", text)
-        return [self._board.get(f"{key} {index}") for index in range(self.count)] if self.index == 0 else []
+        return (
+            [self._board.get(f"{key} {index}") for index in range(self.count)]
+            if self.index == 0
+            else []
+        )
 
     def broadcast(self, name: str, text: str) -> str:
         """Return the text of thread 0."""

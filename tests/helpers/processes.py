@@ -14,7 +14,11 @@ from prepcli.launch import local
 from tests import CACHE, FLAGS
 from tests.helpers.waiting import MAX_S
 
-COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # as in the process of the tests
+COMPILATION = (
+    FLAGS,
+    CACHE,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)  # as in the process of the tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ def start_processes(
         subprocess.Popen(
             [*change.prefix, sys.executable, "-m", module, *words, *change.words],
             cwd=cwd,
-            env=local.process_environment(os.environ, index=index, count=count, port=port, devices=devices)
+            env=local.process_environment(
+                os.environ, index=index, count=count, port=port, devices=devices
+            )
             | {name: os.environ[name] for name in COMPILATION if name in os.environ}
             | dict(env or {})
             | dict(change.env),
@@ -88,7 +94,9 @@ def join_job() -> None:
     )
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout_s: float = MAX_S) -> list[tuple[int, str, str]]:
+def finish(
+    processes: list[subprocess.Popen[str]], timeout_s: float = MAX_S
+) -> list[tuple[int, str, str]]:
     """Wait for processes; return the exit code, stdout and stderr of each."""
     try:
         outputs = [process.communicate(timeout=timeout_s) for process in processes]

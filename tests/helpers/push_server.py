@@ -104,7 +104,8 @@ class _Handler(loopback.Handler):
         name = f"{requested.get('organization') or 'o'}/{requested['name']}"
         exists = name in self.fake.repos
         self.fake.repos.setdefault(
-            name, PushedRepo(bool(requested.get("private")) or requested.get("visibility") == "private")
+            name,
+            PushedRepo(bool(requested.get("private")) or requested.get("visibility") == "private"),
         )
         self._send(409 if exists else 200, {"url": f"{self.fake.url}/{name}"})
 
@@ -121,7 +122,10 @@ class _Handler(loopback.Handler):
             return
         revision = "/".join(rest[1:]) or "main"
         if rest[:1] == ["info"]:
-            self._send(200, {"objects": [self._upload_actions(item) for item in json.loads(body)["objects"]]})
+            self._send(
+                200,
+                {"objects": [self._upload_actions(item) for item in json.loads(body)["objects"]]},
+            )
         elif rest[:1] == ["branch"]:
             repo.branches.setdefault(revision, dict(repo.branches["main"]))
             self._send(200, {})
@@ -130,10 +134,21 @@ class _Handler(loopback.Handler):
         elif rest[:1] == ["commit"]:
             self._commit(name, repo.branches[revision], body)
         elif rest[:1] == ["tree"]:
-            self._send(200, [_file_fields(path, data) for path, data in repo.branches[revision].items()])
+            self._send(
+                200, [_file_fields(path, data) for path, data in repo.branches[revision].items()]
+            )
         else:
             siblings = [{"rfilename": path} for path in repo.branches.get(revision, {})]
-            self._send(200, {"id": name, "sha": "0" * 40, "private": repo.private, "siblings": siblings, "tags": []})
+            self._send(
+                200,
+                {
+                    "id": name,
+                    "sha": "0" * 40,
+                    "private": repo.private,
+                    "siblings": siblings,
+                    "tags": [],
+                },
+            )
 
     def _upload_actions(self, requested: dict[str, Any]) -> dict[str, Any]:
         upload = {"upload": {"href": f"{self.fake.url}/lfs/{requested['oid']}"}}
@@ -149,10 +164,16 @@ class _Handler(loopback.Handler):
                 branch[value["path"]] = self.fake.objects[value["oid"]]
             elif operation["key"] == "deletedFile":
                 del branch[value["path"]]
-        self._send(200, {"commitUrl": f"{self.fake.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40})
+        self._send(
+            200, {"commitUrl": f"{self.fake.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40}
+        )
 
     def _send(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
-        self._send_bytes(status, json.dumps(document).encode(), {"Content-Type": "application/json", **(headers or {})})
+        self._send_bytes(
+            status,
+            json.dumps(document).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
 
     def _send_bytes(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -19,7 +19,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.helpers import loopback
 
-SURPLUS_KINDS = ("announced", "unannounced", "unframed")  # bytes after the range, by their place in the headers
+SURPLUS_KINDS = (
+    "announced",
+    "unannounced",
+    "unframed",
+)  # bytes after the range, by their place in the headers
 NUM_SURPLUS = 1000
 FAULT_KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
 
@@ -39,7 +43,11 @@ class FaultInjector:
 
     def next_fault(self) -> str:
         """Return the fault for the next request; empty for none."""
-        fault = self._random.choice(self.kinds) if self.kinds and self._random.random() < self.rate else ""
+        fault = (
+            self._random.choice(self.kinds)
+            if self.kinds and self._random.random() < self.rate
+            else ""
+        )
         self.injected.append(fault)
         return fault
 
@@ -99,11 +107,20 @@ def send_range(
             low, high = max(0, low - 1), max(1, high - 1)
         body = content[low:high]
         if fault in SURPLUS_KINDS:
-            _send_surplus(handler, fault, body, {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"})
+            _send_surplus(
+                handler,
+                fault,
+                body,
+                {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"},
+            )
             return low, high
         sent = {"drop": len(body) // 2, "empty": 0}.get(fault, len(body))
         _send(
-            handler, 206, body[:sent], {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"}, len(body)
+            handler,
+            206,
+            body[:sent],
+            {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"},
+            len(body),
         )
         return low, low + sent
     return 0, 0
@@ -116,7 +133,11 @@ def parse_range(text: str, size: int) -> tuple[int, int]:
 
 
 def _send(
-    handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str], length: int | None = None
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    headers: Mapping[str, str],
+    length: int | None = None,
 ) -> None:
     handler.send_response(status)
     length = len(body) if length is None else length
@@ -128,7 +149,9 @@ def _send(
         _hang_up(handler)
 
 
-def _send_surplus(handler: BaseHTTPRequestHandler, fault: str, body: bytes, headers: Mapping[str, str]) -> None:
+def _send_surplus(
+    handler: BaseHTTPRequestHandler, fault: str, body: bytes, headers: Mapping[str, str]
+) -> None:
     """Send more bytes than the range has, as a faulty proxy does."""
     surplus = bytes(NUM_SURPLUS)
     if fault == "announced":

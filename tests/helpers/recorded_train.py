@@ -46,7 +46,8 @@ def record_batch(
     recorded: Any = RecordedDataset(dataset)
     batch = feed.load_batch(recorded, rows, sharding, epochs=epochs)
     shards = {
-        name: [list(_describe(part, array)) for part in array.addressable_shards] for name, array in batch.items()
+        name: [list(_describe(part, array)) for part in array.addressable_shards]
+        for name, array in batch.items()
     }
     line = {"rows": rows.tolist(), "read": sorted(recorded.rows), "shards": shards}
     with Path(f"{os.environ[VARIABLE]}.{jax.process_index()}.jsonl").open("a") as file:

@@ -6,14 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from tests.helpers.tiny_checkpoints import read_tensors
 
 
 def run_ok(*words: str) -> None:
     """Run a command that succeeds."""
     assert main([*words, "-q"]) == 0
+
+
+def exported_tensors(source: str) -> dict[str, np.ndarray]:
+    """Export a source to a new folder `exported`, and read it with the safetensors library."""
+    run_ok("export", source, "--out", "exported", "--overwrite")
+    return read_tensors(Path("exported"))
 
 
 def run_failing(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
@@ -40,7 +48,11 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def _file_stats(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p): (p.stat().st_size, p.stat().st_mtime_ns)
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def run_failing_unchanged(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
@@ -50,7 +62,9 @@ def run_failing_unchanged(capsys: pytest.CaptureFixture[str], *args: str) -> tup
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
-    assert {k: v for k, v in _file_stats(Path()).items() if ".partial" not in k or k in before} == before
+    assert {
+        k: v for k, v in _file_stats(Path()).items() if ".partial" not in k or k in before
+    } == before
     lines = err.splitlines()
     assert lines[0].startswith("error: ")
     return code, lines

@@ -12,7 +12,12 @@ import pytest
 from prepcli.cli.main import main
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
-SMALL_GPT_NEO = GPT_NEO | {"vocab_size": 13, "hidden_size": 8, "num_heads": 2, "max_position_embeddings": 6}
+SMALL_GPT_NEO = GPT_NEO | {
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "max_position_embeddings": 6,
+}
 SMALL_LLAMA = LLAMA | {
     "vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 16,
@@ -43,7 +48,9 @@ def inspect_failing(capsys: Capture, *args: str) -> tuple[int, str]:
     return code, captured.err
 
 
-def make_model_and_init(capsys: Capture, config: dict[str, Any], *options: str) -> dict[str, np.ndarray]:
+def make_model_and_init(
+    capsys: Capture, config: dict[str, Any], *options: str
+) -> dict[str, np.ndarray]:
     """Make a model `model` and its init `init`; return the model's tensors."""
     tensors = make_checkpoint(Path("model"), config, files=1)
     assert main(["save-init", "model", "--out", "init", "-q", *options]) == 0

@@ -11,21 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prepcli.execution.background_save import FinishedSave
+from prepcli.execution.checkpoint_manager import FinishedSave
 from trainer.data.order import SampleOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
+from trainer.models.boxes import Box
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
-from trainer.models.partition import Box
 from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
-from trainer.training.loop import Job
+from trainer.recipe.run_tables import Checkpoint, Eval, Log
+from trainer.recipe.tables import Recipe, Train
+from trainer.training.loop import LoopConfig
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
@@ -85,11 +87,21 @@ def make_setup(
     **forward_options: Any,
 ) -> StepSetup:
     """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
-    sharding = make_sharding_context(parse_mesh(mesh), merge_rules(rules)) if mesh else ShardingContext()
+    sharding = (
+        make_sharding_context(parse_mesh(mesh), merge_rules(rules)) if mesh else ShardingContext()
+    )
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
     forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)
-    return StepSetup(model, forward_config, optimizer, accumulate, dropout=dropout, seed=7, param_dtype=param_dtype)
+    return StepSetup(
+        model,
+        forward_config,
+        optimizer,
+        accumulate,
+        dropout=dropout,
+        seed=7,
+        param_dtype=param_dtype,
+    )
 
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
@@ -114,28 +126,55 @@ def make_tokens(seed: int = 0) -> MappedTokens:
     random = np.random.default_rng(seed)
     ids = np.cumsum(random.integers(0, 3, N_BLOCKS * LENGTH)) % VOCAB
     ends = np.array([ids.size], "<u8")
-    return MappedTokens(ids=ids.astype("<u2"), ends=ends, identity=f"identity {seed}", seq_length=LENGTH)
+    return MappedTokens(
+        ids=ids.astype("<u2"), ends=ends, identity=f"identity {seed}", seq_length=LENGTH
+    )
 
 
-def make_job(setup: StepSetup, batch_size: int = 8, steps: int = 20, **changes: Any) -> Job:
-    """Return a job over the blocks of `make_tokens`, the last five of them for evaluation."""
+def make_job(
+    setup: StepSetup,
+    batch_size: int = 8,
+    steps: int = 20,
+    *,
+    log_every: int = 1,
+    max_skipped: int = 3,
+    eval_limit: int = 0,
+    eval_at_start: bool | None = None,
+    optimizer_state: bool = True,
+    also_save_every: tuple[int, int] = (0, 0),
+    saves_best: bool = False,
+    saved_dtype: str | None = None,
+    sample_every: int = 0,
+    **changes: Any,
+) -> LoopConfig:
+    """Return the config of a run over the blocks of `make_tokens`, the last five of them for evaluation."""
     tokens = make_tokens()
     train = PackedDataset(tokens, first_row=0, n_rows=N_BLOCKS - 5)
-    job = Job(
+    milestones, export_every = also_save_every
+    recipe = Recipe.model_construct(
+        train=Train.model_construct(log_every=log_every, max_skipped=max_skipped),
+        eval=Eval(limit=eval_limit, at_start=eval_at_start),
+        checkpoint=Checkpoint.model_construct(
+            optimizer_state=optimizer_state,
+            milestones=milestones,
+            export_every=export_every,
+            best="eval_loss" if saves_best else None,
+            dtype=saved_dtype or setup.param_dtype,
+        ),
+        log=Log.model_construct(sample_every=sample_every),
+    )
+    config = LoopConfig(
         setup=setup,
+        recipe=recipe,
         steps=steps,
         order=SampleOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
         train=train,
         evaluation=PackedDataset(tokens, first_row=train.n_rows, n_rows=5),
-        eval_limit=0,
-        log_every=1,
         eval_every=0,
         save_every=0,
-        optimizer_state=True,
-        max_skipped=3,
         manifest_fields={},
     )
-    return replace(job, **changes)
+    return replace(config, **changes)
 
 
 @dataclass
@@ -171,7 +210,9 @@ class MemoryStore:
     def open(self, step: int) -> MemoryReader:
         return self.saved[step]
 
-    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+    def start_save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> PendingSave:
         assert step not in self.saved
         self.saved[step] = MemoryReader(
             {name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(manifest_fields)

@@ -32,7 +32,9 @@ class Screen:
         argument, command, is_return, is_newline, printed = match.groups()
         if printed:
             line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + printed + line[self._column + len(printed) :]
+            self.lines[self._row] = (
+                line[: self._column] + printed + line[self._column + len(printed) :]
+            )
             self._column += len(printed)
         elif is_return:
             self._column = 0

@@ -66,7 +66,9 @@ def install_recorders(folder: Path) -> None:
         (folder / name).chmod(0o755)
 
 
-def run_script(script: str, folder: Path, *, codes: dict[str, list[int]] | None = None, **env: str) -> Calls:
+def run_script(
+    script: str, folder: Path, *, codes: dict[str, list[int]] | None = None, **env: str
+) -> Calls:
     """Run a script whose programs are the recorders of a folder.
 
     Args:
@@ -79,6 +81,15 @@ def run_script(script: str, folder: Path, *, codes: dict[str, list[int]] | None 
     for name in PROGRAMS:
         (folder / f"{name}.codes").write_text("\n".join(map(str, (codes or {}).get(name, []))))
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8").returncode == 0
-    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORDS": str(folder), "HOME": str(folder), **env}
-    done = subprocess.run(["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S)
-    return Calls(done.returncode, [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()])
+    environ = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RECORDS": str(folder),
+        "HOME": str(folder),
+        **env,
+    }
+    done = subprocess.run(
+        ["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S
+    )
+    return Calls(
+        done.returncode, [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()]
+    )

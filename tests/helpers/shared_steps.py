@@ -60,7 +60,9 @@ class SharedStep:
 
     def __init__(self, setup: StepSetup) -> None:
         self._jitted = jit_train_step(setup)
-        self._compile = SharedResults(lambda treedef, shapes: self._lower(treedef, shapes).compile())
+        self._compile = SharedResults(
+            lambda treedef, shapes: self._lower(treedef, shapes).compile()
+        )
 
     def lower(self, *shapes: Any) -> _LoweredStep:
         """Return an object whose `compile` method compiles the step for these shapes, as that of a jitted step does."""
@@ -84,7 +86,9 @@ class SharedFunction(CompiledFunction):
         self._jitted, self._executables, self.compile_s = shared._jitted, shared._executables, 0.0
 
 
-def _compile_function(function: Callable[..., Any], keywords: Any, options: Any) -> CompiledFunction:
+def _compile_function(
+    function: Callable[..., Any], keywords: Any, options: Any
+) -> CompiledFunction:
     return CompiledFunction(partial(function, **keywords), **options)
 
 

@@ -10,7 +10,9 @@ import pytest
 Case = TypeVar("Case")
 
 
-def slow_except(cases: Iterable[Case], fast: Collection[Case] | Callable[[Case], bool]) -> list[Any]:
+def slow_except(
+    cases: Iterable[Case], fast: Collection[Case] | Callable[[Case], bool]
+) -> list[Any]:
     """Mark the cases of a parametrization as slow, except the fast ones.
 
     A case that is a tuple has one value per argument name.

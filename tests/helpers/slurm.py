@@ -65,7 +65,8 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "slurm.conf").write_text(config)
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     files = [
-        f"--{name}={munge}.{name.removesuffix('-file')}" for name in ("socket", "pid-file", "log-file", "seed-file")
+        f"--{name}={munge}.{name.removesuffix('-file')}"
+        for name in ("socket", "pid-file", "log-file", "seed-file")
     ]
     try:
         _run(["munged", "--force", f"--key-file={key}", *files], {})
@@ -87,19 +88,26 @@ def job_fields(job: str, variables: dict[str, str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
-def wait_for_job(job: str, variables: dict[str, str], *, state: str, timeout_s: float = MAX_S) -> dict[str, str]:
+def wait_for_job(
+    job: str, variables: dict[str, str], *, state: str, timeout_s: float = MAX_S
+) -> dict[str, str]:
     """Wait until a job is in a state, and return its fields. A requeued job starts at once instead of after minutes."""
     deadline_s = time.monotonic() + timeout_s
     while (fields := job_fields(job, variables))["JobState"] != state:
         assert time.monotonic() < deadline_s, fields
         if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env={**os.environ, **variables})
+            subprocess.run(
+                ["scontrol", "update", f"JobId={job}", "StartTime=now"],
+                env={**os.environ, **variables},
+            )
         time.sleep(0.5)
     return fields
 
 
 def _run(words: list[str], variables: dict[str, str]) -> str:
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=MAX_S)
+    done = subprocess.run(
+        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=MAX_S
+    )
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout
 

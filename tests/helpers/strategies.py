@@ -20,12 +20,22 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
     sizes = {atom: draw(st.integers(1, 4)) for atom in [*free, *stacked, *fixed]} | {"b": 2, "c": 3}
     words = draw(
         st.permutations(
-            [*free, *(f"{fixed_atom}={draw(st.integers(0, sizes[fixed_atom] - 1))}" for fixed_atom in fixed)]
+            [
+                *free,
+                *(
+                    f"{fixed_atom}={draw(st.integers(0, sizes[fixed_atom] - 1))}"
+                    for fixed_atom in fixed
+                ),
+            ]
         )
     )
     source = " ".join(draw(_dim_text(group)) for group in draw(_groups(words)))
-    leaf = " ".join(_merged(group) for group in draw(_groups(draw(st.permutations([*free, *stacked])))))
-    name = ".".join(["t", *(f"{{{stacked_atom}}}" for stacked_atom in draw(st.permutations(stacked)))])
+    leaf = " ".join(
+        _merged(group) for group in draw(_groups(draw(st.permutations([*free, *stacked]))))
+    )
+    name = ".".join(
+        ["t", *(f"{{{stacked_atom}}}" for stacked_atom in draw(st.permutations(stacked)))]
+    )
     padded = (
         {atom: sizes[atom] + draw(st.integers(0, 2)) for atom in [*free, *stacked]}
         if padding and draw(st.booleans())
@@ -36,16 +46,24 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
 
 def complete_tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
     """Draw axis maps that together take every element of their tensors: one of all, or several of parts."""
-    return st.one_of(axis_maps(padding=False).filter(_uses_whole_tensors).map(lambda row: (row,)), fused_rows())
+    return st.one_of(
+        axis_maps(padding=False).filter(_uses_whole_tensors).map(lambda row: (row,)), fused_rows()
+    )
 
 
 def _uses_whole_tensors(row: AxisMap) -> bool:
-    has_fixed = any(factor.fixed is not None and factor.extent > 1 for dim in row.source_dims for factor in dim.factors)
+    has_fixed = any(
+        factor.fixed is not None and factor.extent > 1
+        for dim in row.source_dims
+        for factor in dim.factors
+    )
     return not has_fixed and all(dim.extent == dim.selected_extent for dim in row.source_dims)
 
 
 def _groups(words: list[str]) -> st.SearchStrategy[list[list[str]]]:
-    return st.lists(st.booleans(), min_size=len(words), max_size=len(words)).map(lambda cuts: _cut(words, cuts))
+    return st.lists(st.booleans(), min_size=len(words), max_size=len(words)).map(
+        lambda cuts: _cut(words, cuts)
+    )
 
 
 def _cut(words: list[str], cuts: list[bool]) -> list[list[str]]:
@@ -85,22 +103,36 @@ def fused_rows(draw) -> tuple[AxisMap, ...]:
     if draw(st.booleans()):
         position = draw(st.integers(0, len(dims[split_dim])))
         parts = [
-            ([*dims[split_dim][:position], f"h={index}", *dims[split_dim][position:]], dims[split_dim])
+            (
+                [*dims[split_dim][:position], f"h={index}", *dims[split_dim][position:]],
+                dims[split_dim],
+            )
             for index in range(sizes["h"])
         ]
         texts = [_merged(words) for words, _ in parts]
     else:
-        parts = [(words, words) for words in draw(st.permutations([dims[split_dim], ["b"], ["c", "b"]]))]
+        parts = [
+            (words, words) for words in draw(st.permutations([dims[split_dim], ["b"], ["c", "b"]]))
+        ]
         part_words = [" ".join(words) for words, _ in parts]
         texts = [
-            "(" + " | ".join(">" * (index == number) + p for index, p in enumerate(part_words)) + ")"
+            "("
+            + " | ".join(">" * (index == number) + p for index, p in enumerate(part_words))
+            + ")"
             for number in range(len(parts))
         ]
     rows = []
     for (_, atoms), text in zip(parts, texts):
-        source = " ".join([*map(_merged, dims[:split_dim]), text, *map(_merged, dims[split_dim + 1 :])])
-        leaf_atoms = [atom for number, dim in enumerate(dims) if number != split_dim for atom in dim] + atoms
-        leaf = " ".join(_merged(group) for group in draw(_groups(draw(st.permutations([*leaf_atoms, *stacked])))))
+        source = " ".join(
+            [*map(_merged, dims[:split_dim]), text, *map(_merged, dims[split_dim + 1 :])]
+        )
+        leaf_atoms = [
+            atom for number, dim in enumerate(dims) if number != split_dim for atom in dim
+        ] + atoms
+        leaf = " ".join(
+            _merged(group)
+            for group in draw(_groups(draw(st.permutations([*leaf_atoms, *stacked]))))
+        )
         name = ".".join(["t", *(f"{{{stacked_atom}}}" for stacked_atom in stacked)])
         rows.append(bind_row(parse_row(f"{leaf} <- {name}: {source}"), sizes))
     return tuple(rows)
@@ -109,7 +141,9 @@ def fused_rows(draw) -> tuple[AxisMap, ...]:
 @st.composite
 def boxes(draw, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Draw a box of a shape. It may be empty along a dim."""
-    ranges = [sorted((draw(st.integers(0, extent)), draw(st.integers(0, extent)))) for extent in shape]
+    ranges = [
+        sorted((draw(st.integers(0, extent)), draw(st.integers(0, extent)))) for extent in shape
+    ]
     return tuple((start, stop) for start, stop in ranges)
 
 
@@ -118,7 +152,10 @@ def random_tensors(row: AxisMap, seed: int = 0) -> dict[str, np.ndarray]:
     names = [name for name, _ in row.tensors()]
     size = math.prod(row.source_shape)
     values = np.random.default_rng(seed).permutation(len(names) * size).astype(np.int32) + 1
-    return {name: values[i * size : (i + 1) * size].reshape(row.source_shape) for i, name in enumerate(names)}
+    return {
+        name: values[i * size : (i + 1) * size].reshape(row.source_shape)
+        for i, name in enumerate(names)
+    }
 
 
 def leaf_by_numpy(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -129,7 +166,9 @@ def leaf_by_numpy(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
         values, names = split_into_atoms(row, tensors[name])
         order = [factor.atom for factor in atoms if factor.atom not in stacked]
         leaf_index = tuple(
-            stacked[factor.atom] if factor.atom in stacked else slice(0, values.shape[names.index(factor.atom)])
+            stacked[factor.atom]
+            if factor.atom in stacked
+            else slice(0, values.shape[names.index(factor.atom)])
             for factor in atoms
         )
         out[leaf_index] = values.transpose([names.index(atom) for atom in order])

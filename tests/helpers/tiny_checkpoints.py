@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
 }
 GROUPED_QUERY = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
-TOKEN_FIELDS = {key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"}
+TOKEN_FIELDS = {
+    key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"
+}
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config above
     "gptj": TOKEN_FIELDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "gpt_neox": SMALL,
@@ -109,8 +112,15 @@ LEGACY_BUFFERS = {
         "layers.{}.attention.rotary_emb.inv_freq": ("float32", (2,)),
     },
     "opt": {},
-    "t5": {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": ("float32", (8, 4))},
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ_BUFFER),
+    "t5": {
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": (
+            "float32",
+            (8, 4),
+        )
+    },
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ_BUFFER
+    ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3"), INV_FREQ_BUFFER),
 }
 
@@ -134,7 +144,9 @@ def checkpoint_tensors(
         name = bare_name if bare_name in family.unprefixed else family.prefix + bare_name
         values = rng.standard_normal(math.prod(shape)) * 0.3
         tensors[name] = (
-            (values > 0 if tensor_dtype == "bool" else values).astype(numpy_dtype(tensor_dtype)).reshape(shape)
+            (values > 0 if tensor_dtype == "bool" else values)
+            .astype(numpy_dtype(tensor_dtype))
+            .reshape(shape)
         )
 
     for path, row in parameter_rows(family, config).items():
@@ -190,8 +202,16 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         for name, entry in deserialize(path.read_bytes()):
             dtype = DTYPES[entry["dtype"]]
             assert len(entry["data"]) == math.prod(entry["shape"]) * itemsize(dtype)
-            tensors[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(entry["shape"])
+            tensors[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(
+                entry["shape"]
+            )
     return tensors
+
+
+def assert_same(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    """Check that two mappings have the same names and bits."""
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

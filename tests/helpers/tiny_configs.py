@@ -37,7 +37,11 @@ SMALL = TOKEN_FIELDS | {
 }  # fmt: skip
 GROUPED_QUERY = SMALL | {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3}
 GEMMA = GROUPED_QUERY | {"query_pre_attn_scalar": 7, "sliding_window": 5}
-LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.5, 4.0], "long_factor": [2.0, 3.0, 5.0, 9.0]}
+LONG_ROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5, 2.5, 4.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+}
 
 GPTJ = TOKEN_FIELDS | {
     "model_type": "gptj", "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "rotary_dim": 4, "n_inner": 20,
@@ -66,7 +70,12 @@ GEMMA3 = GEMMA | {
     "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 2, "rope_theta": 5e4,
     "rope_local_base_freq": 500.0,
 }  # fmt: skip
-PHI3 = SMALL | {"model_type": "phi3", "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "partial_rotary_factor": 0.5}
+PHI3 = SMALL | {
+    "model_type": "phi3",
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-3,
+    "partial_rotary_factor": 0.5,
+}
 T5 = {
     "model_type": "t5", "vocab_size": 29, "d_model": 16, "d_kv": 6, "d_ff": 12, "num_layers": 2,
     "num_decoder_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 40,
@@ -95,7 +104,11 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
     },
 }  # fmt: skip
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 4,
+}
 NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
     "gptj-tied": GPTJ | {"tie_word_embeddings": True},
     "gptj-names": GPTJ | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "n_inner": None},
@@ -144,8 +157,16 @@ NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
 }  # fmt: skip
 
 FULL = {"layer_types": ["full_attention", "full_attention"]}
-YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "rope_theta": 300.0}
-NESTED = {"sliding_attention": {"rope_type": "default"}, "full_attention": YARN | {"truncate": False}}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 300.0,
+}
+NESTED = {
+    "sliding_attention": {"rope_type": "default"},
+    "full_attention": YARN | {"truncate": False},
+}
 AMBIGUOUS: dict[str, dict[str, Any]] = {  # transformers ignores some of their fields, or reads more
     "mistral-listed": MISTRAL | FULL,
     "mixtral-listed": MIXTRAL | FULL | {"sliding_window": 4},
@@ -177,17 +198,25 @@ AMBIGUOUS: dict[str, dict[str, Any]] = {  # transformers ignores some of their f
 
 FIRST_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
-    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
+    "gpt2-untied": GPT2
+    | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
     "gpt_neo": GPT_NEO,
-    "gpt_neo-untied": GPT_NEO | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
+    "gpt_neo-untied": GPT_NEO
+    | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
     "llama": LLAMA,
-    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
+    "llama-biases": LLAMA
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
     **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
 }
 GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # configs with a golden file
 GPT2_VARIANTS: dict[str, dict[str, Any]] = {
     "odd-heads": {"n_embd": 24, "n_head": 3},
-    "names": {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8, "max_position_embeddings": 301},
+    "names": {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "hidden_size": 8,
+        "max_position_embeddings": 301,
+    },
     "plain-scores": {"scale_attn_weights": False},
     "upcast": {"reorder_and_upcast_attn": True, "activation_function": "relu"},
 }
@@ -207,13 +236,22 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "groups": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
     "theta": {"rope_theta": 5e5},
     "version-5": {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}},
-    "both-spellings": {"rope_scaling": ROPES["linear"], "rope_parameters": {"rope_type": "default"}},
+    "both-spellings": {
+        "rope_scaling": ROPES["linear"],
+        "rope_parameters": {"rope_type": "default"},
+    },
     "llama3-outside": {"rope_scaling": ROPES["llama3"], "original_max_position_embeddings": 16},
     "llama3-no-length": {
-        "rope_scaling": {k: v for k, v in ROPES["llama3"].items() if k != "original_max_position_embeddings"}
+        "rope_scaling": {
+            k: v for k, v in ROPES["llama3"].items() if k != "original_max_position_embeddings"
+        }
     },
-    "yarn-attention": {"rope_scaling": ROPES["yarn"] | {"attention_factor": 0.9, "truncate": False}},
-    "yarn-mscale": {"rope_scaling": ROPES["yarn"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 3}},
+    "yarn-attention": {
+        "rope_scaling": ROPES["yarn"] | {"attention_factor": 0.9, "truncate": False}
+    },
+    "yarn-mscale": {
+        "rope_scaling": ROPES["yarn"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 3}
+    },
     "yarn-half": {"rope_scaling": ROPES["yarn"] | {"factor": 0.5, "mscale": 0.7, "beta_slow": 0.5}},
     "gelu": {"hidden_act": "gelu_new"},
     "relu": {"hidden_act": "relu", "attention_bias": True},

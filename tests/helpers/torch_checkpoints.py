@@ -15,7 +15,10 @@ META_LAYER_NAMES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")  # sharded along their second dim; norms are in each file
+COLUMN_SHARDED = (
+    "attention.wo",
+    "feed_forward.w2",
+)  # sharded along their second dim; norms are in each file
 
 
 def to_torch(array: np.ndarray) -> Any:
@@ -24,7 +27,9 @@ def to_torch(array: np.ndarray) -> Any:
 
     raw = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     kind = getattr(torch, array.dtype.name)
-    return raw.view(kind).reshape(array.shape) if array.size else torch.empty(array.shape, dtype=kind)
+    return (
+        raw.view(kind).reshape(array.shape) if array.size else torch.empty(array.shape, dtype=kind)
+    )
 
 
 def tensor_bytes(value: Any) -> bytes:
@@ -42,11 +47,22 @@ def write_bin_folder(
 
     copy_settings(folder, out)
     names = list(tensors)
-    parts = [names[i * len(names) // num_files : (i + 1) * len(names) // num_files] for i in range(num_files)]
+    parts = [
+        names[i * len(names) // num_files : (i + 1) * len(names) // num_files]
+        for i in range(num_files)
+    ]
     file_names: dict[str, str] = {}
     for i, part in enumerate(parts, 1):
-        file = "pytorch_model.bin" if num_files == 1 else f"pytorch_model-{i:05d}-of-{num_files:05d}.bin"
-        torch.save({name: tensors[name] for name in part}, out / file, _use_new_zipfile_serialization=not legacy)
+        file = (
+            "pytorch_model.bin"
+            if num_files == 1
+            else f"pytorch_model-{i:05d}-of-{num_files:05d}.bin"
+        )
+        torch.save(
+            {name: tensors[name] for name in part},
+            out / file,
+            _use_new_zipfile_serialization=not legacy,
+        )
         file_names |= dict.fromkeys(part, file)
     if num_files > 1:
         index = {"metadata": {"total_size": 1.5}, "weight_map": file_names}
@@ -72,7 +88,11 @@ def meta_params(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def write_meta_folder(
-    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], num_files: int, embedding_axis: int = 1
+    out: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    num_files: int,
+    embedding_axis: int = 1,
 ) -> Path:
     """Write a folder in Meta's format with the tensors of a Hugging Face model, sharded over `num_files` files."""
     import torch
@@ -83,30 +103,44 @@ def write_meta_folder(
     (out / "checklist.chk").write_text("0  params.json")
     whole = {_meta_name(name): _interleaved(name, value, config) for name, value in tensors.items()}
     for i in range(num_files):
-        part = {name: _part(name, value, i, num_files, embedding_axis) for name, value in whole.items()}
+        part = {
+            name: _part(name, value, i, num_files, embedding_axis) for name, value in whole.items()
+        }
         torch.save(part | {"rope.freqs": torch.arange(4.0)}, out / f"consolidated.{i:02d}.pth")
     return out
 
 
 def _meta_name(name: str) -> str:
     if not name.startswith("model.layers."):
-        return {"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"}.get(
-            name, "output.weight"
-        )
+        return {
+            "model.embed_tokens.weight": "tok_embeddings.weight",
+            "model.norm.weight": "norm.weight",
+        }.get(name, "output.weight")
     _, _, layer, rest = name.split(".", 3)
     return f"layers.{layer}.{META_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
 def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     """Permute the rows of query and key projections to Meta's interleaved order."""
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
+        name.split(".")[-2]
+    )
     if heads is None:
         return value
-    return value.view(config[heads], 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape).contiguous()
+    return (
+        value.view(config[heads], 2, -1, value.shape[1])
+        .transpose(1, 2)
+        .reshape(value.shape)
+        .contiguous()
+    )
 
 
 def _part(name: str, value: Any, number: int, files: int, embedding_axis: int) -> Any:
     if value.dim() == 1:
         return value
-    axis = embedding_axis if name.startswith("tok") else int(any(part in name for part in COLUMN_SHARDED))
+    axis = (
+        embedding_axis
+        if name.startswith("tok")
+        else int(any(part in name for part in COLUMN_SHARDED))
+    )
     return value.chunk(files, axis)[number].clone()

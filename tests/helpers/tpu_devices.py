@@ -35,7 +35,11 @@ def make_tpu_devices(topology: str) -> list[FakeTpu]:
     generation = TPU_GENERATIONS[name]
     bounds = [int(size) for size in shape.split("x")]
     x_chips, y_chips, z_chips = [*bounds, 1][:3]
-    cores, host_x, host_y = generation.devices_per_chip, min(HOST_BOUND, x_chips), min(HOST_BOUND, y_chips)
+    cores, host_x, host_y = (
+        generation.devices_per_chip,
+        min(HOST_BOUND, x_chips),
+        min(HOST_BOUND, y_chips),
+    )
     devices = list[FakeTpu]()
     hosts = product(range(z_chips), range(0, y_chips, host_y), range(0, x_chips, host_x))
     for process_index, (z, first_y, first_x) in enumerate(hosts):

@@ -40,7 +40,12 @@ def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
     """Write a tokenizer with one token per word."""
     vocab = {word: number for number, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    document = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    document = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": model,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(document))
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from prepcli.execution.run_folder import RunFolder
-from prepcli.planning.boxes import full_box
+from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from trainer.models.boxes import full_box
 from trainer.models.checkpoint_store import CheckpointReader, HostLeaf
 
 TrainingState = dict[str, np.ndarray]
@@ -23,7 +23,16 @@ OPTIMIZER_SLOTS = ("opt_state.adam.mu", "opt_state.adam.nu")
 def make_mesh_init(folder: Path, dtype: str) -> Path:
     """Make a model and its init for a mesh, with a padded vocabulary; return the path of the init."""
     make_checkpoint(folder / "m", GPT_NEO, dtype, hidden_size=64)
-    run_ok("save-init", str(folder / "m"), "--mesh", "1,2,4", "--pad-vocab", "8", "--out", str(folder / "m-init"))
+    run_ok(
+        "save-init",
+        str(folder / "m"),
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+        "--out",
+        str(folder / "m-init"),
+    )
     return folder / "m-init"
 
 
@@ -59,7 +68,8 @@ def make_state(params: TrainingState, step: int, seed: int = 0) -> TrainingState
 def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
     """Return the leaves of a state as a trainer passes them to a checkpoint store."""
     return {
-        name: HostLeaf.whole(v.shape, v.dtype.name, fetch=partial(state.__getitem__, name)) for name, v in state.items()
+        name: HostLeaf.whole(v.shape, v.dtype.name, fetch=partial(state.__getitem__, name))
+        for name, v in state.items()
     }
 
 
@@ -67,7 +77,12 @@ def reshard_and_back() -> None:
     """Reshard `run` to other meshes, without stacking, with layers on either axis, and back to `r3`; verify each."""
     previous = "run"
     for number, options in enumerate(
-        [["--mesh", "1,4,2"], ["--mesh", "1,2,4", "--no-scan"], ["--scan", "--scan-axis", "1"], ["--scan-axis", "0"]]
+        [
+            ["--mesh", "1,4,2"],
+            ["--mesh", "1,2,4", "--no-scan"],
+            ["--scan", "--scan-axis", "1"],
+            ["--scan-axis", "0"],
+        ]
     ):
         run_ok("reshard", previous, *options, "--out", f"r{number}")
         previous = f"r{number}"
@@ -75,9 +90,26 @@ def reshard_and_back() -> None:
         run_ok("verify", previous, "run/4")
 
 
-def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **options: Any) -> None:
-    """Save these steps as checkpoints of a run named `tuned`."""
-    with RunFolder(run, start, name="tuned", **options) as store:
+def save_steps(
+    run: Path,
+    start: Path,
+    steps: Mapping[int, TrainingState],
+    *,
+    keep: KeepRule | int | Literal["all"] = "all",
+    **manifest_changes: Any,
+) -> None:
+    """Save these steps as checkpoints of a run named `tuned`.
+
+    Args:
+        run: Folder of the run.
+        start: Checkpoint that the run starts from.
+        steps: State of each step.
+        keep: The steps to keep.
+        **manifest_changes: Entries of the steps' manifests that replace the start's, such as `mesh`.
+    """
+    with CheckpointManager(
+        run, start, name="tuned", keep=keep, manifest_changes=manifest_changes
+    ) as store:
         for step, state in steps.items():
             store.save(step, host_leaves(state), {"recipe": f"steps = {step}"})
 
@@ -85,5 +117,6 @@ def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **opt
 def same_state(a: TrainingState, b: TrainingState) -> bool:
     """Return whether two states are bit-identical."""
     return a.keys() == b.keys() and all(
-        (a[n].dtype, a[n].shape, a[n].tobytes()) == (b[n].dtype, b[n].shape, b[n].tobytes()) for n in a
+        (a[n].dtype, a[n].shape, a[n].tobytes()) == (b[n].dtype, b[n].shape, b[n].tobytes())
+        for n in a
     )

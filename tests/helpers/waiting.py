@@ -33,5 +33,7 @@ def wait_until(condition: Callable[[], object], *processes: Running) -> None:
     while not condition():
         codes = [process.poll() for process in processes]
         assert codes == [None] * len(codes), f"processes have ended with {codes}"
-        assert time.monotonic() < deadline_s, f"the condition has not come true within {MAX_S:.0f} s"
+        assert time.monotonic() < deadline_s, (
+            f"the condition has not come true within {MAX_S:.0f} s"
+        )
         time.sleep(POLL_EVERY_S)

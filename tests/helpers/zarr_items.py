@@ -62,7 +62,12 @@ def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
     if form.chunks_per_shard:
         index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
         location = {} if form.index_at_end else {"index_location": "start"}
-        inside = {"chunk_shape": meta.chunk_shape, "codecs": codecs, "index_codecs": index, **location}
+        inside = {
+            "chunk_shape": meta.chunk_shape,
+            "codecs": codecs,
+            "index_codecs": index,
+            **location,
+        }
         codecs = [{"name": "sharding_indexed", "configuration": inside}]
     return {
         "zarr_format": 3,
@@ -70,7 +75,10 @@ def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
         "shape": meta.shape,
         "data_type": meta.dtype,
         "fill_value": 0,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _stored_chunk(meta, form)}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": _stored_chunk(meta, form)},
+        },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": form.separator}},
         "codecs": codecs,
     }
@@ -81,7 +89,11 @@ def _stored_chunk(meta: ArrayMeta, form: StorageForm) -> tuple[int, ...]:
 
 
 def _key(index: tuple[int, ...], form: StorageForm) -> str:
-    return form.separator.join(("c", *map(str, index))) if form.zarr3 else ".".join(map(str, index)) or "0"
+    return (
+        form.separator.join(("c", *map(str, index)))
+        if form.zarr3
+        else ".".join(map(str, index)) or "0"
+    )
 
 
 def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
@@ -114,7 +126,9 @@ def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: Sto
     return data + index_bytes if form.index_at_end else index_bytes + data
 
 
-def write_zarr_item(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: StorageForm) -> None:
+def write_zarr_item(
+    folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: StorageForm
+) -> None:
     """Write an item of these arrays."""
     folder.mkdir(parents=True)
     name = "zarr.json" if form.zarr3 else ".zarray"
@@ -130,7 +144,10 @@ def write_zarr_item(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: 
             (folder / key).write_bytes(value)
     leaves = {
         str(meta.path): {
-            "key_metadata": [{"key": str(part), "key_type": 1 if isinstance(part, int) else 2} for part in meta.path],
+            "key_metadata": [
+                {"key": str(part), "key_type": 1 if isinstance(part, int) else 2}
+                for part in meta.path
+            ],
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
         for meta in arrays
@@ -147,7 +164,9 @@ def _database(folder: Path, values: Mapping[str, bytes], form: StorageForm) -> N
         if len(value) <= form.max_inline_nbytes or key.endswith(("zarray", "zarr.json")):
             entries.append((key.encode(), value))
         else:
-            entries.append((key.encode(), ValueLocation("ocdbt.process_0/d/data", len(data), len(value))))
+            entries.append(
+                (key.encode(), ValueLocation("ocdbt.process_0/d/data", len(data), len(value)))
+            )
             data += value
     (folder / "ocdbt.process_0/d/data").write_bytes(data)
     write_ocdbt_index(folder, sorted(entries, key=lambda entry: entry[0]), NOW_NS, 400)
@@ -157,7 +176,10 @@ ALL_STEPS = ((), ("zstd",), ("gzip",), ("crc32c",), ("zstd", "crc32c"))
 STORAGE_FORMS = [
     *(StorageForm(codec_names=(step,) if step else ()) for step in ("", "zstd", "gzip", "zlib")),
     *(StorageForm(ocdbt=False, codec_names=(step,) if step else ()) for step in ("", "zstd")),
-    *(StorageForm(max_inline_nbytes=60, codec_names=(step,) if step else ()) for step in ("", "zstd")),
+    *(
+        StorageForm(max_inline_nbytes=60, codec_names=(step,) if step else ())
+        for step in ("", "zstd")
+    ),
     *(StorageForm(zarr3=True, codec_names=steps) for steps in ALL_STEPS),
     *(
         StorageForm(zarr3=True, chunks_per_shard=shard, codec_names=steps)

@@ -33,7 +33,9 @@ def test_page_has_the_docstring_of_each_public_name(name: str):
     assert first_line in section(name)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isfunction(getattr(prepcli, name))])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if inspect.isfunction(getattr(prepcli, name))]
+)
 def test_page_has_every_parameter_in_the_signature(name: str):
     signature = section(name).split("```")[1]
     for parameter in inspect.signature(getattr(prepcli, name)).parameters.values():

@@ -36,7 +36,18 @@ sys.stdin.read()
 
 def start_load(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """Start a command beside one loop and two writers; return it and the ids of the three processes."""
-    words = [sys.executable, "-m", "tools.load", "--loops", "1", "--writers", "2", "--folder", str(folder), "--"]
+    words = [
+        sys.executable,
+        "-m",
+        "tools.load",
+        "--loops",
+        "1",
+        "--writers",
+        "2",
+        "--folder",
+        str(folder),
+        "--",
+    ]
     process = subprocess.Popen(
         [*words, sys.executable, "-c", COMMAND, str(folder)],
         cwd=Path(__file__).parents[2],
@@ -76,9 +87,8 @@ def test_load_ends_by_a_signal(tmp_path: Path) -> None:
 
 def test_run_times_counts_runs_that_passed(tmp_path: Path) -> None:
     lines: list[str] = []
-    second_fails = (
-        f"import os, sys; sys.exit(os.path.exists({str(tmp_path / 'f')!r}) or os.mkdir({str(tmp_path / 'f')!r}))"
-    )
+    folder = str(tmp_path / "f")
+    second_fails = f"import os, sys; sys.exit(os.path.exists({folder!r}) or os.mkdir({folder!r}))"
     assert load.run_times([sys.executable, "-c", second_fails], 2, lines.append) == 1
     assert lines[0].startswith("run 1 of 2 passed after ")
     assert lines[1].startswith("run 2 of 2 failed with status 1 after ")

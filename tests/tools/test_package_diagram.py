@@ -12,7 +12,11 @@ from tools.import_graph import package_graph, read_graph
 from tools.package_diagram import draw, layer_numbers, reachable, transitive_reduction
 
 PICTURE = Path(__file__).parents[2] / "docs" / "explanation" / "packages.svg"
-CHAIN = {"prepcli.a": {"prepcli.b", "trainer.c"}, "prepcli.b": {"trainer.c"}, "trainer.c": set[str]()}
+CHAIN = {
+    "prepcli.a": {"prepcli.b", "trainer.c"},
+    "prepcli.b": {"trainer.c"},
+    "trainer.c": set[str](),
+}
 ARROW = re.compile(r'<polyline points="([^"]*)" data-from="([^"]*)" data-to="([^"]*)"/>')
 
 
@@ -22,7 +26,9 @@ def imports() -> dict[str, set[str]]:
 
 
 def test_picture_is_up_to_date(imports: dict[str, set[str]]):
-    assert PICTURE.read_text() == draw(imports), "python -m tools.package_diagram > docs/explanation/packages.svg"
+    assert PICTURE.read_text() == draw(imports), (
+        "python -m tools.package_diagram > docs/explanation/packages.svg"
+    )
 
 
 def test_picture_has_every_package_once():
@@ -49,7 +55,11 @@ def test_arrows_stand_for_the_imports_and_no_others(imports: dict[str, set[str]]
 
 
 def test_transitive_reduction_omits_implied_imports():
-    assert transitive_reduction(CHAIN) == {"prepcli.a": {"prepcli.b"}, "prepcli.b": {"trainer.c"}, "trainer.c": set()}
+    assert transitive_reduction(CHAIN) == {
+        "prepcli.a": {"prepcli.b"},
+        "prepcli.b": {"trainer.c"},
+        "trainer.c": set(),
+    }
 
 
 def test_layers_follow_the_longest_path():

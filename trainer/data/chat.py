@@ -1,4 +1,4 @@
-"""Build examples of conversations: the tokenizer's chat template, with loss on the turns of the assistant."""
+"""Build examples of conversations with a chat template: only assistant turns have loss."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.column_values import check_columns, messages_value
-from trainer.data.example_settings import ExampleSettings, begin_segments, largest_added_id, token_segment
+from trainer.data.example_settings import (
+    ExampleSettings,
+    begin_segments,
+    largest_added_id,
+    token_segment,
+)
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, Text
 
 if TYPE_CHECKING:
     from trainer.data.chat_rendering import ChatRenderer
 
 ASSISTANT = "assistant"
-MARKERS_HINT = "put `{% generation %}` and `{% endgeneration %}` around the assistant's text in the template"
+MARKERS_HINT = (
+    "put `{% generation %}` and `{% endgeneration %}` around the assistant's text in the template"
+)
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -23,37 +30,42 @@ Spans = tuple[tuple[int, int], ...]
 class ChatBuilder:
     """Builds an example of the messages of each record.
 
-    The whole conversation is tokenized as one text. The parts of it that have loss are those between the markers
-    `{% generation %}` and `{% endgeneration %}` of the template. Without markers they are found by rendering the
-    conversation up to each turn of the assistant, with and without it.
+    The whole conversation is tokenized as one text. Text between the markers `{% generation %}` and
+    `{% endgeneration %}` of the template has loss. Without markers, the conversation is rendered up
+    to each assistant turn, with and without the turn, and the difference has loss.
     """
 
     has_weights = True
 
     def __init__(self, settings: ExampleSettings, template: ChatTemplate) -> None:
-        self._settings, self._template = settings, template
+        self._settings = settings
+        self._template = template
         self._renderer = _load_renderer(template)
-        self.max_id = largest_added_id(settings)
+        self.max_extra_token_id = largest_added_id(settings)
 
     def build(self, piece: DataPiece) -> Example:
         """Return the example of a record.
 
         Raises:
-            PrepError: The record has no messages, the template rejects them, or the turns of the assistant cannot be
-                found.
+            PrepError: The record has no messages, the template rejects them, or the turns of the
+                assistant cannot be found.
         """
         assert isinstance(piece, Record)
         column = self._settings.fields
-        check_columns(piece, [column], hint="`--set data.fields=COLUMN`")
+        check_columns(piece, [column], hint=Text(Key("data.fields", "COLUMN", is_override=True)))
         messages = messages_value(piece, column)
         text, spans = self._renderer.render(messages, piece.place)
         if spans is None:
             spans = self._spans_by_prefix(messages, text, piece.place)
-        parts = begin_segments(self._settings), Segment(text, loss_spans=spans), token_segment(self._settings.end_id)
+        parts = (
+            begin_segments(self._settings),
+            Segment(text, loss_spans=spans),
+            token_segment(self._settings.end_id),
+        )
         return Example((*parts[0], parts[1], *parts[2]), piece.nbytes)
 
     def _spans_by_prefix(self, messages: list[dict[str, Any]], text: str, place: str) -> Spans:
-        """Return the part of a text that each turn of the assistant adds to the messages before it."""
+        """Return start and end of each assistant turn, found by rendering ever longer prefixes."""
         return tuple(
             self._turn_span(messages[: number + 1], text, place)
             for number, message in enumerate(messages)
@@ -61,7 +73,7 @@ class ChatBuilder:
         )
 
     def _turn_span(self, messages: list[dict[str, Any]], text: str, place: str) -> tuple[int, int]:
-        """Return the part of a text that the last of some messages adds to it."""
+        """Return start and end of the text added by the last message to the messages before it."""
         before, _ = self._renderer.render(messages[:-1], place, add_generation_prompt=True)
         after, _ = self._renderer.render(messages, place)
         if not (after.startswith(before) and text.startswith(after)):

@@ -1,7 +1,7 @@
 """A Jinja sandbox for chat templates: deterministic, with limits of work and sizes.
 
-A template computes by operators, methods of values, filters and calls. Each of them is checked before it creates a
-value. Methods and filters without a check are not available.
+A template computes by operators, methods of values, filters and calls. Each of them is checked
+before it creates a value. Methods and filters without a check are not available.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import pass_context
 from markupsafe import Markup
 
@@ -31,16 +35,63 @@ from trainer.data.chat_limits import (
 
 # Not deterministic, or of HTML pages, with a run time that no limit here bounds
 REMOVED_FILTERS = ("random", "urlize", "xmlattr", "wordwrap", "striptags", "pprint")
-LAZY_FILTERS = {"map", "select", "reject", "selectattr", "rejectattr"}  # their result is a generator
-CHEAP_FILTERS = {"length", "count", "first", "default", "d", "attr"}  # they look at one item, or at none
-STEPS, SIZED, CONCAT = "_steps", "_sized", "_concat"  # filters that the syntax tree of each template gets
+# Filters that return a generator. Its items are counted where they are consumed.
+LAZY_FILTERS = {
+    "map",
+    "select",
+    "reject",
+    "selectattr",
+    "rejectattr",
+}
+# Filters that look at one item, or at none, so that their input is not counted.
+CHEAP_FILTERS = {
+    "length",
+    "count",
+    "first",
+    "default",
+    "d",
+    "attr",
+}
+# Filters that `_counted` inserts into the syntax tree of each template.
+STEPS = "_steps"
+SIZED = "_sized"
+CONCAT = "_concat"
 
 TEXT_METHODS = frozenset(
     [
         *("strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition"),
-        *("startswith", "endswith", "find", "rfind", "index", "rindex", "count", "removeprefix", "removesuffix"),
-        *("upper", "lower", "title", "capitalize", "swapcase", "casefold", "isalnum", "isalpha", "isascii"),
-        *("isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle"),
+        *(
+            "startswith",
+            "endswith",
+            "find",
+            "rfind",
+            "index",
+            "rindex",
+            "count",
+            "removeprefix",
+            "removesuffix",
+        ),
+        *(
+            "upper",
+            "lower",
+            "title",
+            "capitalize",
+            "swapcase",
+            "casefold",
+            "isalnum",
+            "isalpha",
+            "isascii",
+        ),
+        *(
+            "isdecimal",
+            "isdigit",
+            "isidentifier",
+            "islower",
+            "isnumeric",
+            "isprintable",
+            "isspace",
+            "istitle",
+        ),
         *("isupper", "replace", "join", "ljust", "rjust", "center", "zfill", "expandtabs"),
         *("unescape", "escape"),
     ]
@@ -64,10 +115,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "**", "%"])
 
     def __init__(self, extensions: list[type[Extension]]) -> None:
-        # Without the optimizer no expression is evaluated while the template is compiled; a `finalize` with a context
-        # keeps constant outputs from being evaluated there too.
+        # Compilation must not evaluate anything, because the limits count only while rendering.
+        # Without the optimizer no expression is evaluated, and a `finalize` with a context keeps
+        # constant outputs from being evaluated.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_same_value
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=extensions,
+            optimized=False,
+            finalize=_same_value,
         )
         self.limits = RenderLimits()
         del self.globals["lipsum"]
@@ -91,7 +147,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tree = self.parse(text)
         _counted(tree)
         tree.set_environment(self)
-        return Template.from_code(self, self.compile(tree, filename="<template>"), self.make_globals(None))
+        return Template.from_code(
+            self, self.compile(tree, filename="<template>"), self.make_globals(None)
+        )
 
     def concat(self, pieces: Any) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - a hook of Jinja
         """Join the texts of an output, a macro or a block."""
@@ -110,7 +168,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.limits.measured(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return the sandboxed `str.format` with a check of its result; None for another value."""
+        """Return the sandboxed `str.format` with a check of its result, else None."""
         if super().wrap_str_format(value) is None:
             return None
         template: str = value.__self__
@@ -124,7 +182,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 (named,) = arguments
                 arguments = ()
             self.limits.check_fields(template, [*arguments, *named.values()])
-            return self.limits.measured(type(template)(formatter.vformat(template, arguments, named)))
+            return self.limits.measured(
+                type(template)(formatter.vformat(template, arguments, named))
+            )
 
         return limited
 
@@ -141,22 +201,34 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = (CountedSteps(args[0], __self.limits), *args[1:])
         elif isinstance(__obj, types.BuiltinMethodType | types.MethodType):
             # `join` would consume a generator without counting its items.
-            args = tuple(__self.limits.listed(value) if isinstance(value, Iterator) else value for value in args)
+            args = tuple(
+                __self.limits.listed(value) if isinstance(value, Iterator) else value
+                for value in args
+            )
             __self._check_method(__obj, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         is_new = isinstance(result, str | int | list) or __obj is dict
         return __self.limits.measured(result) if is_new else result
 
     def _check_method(
-        self, function: types.BuiltinMethodType | types.MethodType, args: tuple[Any, ...], named: Mapping[str, Any]
+        self,
+        function: types.BuiltinMethodType | types.MethodType,
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
     ) -> None:
-        """Check the result of a method of a value. Raise SecurityError for an unavailable method."""
-        owner, name = function.__self__, function.__name__
+        """Check the size of a method's result before the call.
+
+        An unavailable method raises SecurityError.
+        """
+        owner = function.__self__
+        name = function.__name__
         kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
         if kind is None:
             return
         if name not in METHODS[kind]:
-            raise SecurityError(f"the method {name!r:.60} of {kind.__name__} is not available in chat templates")
+            raise SecurityError(
+                f"the method {name!r:.60} of {kind.__name__} is not available in chat templates"
+            )
         if isinstance(owner, str):
             self._check_text_method(name, owner, [*args, *named.values()])
 
@@ -172,7 +244,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return CountedSteps(items, self.limits)
 
     def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter with a check of its result. It counts the characters of its input and of its result."""
+        """Return a filter that checks its result and counts the characters of input and result."""
         has_context = hasattr(function, "jinja_pass_arg")
         check = CHECKS.get(name)
 
@@ -218,7 +290,11 @@ def _counted(node: nodes.Node) -> nodes.Node:
         if isinstance(value, nodes.Node):
             setattr(node, name, _counted(value))
         elif isinstance(value, list):
-            setattr(node, name, [_counted(item) if isinstance(item, nodes.Node) else item for item in value])
+            setattr(
+                node,
+                name,
+                [_counted(item) if isinstance(item, nodes.Node) else item for item in value],
+            )
     if isinstance(node, nodes.For):
         node.iter = _filtered(node.iter, STEPS)
     if isinstance(node, nodes.Concat):
@@ -226,7 +302,9 @@ def _counted(node: nodes.Node) -> nodes.Node:
         return _filtered(_filtered(parts, SIZED), CONCAT)
     is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     # The targets of an assignment are a tuple too.
-    is_container = isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+    is_container = isinstance(node, nodes.List | nodes.Dict) or (
+        isinstance(node, nodes.Tuple) and node.ctx == "load"
+    )
     return _filtered(node, SIZED) if is_slice or is_container else node
 
 
@@ -255,7 +333,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return a value as JSON, unlike Jinja's filter without escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _check_json_filter(
@@ -265,7 +345,9 @@ def _check_json_filter(
     limits.check_json(value, indent, separators)
 
 
-def _check_indent(limits: RenderLimits, text: Any, width: Any = 4, *rest: Any, **named: Any) -> None:
+def _check_indent(
+    limits: RenderLimits, text: Any, width: Any = 4, *rest: Any, **named: Any
+) -> None:
     limits.check_width(text, width)
 
 
@@ -277,15 +359,21 @@ def _check_format_filter(limits: RenderLimits, text: Any, *args: Any, **named: A
     limits.check_percent(str(text), named or args)
 
 
-def _check_replace_filter(limits: RenderLimits, text: Any, old: Any, new: Any, *rest: Any, **named: Any) -> None:
+def _check_replace_filter(
+    limits: RenderLimits, text: Any, old: Any, new: Any, *rest: Any, **named: Any
+) -> None:
     limits.check_replace(text, old, new)
 
 
-def _check_join_filter(limits: RenderLimits, values: Any, d: Any = "", *rest: Any, **named: Any) -> None:
+def _check_join_filter(
+    limits: RenderLimits, values: Any, d: Any = "", *rest: Any, **named: Any
+) -> None:
     limits.check_join(d, values)
 
 
-def _check_batch(limits: RenderLimits, values: Any, linecount: Any = 0, fill_with: Any = None) -> None:
+def _check_batch(
+    limits: RenderLimits, values: Any, linecount: Any = 0, fill_with: Any = None
+) -> None:
     limits.check_count(linecount, fill_with)
 
 
@@ -293,9 +381,13 @@ def _check_slice(limits: RenderLimits, values: Any, slices: Any = 0, fill_with: 
     limits.check_count(slices, fill_with)
 
 
-def _check_round(limits: RenderLimits, value: Any, precision: Any = 0, *rest: Any, **named: Any) -> None:
+def _check_round(
+    limits: RenderLimits, value: Any, precision: Any = 0, *rest: Any, **named: Any
+) -> None:
     if isinstance(precision, int) and abs(precision) > MAX_PRECISION:
-        raise TemplateLimitError(f"round has a precision of {precision:.3g}, the limit is {MAX_PRECISION}")
+        raise TemplateLimitError(
+            f"round has a precision of {precision:.3g}, the limit is {MAX_PRECISION}"
+        )
 
 
 def _check_sum(limits: RenderLimits, values: Any, *rest: Any, **named: Any) -> None:

@@ -1,8 +1,9 @@
 """Limits of work and of sizes for an untrusted template.
 
-A template is a program. A time limit would stop valid templates on a slow machine, so the work is counted instead: the
-steps of loops, calls and filters, and the characters of their results. The size of each value is limited too. Both
-limits grow with the size of the messages. Together they bound time and memory.
+A template is a program. A time limit would stop valid templates on a slow machine, so the work is
+counted instead: the steps of loops, calls and filters, and the characters of their results. The
+size of each value is limited too. Both limits grow with the size of the messages. Together they
+bound time and memory.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ from typing import Any
 from jinja2 import TemplateRuntimeError
 from jinja2.utils import Namespace
 
-STEP_WORK = 64  # of a step, in characters
-CALL_WORK = 256  # of a call of a macro or a method, which takes several times as long
-ELEMENT_SIZE = 16  # of an element of a list, in characters
+# Work is counted in characters of output. A step of a loop counts as this many characters.
+STEP_WORK = 64
+# A call of a macro or a method, which takes several times as long as a step.
+CALL_WORK = 256
+# An element of a container counts as this many characters.
+ELEMENT_SIZE = 16
+# Constant parts of the limits on work and on the size of a value.
 BASE_WORK = 1 << 26
 BASE_SIZE = 1 << 20
-WORK_PER_CHAR = 256  # of the messages
+# Parts of the limits that grow with the characters of the messages.
+WORK_PER_CHAR = 256
 SIZE_PER_CHAR = 16
 MAX_INT_BITS = 4096
-MAX_WIDTH_DIGITS = 4  # of a width or a precision in a format
-MAX_PRECISION = 300  # digits of `round`; floats have no more
+# Maximum digits of a width or a precision in a format: `'{:9999}'` is allowed.
+MAX_WIDTH_DIGITS = 4
+# Maximum digits of `round`. Floats have no more.
+MAX_PRECISION = 300
 MAX_JSON_INDENT = 64
 
 LARGE_NUMBER = re.compile(rf"\d{{{MAX_WIDTH_DIGITS + 1},}}")
@@ -36,7 +44,11 @@ class TemplateLimitError(TemplateRuntimeError):
 
 
 class OpaqueNamespace(Namespace):
-    """The `namespace` of Jinja. Its text does not show its values, which may change after they were measured."""
+    """The `namespace` of Jinja, printed without its values.
+
+    A template may assign new values after the namespace was measured. Printing them would bypass
+    the limits.
+    """
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -46,7 +58,8 @@ class RenderLimits:
     """The remaining work of one rendering, and the largest size of a value."""
 
     def __init__(self) -> None:
-        self._work_left, self.max_size = BASE_WORK, BASE_SIZE
+        self._work_left = BASE_WORK
+        self.max_size = BASE_SIZE
 
     def start(self, num_chars: int) -> None:
         """Begin a rendering of messages with a number of characters."""
@@ -61,17 +74,23 @@ class RenderLimits:
         """
         self._work_left -= work
         if self._work_left < 0:
-            raise TemplateLimitError("it does too much work: endless or very long loops, or too much text")
+            raise TemplateLimitError(
+                "it does too much work: endless or very long loops, or too much text"
+            )
 
     def check(self, size: int) -> None:
         """Raise TemplateLimitError for a value of this size, before it is made."""
         if size > self.max_size:
-            raise TemplateLimitError(f"it makes a value of {size:.3g} characters, the limit is {self.max_size:,}")
+            raise TemplateLimitError(
+                f"it makes a value of {size:.3g} characters, the limit is {self.max_size:,}"
+            )
 
     def check_bits(self, num_bits: int) -> None:
         """Raise TemplateLimitError for an integer of this many bits."""
         if num_bits > MAX_INT_BITS:
-            raise TemplateLimitError(f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}")
+            raise TemplateLimitError(
+                f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}"
+            )
 
     def measured(self, value: Any) -> Any:
         """Count a new value and return it. Raise TemplateLimitError if it is too large."""
@@ -81,8 +100,8 @@ class RenderLimits:
     def size(self, value: Any) -> int:
         """Return the characters of a value and of its elements. Repeated parts count each time.
 
-        Every new container is measured. No value is therefore larger than the limit, and converting values to text
-        and comparing them take bounded time.
+        Every new container is measured. No value is therefore larger than the limit, and converting
+        values to text and comparing them take bounded time.
 
         Raises:
             TemplateLimitError: The value is too large.
@@ -90,7 +109,8 @@ class RenderLimits:
         if isinstance(value, str):
             self.check(len(value))
             return len(value)
-        total, pending = 0, [value]
+        total = 0
+        pending = [value]
         while pending:
             item = pending.pop()
             if isinstance(item, str | bytes):
@@ -137,7 +157,8 @@ class RenderLimits:
 
     def check_percent(self, template: str, values: Any) -> None:
         """Check the result of `template % values`: widths, and repeated values."""
-        size, num_fields = len(template), 0
+        size = len(template)
+        num_fields = 0
         for name, width, precision in PERCENT_FIELD.findall(template):
             num_fields += bool(name)
             for number in (width, precision):
@@ -161,7 +182,9 @@ class RenderLimits:
 
     def check_replace(self, text: Any, old: Any, new: Any) -> None:
         """Check the size of a text in which parts are replaced."""
-        text, old, new = str(text), str(old), str(new)
+        text = str(text)
+        old = str(old)
+        new = str(new)
         num_parts = text.count(old)
         self.check(len(text) + num_parts * len(new))
 
@@ -188,7 +211,9 @@ class RenderLimits:
         size = self.size(value)
         width = len(indent) if isinstance(indent, str) else indent or 0
         if width > MAX_JSON_INDENT:
-            raise TemplateLimitError(f"tojson has an indent of {width:.3g}, the limit is {MAX_JSON_INDENT}")
+            raise TemplateLimitError(
+                f"tojson has an indent of {width:.3g}, the limit is {MAX_JSON_INDENT}"
+            )
         self.check(size + size // ELEMENT_SIZE * self.size(separators))
 
     def listed(self, items: Iterable[Any]) -> list[Any]:
@@ -216,14 +241,17 @@ class RenderLimits:
 
 def _wide_field_error(number: str) -> TemplateLimitError:
     limit = 10**MAX_WIDTH_DIGITS - 1
-    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is {limit}")
+    return TemplateLimitError(
+        f"a format has the width or precision {number:.20}, the limit is {limit}"
+    )
 
 
 class CountedSteps:
     """The items of a loop, each counted as a step."""
 
     def __init__(self, items: Iterable[Any], limits: RenderLimits) -> None:
-        self._items, self._limits = items, limits
+        self._items = items
+        self._limits = limits
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: which file has it, and the special tokens that it may use."""
+"""The chat template of a tokenizer: which file has it, and the special tokens for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any, cast
 
 import xxhash
 
-from trainer.data.tokenizer_settings import read_settings, read_text_file
+from trainer.data.tokenizer import read_settings, read_text_file
 from trainer.models.errors import PrepError
 
-TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
-    "chat_template.jinja",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 MAX_TEMPLATE_NBYTES = 4_000_000
 
 
@@ -26,9 +24,10 @@ class ChatTemplate:
     """A Jinja template that renders the messages of a conversation as a text.
 
     Attributes:
-        file: The file that has it, for error messages.
+        file: File of the template, for error messages.
         text: The template.
-        special_tokens: Names and texts of special tokens, such as `bos_token`, which are variables of the template.
+        special_tokens: Names and texts of special tokens, variables of the template such as
+            `bos_token`.
     """
 
     file: str
@@ -42,7 +41,7 @@ class ChatTemplate:
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.
+    """Load the chat template of a tokenizer.
 
     Args:
         tokenizer: A tokenizer.json, or a folder that contains one.
@@ -59,11 +58,14 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     file = folder / TEMPLATE_FILE
     text = read_text_file(file, MAX_TEMPLATE_NBYTES)
     if text is None:
-        text, file = _default_template(config.get("chat_template")), folder / CONFIG_FILE
+        text = _default_template(config.get("chat_template"))
+        file = folder / CONFIG_FILE
     if text is None:
         why = f"looked for {TEMPLATE_FILE}, and for `chat_template` in {CONFIG_FILE}"
         raise PrepError(
-            f"the tokenizer in {folder} has no chat template", why, f"put a {TEMPLATE_FILE} into the folder"
+            f"the tokenizer in {folder} has no chat template",
+            why,
+            f"put a {TEMPLATE_FILE} into the folder",
         )
     return ChatTemplate(str(file), text, special_tokens)
 
@@ -72,12 +74,19 @@ def _default_template(value: Any) -> str | None:
     """Return the template in a tokenizer's config: a text, or the one named `default` in a list."""
     if isinstance(value, list):
         entries = [entry for entry in cast(list[Any], value) if isinstance(entry, dict)]
-        value = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+        value = next(
+            (entry.get("template") for entry in entries if entry.get("name") == "default"), None
+        )
+    if isinstance(value, str):
+        return value
+    return None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the special tokens of a config; each is a text, or an object with its text as `content`."""
+    """Return the special tokens of a config by name.
+
+    A token is a text or an object, e.g. `"</s>"` or `{"content": "</s>", "lstrip": false}`.
+    """
     tokens = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in sorted(config.items())

@@ -1,18 +1,26 @@
-"""The libraries that encode text: tokenizers, SentencePiece, and transformers for tokenizers of other files."""
+"""The libraries that encode text: tokenizers, SentencePiece and transformers.
+
+Tokenizer files are untrusted. `library_errors` turns every failure of a library into a PrepError.
+`check_growth` bounds the memory for normalized text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, Text
 
-EncodedText = tuple[list[int], list[tuple[int, int]]]  # ids, and the start and end of each token in characters
-ENDS_PROMPTS = ("T5Tokenizer",)  # classes that put the end token after a text, unless their settings say otherwise
+# Ids, and the start and end of each token in characters.
+EncodedText = tuple[list[int], list[tuple[int, int]]]
+# Classes that put the end token after a text, unless their settings say otherwise.
+ENDS_PROMPTS = ("T5Tokenizer",)
 
 
 class Codec(Protocol):
@@ -28,11 +36,14 @@ class Codec(Protocol):
         ...
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
-        """Encode as `encode_batch` does; return ids, and start and end of each token in the text, in characters."""
+        """Encode as `encode_batch` does, and return where each token is in its text.
+
+        Offsets are the start and end of each token in characters.
+        """
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text with the special tokens that the tokenizer adds."""
+        """Encode a text with the special tokens added by the tokenizer."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -40,11 +51,11 @@ class Codec(Protocol):
         ...
 
     def token(self, token_id: int) -> str | None:
-        """Return the text of a token; None for an unknown id."""
+        """Return the text of a token, or None for an unknown id."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token; None if the tokenizer lacks it."""
+        """Return the id of a token, or None if the tokenizer does not have it."""
         ...
 
 
@@ -61,10 +72,13 @@ class FastCodec:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text by itself, in threads."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
-        """Encode each text by itself, in threads; return ids and offsets."""
+        """Encode each text by itself, in threads, and return ids and offsets."""
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -87,7 +101,9 @@ class FastCodec:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceCodec:
-    """A SentencePiece model. Control symbols such as `</s>` that are spelled out in a text are encoded as text.
+    """A SentencePiece model.
+
+    Control symbols such as `</s>` in a text are encoded as ordinary characters.
 
     Attributes:
         processor: The library's processor.
@@ -109,31 +125,43 @@ class SentencePieceCodec:
         return self.processor.encode(texts, out_type=int)
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
-        """Encode each text by itself; return ids and offsets."""
+        """Encode each text by itself, and return ids and offsets."""
         mappings = self.processor.encode_as_offset_mapping(texts)
         return [(mapping["ids"], mapping["offsets"]) for mapping in mappings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the begin and end tokens of the settings."""
-        return self.processor.encode(text, out_type=int, add_bos=self.adds_bos, add_eos=self.adds_eos)
+        return self.processor.encode(
+            text, out_type=int, add_bos=self.adds_bos, add_eos=self.adds_eos
+        )
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids to text, without control symbols, and without ids that only a model has, as T5 does."""
+        """Decode ids to text, without control symbols.
+
+        Ids above the last piece are ignored: the vocabulary of T5 models is larger than the file's.
+        """
         return self.processor.decode([token_id for token_id in ids if token_id <= self.max_id])
 
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
-        return self.processor.id_to_piece(token_id) if token_id <= self.max_id else None
+        if token_id > self.max_id:
+            return None
+        return self.processor.id_to_piece(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token; the library has the id of the unknown token for an unknown one."""
+        """Return the id of a token, or None if the model does not have it.
+
+        The library returns the id of `<unk>` for every unknown token.
+        """
         token_id = self.processor.piece_to_id(token)
-        return None if token_id == self.processor.unk_id() else token_id
+        if token_id == self.processor.unk_id():
+            return None
+        return token_id
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersCodec:
-    """A tokenizer of transformers, without its code from a hub."""
+    """A transformers tokenizer, loaded with `trust_remote_code=False`."""
 
     tokenizer: Any
 
@@ -146,10 +174,15 @@ class TransformersCodec:
         """Encode each text by itself."""
         if not texts:
             return []
-        return self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)[
+            "input_ids"
+        ]
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
-        """Encode each text by itself; return ids and offsets. Tokenizers written in Python have no offsets."""
+        """Encode each text by itself, and return ids and offsets.
+
+        Tokenizers written in Python have no offsets. They raise NotImplementedError.
+        """
         options = {"add_special_tokens": False, "truncation": False, "padding": False}
         encoded = self.tokenizer(texts, return_offsets_mapping=True, **options)
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
@@ -160,7 +193,9 @@ class TransformersCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decode ids to text, without special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
@@ -177,8 +212,8 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
     Args:
         file: The file, for errors.
         data: Its content.
-        settings: Content of the tokenizer_config.json beside it; empty without one. `add_bos_token` and
-            `add_eos_token` set the tokens around a prompt.
+        settings: Content of the tokenizer_config.json in the same folder, empty without that file.
+            `add_bos_token` and `add_eos_token` set the tokens around a prompt.
 
     Raises:
         PrepError: The extra `sentencepiece` is not installed.
@@ -200,15 +235,119 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
 
 
 def transformers_codec(folder: Path) -> TransformersCodec:
-    """Return the codec of a folder whose tokenizer transformers builds from other files.
+    """Return the codec of a folder with a tokenizer that only transformers can build.
 
     Raises:
         PrepError: The extra `hf` is not installed.
-        Exception: transformers cannot read the tokenizer without its code. It raises errors of many types.
+        Exception: transformers cannot read the tokenizer without its code. It raises errors of many
+            types.
     """
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
         what = f"cannot read the tokenizer of {folder}"
-        raise PrepError(what, "transformers is not installed", "`pip install 'prepcli[hf]'`") from error
-    return TransformersCodec(AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+        raise PrepError(
+            what, "transformers is not installed", "`pip install 'prepcli[hf]'`"
+        ) from error
+    return TransformersCodec(
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    )
+
+
+# Module of the exception that a panic of Rust code raises. It is no `Exception`.
+PANIC_MODULE = "pyo3_runtime"
+MAX_CHARS = 300
+
+
+@contextmanager
+def library_errors(what: str, hint: str) -> Iterator[None]:
+    """Turn every error of a library in the block into a PrepError.
+
+    A panic of Rust is a BaseException, so `except Exception` does not catch it. Here the cause of a
+    panic is a fault of the tokenizer's file without a check in the library.
+
+    Args:
+        what: The failed operation, for the message.
+        hint: How to correct it.
+
+    Raises:
+        PrepError: The block raised an error.
+    """
+    try:
+        yield
+    except PrepError:
+        raise
+    except Exception as error:
+        # The libraries have no exception type of their own.
+        first_line = str(error).partition("\n")[0]
+        raise PrepError(what, first_line[:MAX_CHARS], hint) from error
+    except BaseException as error:
+        if type(error).__module__ != PANIC_MODULE:
+            raise
+        raise PrepError(what, f"its library stopped with: {error!s:.{MAX_CHARS}}", hint) from error
+
+
+# The `tokenizers` library allocates the normalized text without a limit, and aborts the process if
+# the allocation fails. A tokenizer of some kilobytes can request any amount: each of k nested
+# replacements multiplies the text. The growth is therefore computed before a text is encoded.
+# Ordinary normalizers replace a space by the three bytes of U+2581, which is far below this factor.
+MAX_GROWTH = 16
+# Maximum normalized bytes of a text if the normalizer grows texts more than that.
+MAX_GROWN_NBYTES = 1 << 28
+
+
+def normalizer_growth(tokenizer_json: bytes) -> float:
+    """Return an upper bound of the normalized bytes per byte of text, for a valid tokenizer.json.
+
+    Changes by Unicode tables are not counted: they are small, and no file can change them.
+    """
+    return _growth(json.loads(tokenizer_json).get("normalizer"))
+
+
+def check_growth(growth: float, num_chars: int, file: str) -> None:
+    """Raise PrepError if a normalizer may turn a text of `num_chars` characters into a huge one.
+
+    Called before encoding: the library aborts the process if an allocation fails.
+    """
+    if growth <= MAX_GROWTH or growth * num_chars <= MAX_GROWN_NBYTES:
+        return
+    why = f"its normalizer may make {growth:.3g} bytes of each character, and a text has {num_chars:,} characters"
+    raise PrepError(
+        f"{file} grows texts too much",
+        why,
+        Text(Key("data.tokenizer", "PATH", is_override=True), " with another tokenizer"),
+    )
+
+
+def _growth(normalizer: Any) -> float:
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if normalizer.get("type") == "Sequence":
+        growth = 1.0
+        for step in normalizer.get("normalizers", []):
+            growth *= _growth(step)
+        return growth
+    if normalizer.get("type") == "Prepend":
+        return 1.0 + _nbytes(normalizer.get("prepend"))
+    if normalizer.get("type") == "Replace":
+        return max(1.0, _replacement_growth(normalizer))
+    return 1.0
+
+
+def _replacement_growth(normalizer: dict[str, Any]) -> float:
+    """Return the bytes of a replacement for each byte of its pattern.
+
+    A regular expression may match the empty text between any two bytes. Its replacement is then
+    added to each byte.
+    """
+    content = _nbytes(normalizer.get("content"))
+    pattern = normalizer.get("pattern")
+    if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
+        return content / max(1, _nbytes(pattern["String"]))
+    return 1.0 + content
+
+
+def _nbytes(value: Any) -> int:
+    if not isinstance(value, str):
+        return 0
+    return len(value.encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Checked values of a record's columns; errors name the file, the line and the column."""
+"""Checked values of a record's columns. Errors name the file, the line and the column."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.examples import TokenIds
-from trainer.data.json_types import json_type_name
 from trainer.data.readers.reader import Record
+from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
 
 LINE_HINT = "fix or remove the line"
@@ -23,8 +23,8 @@ def check_columns(record: Record, columns: Sequence[str], *, hint: str) -> None:
 
     Args:
         record: The record.
-        columns: Columns that it needs.
-        hint: How to name other columns.
+        columns: Required columns.
+        hint: How the user selects columns.
     """
     if missing := [column for column in columns if column not in record.values]:
         names = ", ".join(f"`{name}`" for name in record.values) or "none"
@@ -32,8 +32,9 @@ def check_columns(record: Record, columns: Sequence[str], *, hint: str) -> None:
 
 
 def text_value(record: Record, column: str) -> str:
-    """Return the text of a column; raise PrepError if it is not text."""
-    value, what = record.values[column], f"{record.place}: column `{column}` is not text"
+    """Return the text of a column. Raise PrepError if it is not text."""
+    value = record.values[column]
+    what = f"{record.place}: column `{column}` is not text"
     if not isinstance(value, str):
         raise PrepError(what, f"it is {json_type_name(value)}", LINE_HINT)
     if not _is_encodable(value):
@@ -52,17 +53,26 @@ def ids_value(record: Record, column: str, vocab: int) -> TokenIds:
     Raises:
         PrepError: The value is not a list of ids, or one is out of range.
     """
-    value, place = record.values[column], f"{record.place}: column `{column}`"
+    value = record.values[column]
+    place = f"{record.place}: column `{column}`"
     try:
-        ids = _decode_ids(value) if isinstance(value, str) else np.asarray(value)
-    except ValueError as error:  # not base64, or a list with lists of several lengths
+        if isinstance(value, str):
+            ids = _decode_ids(value)
+        else:
+            ids = np.asarray(value)
+    except ValueError as error:
+        # The text is not base64, or the list has lists of several lengths.
         raise PrepError(f"{place} has no token ids", str(error), IDS_HINT) from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise PrepError(f"{place} has no token ids", f"it is {_ids_type_name(value)}", IDS_HINT)
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        why = f"the vocabulary without padding has {vocab:,} tokens"
-        raise PrepError(f"{place} has the token id {bad:,}", why, LINE_HINT)
+    if ids.size:
+        smallest = int(ids.min())
+        largest = int(ids.max())
+        if smallest < 0 or largest >= vocab:
+            bad = smallest if smallest < 0 else largest
+            what = f"{place}: token id {bad:,} is out of range"
+            why = f"the vocabulary without padding has {vocab:,} tokens"
+            raise PrepError(what, why, LINE_HINT)
     return ids.astype(np.uint32)
 
 
@@ -74,11 +84,13 @@ def _decode_ids(text: str) -> npt.NDArray[np.int32]:
 
 
 def _ids_type_name(value: object) -> str:
-    return "a list of other values" if isinstance(value, list) else json_type_name(value)
+    if isinstance(value, list):
+        return "a list of other values"
+    return json_type_name(value)
 
 
 def messages_value(record: Record, column: str) -> list[dict[str, Any]]:
-    """Return the messages of a column, without keys whose value is null.
+    """Return the messages of a column, without keys of value null.
 
     Args:
         record: The record.
@@ -87,15 +99,26 @@ def messages_value(record: Record, column: str) -> list[dict[str, Any]]:
     Raises:
         PrepError: The value is not a list of messages.
     """
-    value, place = record.values[column], f"{record.place}: column `{column}`"
+    value = record.values[column]
+    place = f"{record.place}: column `{column}`"
     if not isinstance(value, list):
-        raise PrepError(f"{place} is not a list of messages", f"it is {json_type_name(value)}", LINE_HINT)
+        raise PrepError(
+            f"{place} is not a list of messages", f"it is {json_type_name(value)}", LINE_HINT
+        )
     messages = cast(list[Any], value)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
-            raise PrepError(f"{place} is not a list of messages", why, '`{"role": "user", "content": "..."}`')
-    return [{key: item for key, item in message.items() if item is not None} for message in messages]
+            raise PrepError(
+                f"{place} is not a list of messages", why, '`{"role": "user", "content": "..."}`'
+            )
+    # Arrow tables have every key in every message, with null for the absent ones. Templates ask
+    # whether a key is defined, so null keys are left out.
+    return [_without_nulls(message) for message in messages]
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in message.items() if item is not None}
 
 
 def _is_encodable(text: str) -> bool:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 COMPRESSED_READ_NBYTES = 64 << 10
-GZIP_FORMAT = 16 + zlib.MAX_WBITS  # of `zlib.decompressobj`
-MAX_ZSTD_WINDOW_NBYTES = 128 << 20  # the limit of the zstd program without `--long`
-# Compressed bytes that are decompressed at once, so that at most 8 MiB come out. A byte of gzip stands for up to 1,032
-# bytes. A block of zstd has at least 4 bytes and stands for up to 128 KiB.
+# 16 selects the gzip format, MAX_WBITS its largest window (see `zlib.decompressobj`).
+GZIP_FORMAT = 16 + zlib.MAX_WBITS
+# Limit of the zstd program without `--long`. A frame may ask for a much larger window.
+MAX_ZSTD_WINDOW_NBYTES = 128 << 20
+# Compressed bytes that are decompressed at once, so that at most 8 MiB come out. A byte of gzip
+# stands for up to 1,032 bytes. A block of zstd has at least 4 bytes and stands for up to 128 KiB.
 FEED_NBYTES = {".gz": 4 << 10, ".zst": 256}
 
 
@@ -38,7 +40,7 @@ class Decompressor(Protocol):
         ...
 
     def decompress(self, data: bytes, /) -> bytes:
-        """Return the bytes that the next compressed bytes stand for."""
+        """Decompress the next bytes."""
         ...
 
 
@@ -54,9 +56,14 @@ def _zstd_decompressor() -> Decompressor:
 
 
 def split_compression(name: str) -> tuple[str, str]:
-    """Return a file name without the suffix of its compression, and that suffix; empty if it has none."""
+    """Split a file name at the suffix of its compression.
+
+    E.g. `a.csv.gz` -> (`a.csv`, `.gz`) and `a.csv` -> (`a.csv`, an empty text).
+    """
     suffix = PurePath(name).suffix
-    return (name.removesuffix(suffix), suffix) if suffix in DECOMPRESSORS else (name, "")
+    if suffix not in DECOMPRESSORS:
+        return name, ""
+    return name.removesuffix(suffix), suffix
 
 
 def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
@@ -78,7 +85,9 @@ def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
             yield data[start : start + nbytes]
 
 
-def _decompress(pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
+def _decompress(
+    pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]
+) -> Iterator[bytes]:
     decompressor = None
     try:
         for piece in pieces:
@@ -86,18 +95,28 @@ def _decompress(pieces: Iterator[bytes], name: str, make_decompressor: Callable[
             while data:
                 decompressor = decompressor or make_decompressor()
                 yield decompressor.decompress(data)
-                data, decompressor = (decompressor.unused_data, None) if decompressor.eof else (b"", decompressor)
+                data = b""
+                # A file may have several members or frames one after the other, e.g. of `cat a.gz
+                # b.gz`. The rest of a piece after the end of a member belongs to the next member.
+                if decompressor.eof:
+                    data = decompressor.unused_data
+                    decompressor = None
     except (zlib.error, zstandard.ZstdError) as error:
-        raise PrepError(f"{name} cannot be decompressed", str(error), "get the file again") from error
+        raise PrepError(
+            f"{name} cannot be decompressed", str(error), "get the file again"
+        ) from error
     if decompressor is not None:
-        raise PrepError(f"{name} cannot be decompressed", "its end is missing", "get the file again")
+        raise PrepError(
+            f"{name} cannot be decompressed", "its end is missing", "get the file again"
+        )
 
 
 class _BlockStream(io.RawIOBase):
     """Stream of bytes that come in blocks."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._rest = blocks, memoryview(b"")
+        self._blocks = blocks
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -110,5 +129,6 @@ class _BlockStream(io.RawIOBase):
             self._rest = memoryview(block)
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(self._rest))
-        view[:count], self._rest = self._rest[:count], self._rest[count:]
+        view[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count

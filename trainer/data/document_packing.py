@@ -1,10 +1,10 @@
 """Rows of whole documents: a pure function of the lengths of the documents and of the rows.
 
-A document that is longer than a row is cut into pieces, each as long as a row but the last. Pieces are packed by
-best-fit decreasing (Johnson 1974, https://doi.org/10.1137/0203025; for training, Ding et al. 2024,
-https://arxiv.org/abs/2404.10830): the longest first, each into the row with the least room for it. Windows of
-consecutive pieces are packed one by one, so that rows keep the order of the data roughly, time is linear, and memory
-does not depend on the number of documents.
+A document longer than a row is cut into pieces, each as long as a row but the last. Pieces are
+packed by best-fit decreasing (Johnson 1974, https://doi.org/10.1137/0203025, and for training Ding
+et al. 2024, https://arxiv.org/abs/2404.10830): the longest first, each into the row with the least
+room for it. Windows of consecutive pieces are packed one by one, so that rows keep the order of the
+data roughly, time is linear, and memory does not depend on the number of documents.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
-WINDOW = 1 << 16  # pieces packed together
-BLOCK_DOCUMENTS = 1 << 18  # documents read together
+# Pieces packed together. The number is part of the identity of stored rows.
+WINDOW = 1 << 16
+# Documents read together: 2 MiB of ends.
+BLOCK_DOCUMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +29,8 @@ class PackedRows:
     """The pieces of each row, 20 bytes per piece.
 
     Attributes:
-        starts: First token of each piece in the store, int64; the pieces of a row are in the order of the data.
+        starts: First token of each piece in the store, int64. The pieces of a row keep the order of
+            the data.
         lengths: Tokens of each piece, int32, at least 1.
         ends: End of each row in `starts` and `lengths`, int64.
         seq_length: Length of a row in tokens.
@@ -54,7 +57,9 @@ class PackedRows:
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return start and length of each piece of a row."""
-        low = int(self.ends[row - 1]) if row else 0
+        low = 0
+        if row:
+            low = int(self.ends[row - 1])
         row_slice = slice(low, int(self.ends[row]))
         return list(zip(self.starts[row_slice].tolist(), self.lengths[row_slice].tolist()))
 
@@ -89,8 +94,10 @@ class RowBlock:
 MakeRows = Callable[[Iterable[Int64Array], int], Iterator[RowBlock]]
 
 
-def pack_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
-    """Pack documents into rows of `seq_length` tokens; each token is in one row.
+def pack_documents(
+    ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW
+) -> Iterator[RowBlock]:
+    """Pack documents into rows of `seq_length` tokens. Each token is in one row.
 
     Args:
         ends: Ends of the documents, in tokens, in blocks of any size.
@@ -104,12 +111,16 @@ def pack_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int =
     for pieces in cut_documents(ends, seq_length, window):
         rows = assign_rows(pieces.lengths, seq_length)
         order = np.argsort(rows, kind="stable")
+        # The stable sort puts the pieces of row 0 first, then the pieces of row 1, and so on, each
+        # row in the order of the data. E.g. rows [0, 1, 0] -> order [0, 2, 1] and ends [2, 3].
         row_ends = n_pieces + np.cumsum(np.bincount(rows))
         yield RowBlock(Pieces(pieces.starts[order], pieces.lengths[order]), row_ends)
         n_pieces += len(order)
 
 
-def pad_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
+def pad_documents(
+    ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW
+) -> Iterator[RowBlock]:
     """Yield rows of one document each, or of one piece of a longer document."""
     n_pieces = 0
     for pieces in cut_documents(ends, seq_length, window):
@@ -131,12 +142,20 @@ def collect_rows(blocks: Iterable[RowBlock], seq_length: int) -> PackedRows:
     n_tokens = int(all_lengths.sum(dtype=np.int64))
     max_length = int(all_lengths.max(initial=0))
     return PackedRows(
-        np.concatenate(starts), all_lengths, np.concatenate(ends), seq_length, n_tokens=n_tokens, max_length=max_length
+        np.concatenate(starts),
+        all_lengths,
+        np.concatenate(ends),
+        seq_length,
+        n_tokens=n_tokens,
+        max_length=max_length,
     )
 
 
 def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> Iterator[Pieces]:
-    """Cut documents into pieces of at most `seq_length` tokens; yield `window` pieces at a time, then the rest."""
+    """Cut documents into pieces of at most `seq_length` tokens.
+
+    Yields `window` pieces at a time, then the rest.
+    """
     waiting: list[Pieces] = []
     n_waiting = 0
     for pieces in _cut_blocks(ends, seq_length, window):
@@ -155,11 +174,17 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
 
 
 def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) -> Iterator[Pieces]:
-    """Yield the pieces of documents, at most `max_pieces` at a time: one document may have billions."""
+    """Yield the pieces of documents, at most `max_pieces` at a time.
+
+    The bound is on pieces and not on documents because one document may have billions of tokens.
+    """
     block_start = 0
     for document_ends in ends:
         if not len(document_ends):
             continue
+        # E.g. ends [3, 10] and seq_length 4: the documents have 1 and 2 pieces, piece_ends is [1,
+        # 3] and first_pieces [0, 1]. Piece 2 is in document 1 and starts at 3 + (2 - 1) * 4 = 7,
+        # with length 3.
         document_starts = np.concatenate([[block_start], document_ends[:-1]])
         piece_ends = np.cumsum(-(-(document_ends - document_starts) // seq_length))
         first_pieces = np.concatenate([[0], piece_ends[:-1]])
@@ -179,28 +204,40 @@ def _join(pieces: list[Pieces]) -> Pieces:
 
 
 def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
-    """Return the row of each piece; rows are in the order of their first pieces."""
+    """Return the row of each piece. Rows are numbered in the order of their first pieces."""
     rows = _best_fit(np.argsort(-lengths, kind="stable").tolist(), lengths.tolist(), seq_length)
+    # Best fit numbers rows by the size of their largest piece. Renumber them by their first piece:
+    # the outer argsort turns the order of the rows into the rank of each row.
     _, first_pieces = np.unique(rows, return_index=True)
     return np.argsort(np.argsort(first_pieces))[rows]
 
 
 def _best_fit(order: list[int], lengths: list[int], seq_length: int) -> Int64Array:
-    """Put pieces in this order into the row with the least room for each, or else into a new row."""
-    rows, n_rows, shortest = np.empty(len(order), np.int64), 0, lengths[order[-1]]
+    """Put each piece into the row with the least room for it, or into a new row."""
+    rows = np.empty(len(order), np.int64)
+    n_rows = 0
+    shortest = lengths[order[-1]]
     rows_by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # the keys of `rows_by_room` that have rows, ascending
+    # `rows_by_room` has the open rows by their free tokens. `rooms` has its nonempty keys,
+    # ascending, so that bisection finds the least sufficient room. A room has at most seq_length
+    # values, so time is linear in the pieces for a fixed seq_length.
+    rooms: list[int] = []
     for piece in order:
         length = lengths[piece]
         best = bisect_left(rooms, length)
         if best == len(rooms):
-            row, room, n_rows = n_rows, seq_length, n_rows + 1
+            row = n_rows
+            room = seq_length
+            n_rows = n_rows + 1
         else:
             room = rooms[best]
             row = rows_by_room[room].pop()
             if not rows_by_room[room]:
                 del rooms[best]
-        rows[piece], room = row, room - length
+        rows[piece] = row
+        room = room - length
+        # A row with less room than the shortest piece stays as it is. Leaving it out keeps `rooms`
+        # short.
         if room >= shortest:
             if not rows_by_room[room]:
                 insort(rooms, room)

@@ -2,9 +2,9 @@
 
 A folder in the store, named by a digest of all inputs of the rows:
 
-- `starts.bin`: first token of each piece of a document, row after row; int64, little-endian.
-- `lengths.bin`: tokens of each piece; int32, little-endian.
-- `ends.bin`: end of each row in the pieces; int64, little-endian.
+- `starts.bin`: first token of each piece of a document, row after row (int64, little-endian).
+- `lengths.bin`: tokens of each piece (int32, little-endian).
+- `ends.bin`: end of each row in the pieces (int64, little-endian).
 - `rows.json`: `RowsMeta`, with the XXH3-128 digests of the other files.
 
 Earlier versions of prep ignore the folder.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trainer.data.document_packing import (
     pack_documents,
     pad_documents,
 )
+from trainer.data.files import Note
 from trainer.data.partial_folders import is_abandoned, partial_name
 from trainer.data.store import (
     DOCUMENTS_FILE,
@@ -49,14 +50,17 @@ from trainer.files.writing import fsync_path, write_file
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import SEGMENTED
 
-Note = Callable[[str], None]
-
 # Rows of documents by `data.packing`
 DOCUMENT_ROWS: Mapping[str, MakeRows] = {SEGMENTED: pack_documents, "none": pad_documents}
-ROWS_VERSION = 1  # part of the identity of rows; raised when the same documents give other rows
-STARTS_FILE, LENGTHS_FILE, ENDS_FILE, META_FILE = "starts.bin", "lengths.bin", "ends.bin", "rows.json"
+# Part of the identity of rows. Raise it when the same documents give other rows.
+ROWS_VERSION = 1
+STARTS_FILE = "starts.bin"
+LENGTHS_FILE = "lengths.bin"
+ENDS_FILE = "ends.bin"
+META_FILE = "rows.json"
 DTYPES = {STARTS_FILE: np.dtype("<i8"), LENGTHS_FILE: np.dtype("<i4"), ENDS_FILE: np.dtype("<i8")}
-MIN_NOTE_DOCUMENTS = 1_000_000  # fewer take less than a second
+# Fewer documents take less than a second, so no message is shown.
+MIN_NOTE_DOCUMENTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class RowsMeta:
     """Metadata of stored rows, as written to `rows.json`.
 
     Attributes:
-        identity: Digest of all inputs of the rows; also the name of the folder.
+        identity: Digest of all inputs of the rows, and the name of the folder.
         packing: The recipe's `data.packing`.
         seq_length: Length of a row in tokens.
         n_pieces: Number of pieces.
@@ -83,7 +87,9 @@ class RowsMeta:
 
     def n_items(self, name: str) -> int:
         """Return the number of items of a file."""
-        return self.n_rows if name == ENDS_FILE else self.n_pieces
+        if name == ENDS_FILE:
+            return self.n_rows
+        return self.n_pieces
 
 
 def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
@@ -102,7 +108,8 @@ def stored_rows(
 ) -> PackedRows:
     """Return the stored rows of a token store. Compute missing or damaged ones.
 
-    Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
+    Several processes may do so at the same time. If the rows cannot be written, they are made in
+    memory.
 
     Args:
         store: Folder of the store.
@@ -160,7 +167,7 @@ def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True
     Args:
         folder: The rows.
         tokens: The token store.
-        checks_digests: Read all bytes to check the digests; False if another process has done so.
+        checks_digests: Read all bytes to check the digests. False if another process has done so.
 
     Raises:
         FileNotFoundError: There are no rows.
@@ -185,7 +192,9 @@ def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True
     )
 
 
-def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[str, npt.NDArray[Any]]:
+def _map_arrays(
+    folder: Path, meta: RowsMeta, *, checks_digests: bool
+) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of rows by file name."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, dtype in DTYPES.items():
@@ -201,16 +210,26 @@ def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[s
 
 
 def _check_settings(
-    folder: Path, meta: RowsMeta, arrays: Mapping[str, npt.NDArray[Any]], tokens: MappedTokens, *, checks_lengths: bool
+    folder: Path,
+    meta: RowsMeta,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    tokens: MappedTokens,
+    *,
+    checks_lengths: bool,
 ) -> None:
-    """Raise DamagedStoreError if `rows.json`, which has no digest, differs from the tokens or from the arrays."""
+    """Raise DamagedStoreError if `rows.json` contradicts the tokens or the arrays.
+
+    It is the only file of the folder without a digest.
+    """
     if meta.seq_length != tokens.seq_length:
         raise _damaged_rows_error(folder, f"{META_FILE} has rows of {meta.seq_length:,} tokens")
     if checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
         raise _damaged_rows_error(folder, f"{META_FILE} has pieces of {meta.max_length:,} tokens")
 
 
-def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda text: None) -> PackedRows | None:
+def _read_valid_rows(
+    folder: Path, tokens: MappedTokens, note: Note = lambda text: None
+) -> PackedRows | None:
     """Return stored rows, or None if they are missing or damaged. Report damage to `note`."""
     try:
         return read_rows(folder, tokens)
@@ -229,6 +248,9 @@ def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) ->
         remove_folder(leftover)
     partial = folder.with_name(partial_name(folder.name))
     partial.mkdir()
+    # A kill before the rename leaves a partial folder, which the next build removes. A kill between
+    # the rename and the last fsync may lose the name after a power failure, but never leaves a
+    # folder with the final name and incomplete files: they are durable before the rename.
     try:
         _write_rows(partial, folder.name, tokens, packing)
         publish_folder(partial, folder, lambda path: read_rows(path, tokens))
@@ -244,8 +266,14 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context((folder / name).open("xb")) for name in DTYPES}
         files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
-        for block in DOCUMENT_ROWS[packing](document_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length):
-            arrays = {STARTS_FILE: block.pieces.starts, LENGTHS_FILE: block.pieces.lengths, ENDS_FILE: block.ends}
+        for block in DOCUMENT_ROWS[packing](
+            document_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length
+        ):
+            arrays = {
+                STARTS_FILE: block.pieces.starts,
+                LENGTHS_FILE: block.pieces.lengths,
+                ENDS_FILE: block.ends,
+            }
             for name, array in arrays.items():
                 files[name].write(array.astype(DTYPES[name]).tobytes())
             n_pieces += len(block.pieces.lengths)
@@ -277,7 +305,9 @@ def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
     except (ValueError, TypeError, KeyError):
         raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
-        raise _damaged_rows_error(folder, f"{META_FILE} has invalid values or belongs to other rows")
+        raise _damaged_rows_error(
+            folder, f"{META_FILE} has invalid values or belongs to other rows"
+        )
     return meta
 
 

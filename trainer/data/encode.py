@@ -1,24 +1,29 @@
-"""Encode batches of examples to the tokens of their documents."""
+"""Encode examples in batches and in threads, and append the tokens to a store."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.examples import Example, Segment, TokenIds
+from trainer.data.examples import Example, FileStart, ReadPosition, Segment, TokenIds
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
+from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
 
 # Bytes of text of a batch: a chunk for every core. Encoding takes about 100 times as much memory.
 ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 4), 64)
 NO_IDS = np.array([], np.uint32)
 
-Weights: TypeAlias = int | npt.NDArray[np.uint8]  # of a segment: one for all tokens, or one per token
+# Loss weight of a segment: one number for all tokens, or an array with one per token.
+Weights: TypeAlias = int | npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +32,7 @@ class EncodedDocument:
 
     Attributes:
         ids: Token ids.
-        weights: Loss weight of each token as a target, 0 or 1, uint8; None if all are 1.
+        weights: Loss weight of each token as a target, 0 or 1, uint8. None if all are 1.
         ends_document: Whether the document ends with them.
     """
 
@@ -37,7 +42,9 @@ class EncodedDocument:
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES per group; a larger example is a group by itself.
+    """Group examples in order, up to ENCODE_BATCH_NBYTES per group.
+
+    A larger example is a group by itself.
 
     Examples of compressed files have more characters than bytes.
     """
@@ -47,7 +54,8 @@ def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
         example_nbytes = max(example.nbytes, example.size)
         if batch and nbytes + example_nbytes > ENCODE_BATCH_NBYTES:
             yield batch
-            batch, nbytes = [], 0
+            batch = []
+            nbytes = 0
         batch.append(example)
         nbytes += example_nbytes
     if batch:
@@ -64,25 +72,39 @@ def encode_batch(batch: Sequence[Example], tokenizer: TextTokenizer) -> Iterator
     Raises:
         PrepError: The tokenizer fails.
     """
-    documents = [document for example in batch for document in _documents(example)]
-    segments = [part for parts, _ in documents for part in parts]
+    # All segments of the batch are encoded by one call of the library, which spreads them over the
+    # cores. Then each document takes as many results as it has segments.
+    documents: list[tuple[tuple[Segment, ...], bool]] = []
+    segments: list[Segment] = []
+    for example in batch:
+        for document in _documents(example):
+            documents.append(document)
+            segments += document[0]
     encoded = iter(_encode_segments(segments, tokenizer))
     for parts, ends_document in documents:
         pairs = [next(encoded) for _ in parts]
-        ids = np.concatenate([ids for ids, _ in pairs]) if pairs else NO_IDS
+        ids = NO_IDS
+        if pairs:
+            ids = np.concatenate([ids for ids, _ in pairs])
         yield EncodedDocument(ids, _join_weights(pairs), ends_document)
 
 
-def _encode_segments(segments: Sequence[Segment], tokenizer: TextTokenizer) -> Iterator[tuple[TokenIds, Weights]]:
+def _encode_segments(
+    segments: Sequence[Segment], tokenizer: TextTokenizer
+) -> Iterator[tuple[TokenIds, Weights]]:
     """Yield the ids and the weights of each segment."""
-    texts, span_texts = _texts(segments, with_spans=False), _texts(segments, with_spans=True)
-    text_ids, span_ids = iter(tokenizer.encode(texts)), iter(tokenizer.encode_with_offsets(span_texts))
+    texts = _texts(segments, with_spans=False)
+    span_texts = _texts(segments, with_spans=True)
+    text_ids = iter(tokenizer.encode(texts))
+    span_ids = iter(tokenizer.encode_with_offsets(span_texts))
     for segment in segments:
         if segment.loss_spans is not None:
             ids, offsets = next(span_ids)
             yield ids, span_weights(offsets, segment.loss_spans)
+        elif isinstance(segment.content, str):
+            yield next(text_ids), segment.weight
         else:
-            yield next(text_ids) if isinstance(segment.content, str) else segment.content, segment.weight
+            yield segment.content, segment.weight
 
 
 def _texts(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
@@ -93,17 +115,22 @@ def _texts(segments: Sequence[Segment], *, with_spans: bool) -> list[str]:
     ]
 
 
-def span_weights(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+def span_weights(
+    offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.uint8]:
     """Return the loss weight of each token of a text.
 
     Args:
         offsets: Start and end of each token in the text, in characters [T, 2].
-        spans: Start and end of each part of the text that has loss. Tokens that overlap it have weight 1, and those
-            between the first and the last of them.
+        spans: Start and end of each part of the text with loss. Tokens that overlap it have weight
+            1, and all tokens between the first and the last such token.
     """
     weights = np.zeros(len(offsets), np.uint8)
-    starts, ends = offsets[:, 0], offsets[:, 1]
+    starts = offsets[:, 0]
+    ends = offsets[:, 1]
     for start, end in spans:
+        # The last condition leaves out tokens without characters. E.g. a span (3, 8) and tokens (0,
+        # 4), (4, 4), (4, 9): the first and the third overlap it, and the second is between them.
         overlapping = np.flatnonzero((ends > start) & (starts < end) & (ends > starts))
         if len(overlapping):
             weights[overlapping[0] : overlapping[-1] + 1] = 1
@@ -118,7 +145,121 @@ def _documents(example: Example) -> Iterator[tuple[tuple[Segment, ...], bool]]:
 
 
 def _join_weights(pairs: Sequence[tuple[TokenIds, Weights]]) -> npt.NDArray[np.uint8] | None:
-    """Return the loss weight of each token of segments; None if all are 1."""
+    """Return the loss weight of each token of segments, or None if all are 1."""
     if all(isinstance(weights, int) and weights for _, weights in pairs):
         return None
-    return np.concatenate([np.broadcast_to(np.asarray(weights, np.uint8), ids.shape) for ids, weights in pairs])
+    return np.concatenate(
+        [np.broadcast_to(np.asarray(weights, np.uint8), ids.shape) for ids, weights in pairs]
+    )
+
+
+# The `tokenizers` library spreads the texts of a batch over all cores (RAYON_NUM_THREADS limits
+# them) without Python's interpreter lock. It leaves cores idle at the end of a batch, and while its
+# ids are converted and the next texts are read. A second batch is therefore encoded at the same
+# time.
+ENCODE_THREADS = 2
+BATCHES_AHEAD = (
+    # Batches that are read before the first of them is written: two encode, one waits.
+    3
+)
+
+Batch: TypeAlias = list[Example]
+
+
+def encode_batches(
+    batches: Iterable[Batch], tokenizer: TextTokenizer
+) -> Generator[tuple[Batch, list[EncodedDocument]], None, None]:
+    """Yield batches of examples with their documents, in order.
+
+    Batches are read ahead by a constant number, so errors do not depend on the speed of the
+    threads.
+
+    Args:
+        batches: The batches. They are read in the calling thread.
+        tokenizer: Tokenizer of their texts.
+
+    Raises:
+        PrepError: The tokenizer fails.
+    """
+    executor = ThreadPoolExecutor(ENCODE_THREADS, "encode")
+    pending: deque[tuple[Batch, Future[list[EncodedDocument]]]] = deque()
+    try:
+        for batch in batches:
+            pending.append((batch, executor.submit(_encode, batch, tokenizer)))
+            if len(pending) > BATCHES_AHEAD:
+                yield _take_first(pending)
+        while pending:
+            yield _take_first(pending)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _encode(batch: Batch, tokenizer: TextTokenizer) -> list[EncodedDocument]:
+    return list(encode_batch(batch, tokenizer))
+
+
+def _take_first(
+    pending: deque[tuple[Batch, Future[list[EncodedDocument]]]],
+) -> tuple[Batch, list[EncodedDocument]]:
+    """Remove the first batch, wait for its documents, and return both."""
+    batch, documents = pending.popleft()
+    return batch, documents.result()
+
+
+# Yields the examples of a dataset starting at a file, and calls its second argument with the start
+# of each file before reading the file.
+ReadExamples: TypeAlias = Callable[[FileStart, Callable[[FileStart], None]], Iterator[Example]]
+
+
+def fill_store(
+    writer: TokenWriter,
+    read: ReadExamples,
+    tokenizer: TextTokenizer,
+    *,
+    vocab: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Tokenize examples and append them to a store, in order and in bounded memory.
+
+    The file of the store's position is read again from its start. Its examples before the position
+    are skipped, without tokenizing them.
+
+    Args:
+        writer: Writer of the store, at the position after its last example.
+        read: Reads the examples.
+        tokenizer: Tokenizer of their texts.
+        vocab: Size of the model's vocabulary without padding.
+        progress: Called with the bytes and the tokens in the store: at the start, and after each
+            batch.
+
+    Raises:
+        PrepError: An example is invalid, the tokenizer fails, or an id is not in the vocabulary.
+    """
+    position = writer.position
+    starts = [position.start]
+    examples = read(position.start, starts.append)
+    missing = itertools.islice(examples, position.n_examples - position.start.n_examples, None)
+    progress(position.nbytes, writer.n_tokens)
+    for batch, documents in encode_batches(batch_examples(missing), tokenizer):
+        for document in documents:
+            writer.append(document.ids, document.weights)
+            if document.ends_document:
+                writer.end_document()
+        tokenizer.check_in_vocab(writer.max_id, vocab)
+        position = _position_after(position, batch, starts)
+        writer.commit(position)
+        progress(position.nbytes, writer.n_tokens)
+
+
+def _position_after(
+    position: ReadPosition, batch: Sequence[Example], starts: list[FileStart]
+) -> ReadPosition:
+    """Return the position after a batch. Drop the starts of files completed before it."""
+    # Files are read ahead of encoding, so `starts` may have files that begin after the batch. The
+    # file of the next example is the last one that starts at or before it.
+    n_examples = position.n_examples + len(batch)
+    while len(starts) > 1 and starts[1].n_examples <= n_examples:
+        del starts[0]
+    return ReadPosition(
+        n_examples, position.nbytes + sum(example.nbytes for example in batch), starts[0]
+    )

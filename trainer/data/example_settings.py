@@ -1,4 +1,4 @@
-"""The settings that turn records into examples, and the tokens that they put around documents."""
+"""The settings that turn records into examples, and the tokens put around documents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ class ExampleSettings:
     """Everything that determines the examples of a record.
 
     Attributes:
-        fields: Columns and tokens, in the grammar of `parse_fields`; empty for types of data without columns.
-        fields_from_example: Column that has the fields of each record, instead of `fields`.
-        chat_template: Template of the messages in the column `fields`; None for other data.
+        fields: Columns and tokens, in the grammar of `parse_fields`. Empty for types of data
+            without columns.
+        fields_from_example: Column with the fields of each record, instead of `fields`.
+        chat_template: Template of the messages in the column `fields`. None for other data.
         has_encoder: Whether an encoder reads the fields in brackets.
-        bos_id: The model's beginning-of-sequence token; None if it has none.
-        eos_id: The model's end-of-sequence token; None if it has none.
+        bos_id: The model's beginning-of-sequence token, or None.
+        eos_id: The model's end-of-sequence token, or None.
         add_bos: Put `bos_id` before each document, without loss.
-        add_eos: Put `eos_id`, if the model has it, after each document; None: the same, except for ready token ids.
+        add_eos: Put `eos_id`, if the model has it, after each document. None does the same, except
+            for ready token ids.
         source_prefix: Text put before each source.
         prepend_text: Text put before the first field of each document, which must be a text.
         subfield_separator: Text between the texts of a field.
@@ -44,11 +46,15 @@ class ExampleSettings:
 
     @property
     def end_id(self) -> int | None:
-        """The token put after each document; None for none."""
+        """The token put after each document, or None."""
         return None if self.add_eos is False else self.eos_id
 
     def identity_inputs(self) -> dict[str, Any]:
-        """Return what determines ids and weights besides `fields` and `end_id`; empty for settings of version 0.1."""
+        """Return the inputs of a store's identity except `fields` and `end_id`.
+
+        Default values are not included, so the settings of version 0.1 still give the same
+        identity.
+        """
         inputs: dict[str, Any] = {
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
@@ -61,21 +67,23 @@ class ExampleSettings:
         return {key: value for key, value in inputs.items() if value not in (None, "")}
 
     def _grammar_inputs(self) -> list[Any] | None:
-        """Return what determines the meaning of fields that are not plain columns; None for plain columns.
+        """Return the inputs that decide what fields mean, or None for plain columns.
 
-        Plain columns are one column, or, with an encoder, columns in brackets and others.
+        Plain columns are a single column. With an encoder they are any columns, in brackets or not.
         """
         if self.chat_template is not None or not (self.fields or self.fields_from_example):
             return None
         items = () if self.fields_from_example else parse_fields(self.fields).items
-        is_plain = all(isinstance(field, TextField) and len(field.columns) == 1 for field, _ in items)
+        is_plain = all(
+            isinstance(field, TextField) and len(field.columns) == 1 for field, _ in items
+        )
         if is_plain and not self.fields_from_example and (self.has_encoder or len(items) == 1):
             return None
         return [self.has_encoder, self.bos_id, self.eos_id]
 
 
 def token_segment(token_id: int | None, weight: int = 1) -> tuple[Segment, ...]:
-    """Return the segment of a token; none for None."""
+    """Return the segment of a token. Return no segment for None."""
     return () if token_id is None else (Segment(np.array([token_id], np.uint32), weight),)
 
 
@@ -85,6 +93,6 @@ def begin_segments(settings: ExampleSettings) -> tuple[Segment, ...]:
 
 
 def largest_added_id(settings: ExampleSettings) -> int:
-    """Return the largest id that is put before or after documents; -1 for none."""
+    """Return the largest id put before or after documents, or -1."""
     ids = (settings.bos_id if settings.add_bos else None, settings.end_id)
     return max((token_id for token_id in ids if token_id is not None), default=-1)

@@ -1,9 +1,10 @@
-"""Examples: the texts and token ids that a record adds to the token store."""
+"""Examples: the texts and token ids of a record, and positions in a sequence of examples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,11 @@ class Segment:
     """A separately tokenized part of a document.
 
     Attributes:
-        content: A text, or token ids that are stored as they are.
+        content: A text, or token ids to store unchanged.
         weight: Loss weight of its tokens as targets, 0 or 1.
-        loss_spans: Start and end, in characters, of the parts of a text whose tokens have weight 1; those of all other
-            tokens are 0. None for equal weights.
+        loss_spans: Start and end, in characters, of the parts of a text with loss. Their tokens
+            have weight 1 and all other tokens weight 0. None if `weight` is the weight of all
+            tokens.
     """
 
     content: str | TokenIds
@@ -29,13 +31,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A document of the token store, or a part of a long one; with an encoder, two documents.
+    """A document of the token store, or a part of a long one. With an encoder, two documents.
 
     Attributes:
-        target: Segments of the text that a decoder reads and predicts.
+        target: Decoder input, and the text to predict.
         nbytes: Its share of the file's bytes, for the progress.
-        source: Segments that an encoder reads: a document of its own, stored before that of the target. None without
-            an encoder.
+        source: Encoder input. It is stored as a separate document, before the target's. None
+            without an encoder.
         ends_document: Whether the document of the target ends with it.
     """
 
@@ -48,3 +50,43 @@ class Example:
     def size(self) -> int:
         """Characters and token ids of its segments."""
         return sum(len(segment.content) for segment in (*self.target, *(self.source or ())))
+
+
+@dataclass(frozen=True, slots=True)
+class FileStart:
+    """Counts of a dataset before the first example of one of its files.
+
+    Attributes:
+        file: Index of the file.
+        n_examples: Examples of the files before it.
+        n_documents: Documents of the files before it, of a source and a target one.
+        n_bad_lines: Skipped invalid records of the files before it.
+    """
+
+    file: int = 0
+    n_examples: int = 0
+    n_documents: int = 0
+    n_bad_lines: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPosition:
+    """A number of examples at the start of a dataset.
+
+    Attributes:
+        n_examples: The number.
+        nbytes: Their share of the bytes of all files.
+        start: Start of the file with the next example.
+    """
+
+    n_examples: int = 0
+    nbytes: int = 0
+    start: FileStart = FileStart()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ReadPosition:
+        """Return the position from the values of `dataclasses.asdict`.
+
+        Other keys raise TypeError.
+        """
+        return cls(**{**values, "start": FileStart(**values["start"])})

@@ -2,20 +2,206 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+
 from trainer.data.chat import ChatBuilder
-from trainer.data.column_values import check_columns, text_value
-from trainer.data.compiled_fields import CompiledFields, compile_list
-from trainer.data.example_settings import ExampleSettings, begin_segments, largest_added_id, token_segment
+from trainer.data.column_values import check_columns, ids_value, text_value
+from trainer.data.example_settings import (
+    ExampleSettings,
+    begin_segments,
+    largest_added_id,
+    token_segment,
+)
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
-from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.field_grammar import FieldsError, parse_fields, split_fields
+from trainer.models.errors import Key, PrepError, Text, usage_error
+from trainer.recipe.field_grammar import (
+    Field,
+    FieldList,
+    FieldsError,
+    TextField,
+    TokenField,
+    TokenIdsField,
+    parse_fields,
+    split_fields,
+)
 
-COMPILED_LISTS = 1024  # field lists of records that are kept compiled
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a document that makes a segment of each record.
+
+    Attributes:
+        weight: Loss weight of its tokens.
+        max_extra_token_id: Largest id from fields and settings, or -1. The tokenizer's ids may be
+            larger.
+        segment: Returns the segment of a record.
+    """
+
+    weight: int
+    max_extra_token_id: int
+    segment: Callable[[Record], Segment]
+
+
+def _text_part(columns: tuple[str, ...], separator: str, *, prefix: str, weight: int) -> _Part:
+    """Return a part that joins the texts of columns."""
+
+    def segment(record: Record) -> Segment:
+        texts = [text_value(record, column) for column in columns]
+        return Segment(prefix + separator.join(texts), weight)
+
+    return _Part(weight, -1, segment)
+
+
+def _ids_part(column: str, vocab: int, weight: int) -> _Part:
+    """Return a part that reads the token ids of a column."""
+
+    def segment(record: Record) -> Segment:
+        return Segment(ids_value(record, column, vocab), weight)
+
+    return _Part(weight, vocab - 1, segment)
+
+
+def _token_part(token_id: int, weight: int) -> _Part:
+    """Return a part with the same token for every record."""
+    # One segment serves all records: no code changes the ids of a segment.
+    constant = Segment(np.array([token_id], np.uint32), weight)
+    return _Part(weight, token_id, lambda record: constant)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFields:
+    """Builds examples of records that all have the same fields.
+
+    Attributes:
+        target: Parts of the target.
+        source: Parts of the source. None without an encoder.
+        columns: Required columns of a record.
+    """
+
+    target: tuple[_Part, ...]
+    source: tuple[_Part, ...] | None
+    columns: tuple[str, ...]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether tokens of the target may have loss weight 0."""
+        return any(not part.weight for part in self.target)
+
+    @property
+    def max_extra_token_id(self) -> int:
+        """Largest id from fields and settings, or -1. The tokenizer's ids may be larger."""
+        parts = (*self.target, *(self.source or ()))
+        return max((part.max_extra_token_id for part in parts), default=-1)
+
+    def build(self, piece: DataPiece) -> Example:
+        """Return the example of a record. Raise PrepError if a column is missing or invalid."""
+        assert isinstance(piece, Record)
+        hint = "`--set data.fields='[SOURCE], TARGET'`"
+        if self.source is None:
+            hint = Text(Key("data.fields", "COLUMN", is_override=True))
+        check_columns(piece, self.columns, hint=hint)
+        source = None
+        if self.source is not None:
+            source = tuple(part.segment(piece) for part in self.source)
+        target = tuple(part.segment(piece) for part in self.target)
+        return Example(target, piece.nbytes, source=source)
+
+
+def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) -> CompiledFields:
+    """Compile a list of fields.
+
+    E.g. without an encoder, "[question], answer" has a part of weight 0 and a part of weight 1.
+    With an encoder, the part in brackets is the source.
+
+    Args:
+        fields: The fields.
+        settings: Whether the model has an encoder, its special tokens, and the texts to add.
+        vocab: Size of the model's vocabulary without padding.
+
+    Raises:
+        FieldsError: The model does not have a token of the list, the list has no source for the
+            encoder, or its first field cannot follow `prepend_text`.
+    """
+    if not settings.has_encoder:
+        weighted: list[tuple[Field, int]] = []
+        for field, is_bracketed in fields.items:
+            weighted.append((field, 0 if is_bracketed else 1))
+        target = _compile_parts(weighted, settings, vocab=vocab, prefix=settings.prepend_text)
+        return CompiledFields(target, None, fields.columns)
+    if not fields.source:
+        raise FieldsError("the model has an encoder, so it needs source columns in brackets")
+    source = _compile_parts(
+        _join_texts(fields.source), settings, vocab=vocab, prefix=settings.source_prefix
+    )
+    target = _compile_parts(_join_texts(fields.target), settings, vocab=vocab)
+    return CompiledFields(target, source, fields.columns)
+
+
+def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
+    """Join adjacent text fields, to tokenize them as one text. All fields have weight 1."""
+    joined: list[tuple[Field, int]] = []
+    for field in fields:
+        before = joined[-1][0] if joined else None
+        if isinstance(field, TextField) and isinstance(before, TextField):
+            joined[-1] = TextField((*before.columns, *field.columns)), 1
+        else:
+            joined.append((field, 1))
+    return joined
+
+
+def _compile_parts(
+    weighted: list[tuple[Field, int]], settings: ExampleSettings, *, vocab: int, prefix: str = ""
+) -> tuple[_Part, ...]:
+    """Return the parts of a document.
+
+    Args:
+        weighted: The fields with their loss weights.
+        settings: The tokens and texts to add.
+        vocab: Size of the model's vocabulary without padding.
+        prefix: Text put before the first field.
+    """
+    if prefix and not isinstance(weighted[0][0], TextField):
+        raise FieldsError("its first field must be a text, which follows the text put before it")
+    parts: list[_Part] = []
+    if settings.add_bos and settings.bos_id is not None:
+        parts.append(_token_part(settings.bos_id, 0))
+    for field, weight in weighted:
+        if isinstance(field, TextField):
+            separator = settings.subfield_separator
+            parts.append(_text_part(field.columns, separator, prefix=prefix, weight=weight))
+        elif isinstance(field, TokenIdsField):
+            parts.append(_ids_part(field.column, vocab, weight))
+        else:
+            parts.append(_token_part(_token_id(field, settings, vocab), weight))
+        # Only the first field has the prefix.
+        prefix = ""
+    if settings.end_id is not None:
+        parts.append(_token_part(settings.end_id, 1))
+    return tuple(parts)
+
+
+def _token_id(field: TokenField, settings: ExampleSettings, vocab: int) -> int:
+    if isinstance(field.token, int):
+        token_id = field.token
+    else:
+        token_id = {"bos": settings.bos_id, "eos": settings.eos_id}[field.token]
+    if token_id is None:
+        raise FieldsError(f"the model's config.json has no {field.token}_token_id")
+    if token_id >= vocab:
+        raise FieldsError(
+            f"<|{field.token}|> is not in the vocabulary of {vocab:,} tokens without padding"
+        )
+    return token_id
+
+
+# Different field lists that are kept compiled: records of a file usually share few.
+COMPILED_LISTS = 1024
 
 
 class ExampleBuilder(Protocol):
@@ -27,12 +213,12 @@ class ExampleBuilder(Protocol):
         ...
 
     @property
-    def max_id(self) -> int:
-        """Largest id that examples may have in addition to the tokenizer's; -1 for none."""
+    def max_extra_token_id(self) -> int:
+        """Largest id from fields and settings, or -1. The tokenizer's ids may be larger."""
         ...
 
     def build(self, piece: DataPiece) -> Example:
-        """Return the example of a record or of a part of a text; raise PrepError if it is invalid."""
+        """Return the example of a record or of a text chunk. Raise PrepError if it is invalid."""
         ...
 
 
@@ -44,7 +230,7 @@ def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
         vocab: Size of the model's vocabulary without padding.
 
     Raises:
-        UsageError: The fields are not in the grammar, or name a token that the model does not have.
+        UsageError: The fields are not in the grammar, or name a token unknown to the model.
     """
     if settings.chat_template is not None:
         return ChatBuilder(settings, settings.chat_template)
@@ -53,10 +239,10 @@ def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
     if not settings.fields:
         return _TextBuilder(settings)
     try:
-        fields = compile_list(parse_fields(settings.fields), settings, vocab=vocab)
+        return compile_list(parse_fields(settings.fields), settings, vocab=vocab)
     except FieldsError as error:
-        raise usage_error(f'`data.fields` is "{settings.fields:.60}"', str(error)) from None
-    return _FieldsBuilder(fields)
+        what = Text(Key("data.fields"), f' is "{settings.fields:.60}"')
+        raise usage_error(what, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +256,27 @@ class _TextBuilder:
         return self.settings.add_bos
 
     @property
-    def max_id(self) -> int:
+    def max_extra_token_id(self) -> int:
         return largest_added_id(self.settings)
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, TextChunk)
-        begin = begin_segments(self.settings) if piece.starts_document else ()
-        end = token_segment(self.settings.end_id) if piece.ends_document else ()
-        text = Segment((self.settings.prepend_text if piece.starts_document else "") + piece.text)
-        return Example((*begin, text, *end), piece.nbytes, ends_document=piece.ends_document)
-
-
-@dataclass(frozen=True, slots=True)
-class _FieldsBuilder:
-    """Builds examples of records that all have the same fields."""
-
-    fields: CompiledFields
-
-    @property
-    def has_weights(self) -> bool:
-        return any(not part.weight for part in self.fields.target)
-
-    @property
-    def max_id(self) -> int:
-        return max((part.max_id for part in (*self.fields.target, *(self.fields.source or ()))), default=-1)
-
-    def build(self, piece: DataPiece) -> Example:
-        assert isinstance(piece, Record)
-        return self.fields.build(piece)
+        segments: list[Segment] = []
+        prefix = ""
+        # A long document comes in several chunks: only the first one has what is put before a
+        # document, and only the last one what is put after it.
+        if piece.starts_document:
+            segments += begin_segments(self.settings)
+            prefix = self.settings.prepend_text
+        segments.append(Segment(prefix + piece.text))
+        if piece.ends_document:
+            segments += token_segment(self.settings.end_id)
+        return Example(tuple(segments), piece.nbytes, ends_document=piece.ends_document)
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordFieldsBuilder:
-    """Builds examples of records that have a column with their fields."""
+    """Builds examples of records with a column for their fields."""
 
     settings: ExampleSettings
     vocab: int
@@ -112,13 +286,14 @@ class _RecordFieldsBuilder:
         return True
 
     @property
-    def max_id(self) -> int:
+    def max_extra_token_id(self) -> int:
         return self.vocab - 1
 
     def build(self, piece: DataPiece) -> Example:
         assert isinstance(piece, Record)
         column = self.settings.fields_from_example
-        check_columns(piece, [column], hint="`--set data.fields_from_example=COLUMN`")
+        hint = Text(Key("data.fields_from_example", "COLUMN", is_override=True))
+        check_columns(piece, [column], hint=hint)
         text = text_value(piece, column)
         try:
             return _compile_text(text, self.settings, self.vocab).build(piece)

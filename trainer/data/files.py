@@ -1,4 +1,4 @@
-"""Data files, identified by their content; a file that changes while it is read is an error."""
+"""Data files, identified by their content. A file that changes while it is read is an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import xxhash
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FILE_READ_NBYTES = 1 << 20
 
+# Receives messages for the user, e.g. about skipped lines.
+Note: TypeAlias = Callable[[str], None]
+
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
@@ -27,9 +30,9 @@ class DataFile:
     Attributes:
         path: Path of a local file, or the name of a remote one.
         nbytes: Size in bytes.
-        digest: XXH3-128 of the bytes of a local file when it was hashed; of a remote file the version that its store
-            lists, such as its ETag.
-        open_remote: Opens a remote file at its listed version; None for a local file.
+        digest: XXH3-128 of a local file's bytes when it was hashed. For a remote file the version
+            that its store lists, e.g. its ETag.
+        open_remote: Opens a remote file at its listed version. None for a local file.
     """
 
     path: Path | str
@@ -39,21 +42,25 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Open the file without a buffer; errors in the block that name no file become PrepErrors for this one."""
+        """Open the file without a buffer.
+
+        An OSError in the block becomes a PrepError that names this file.
+        """
         try:
-            with self.open_remote() if self.open_remote else _open_local(Path(self.path)) as stream:
+            with self._open_stream() as stream:
                 yield stream
         except OSError as error:
             raise io_error(self.path, error) from error
 
+    def _open_stream(self) -> BinaryIO:
+        if self.open_remote is not None:
+            return self.open_remote()
+        return open_regular_file(Path(self.path), buffering=0)
+
     def check_digest(self, digest: str) -> None:
-        """Raise PrepError unless a local file still has the digest that it had when it was hashed."""
+        """Raise PrepError if a local file has changed since it was hashed."""
         if self.open_remote is None and digest != self.digest:
             raise changed_file_error(self.path)
-
-
-def _open_local(path: Path) -> BinaryIO:
-    return open_regular_file(path, buffering=0)
 
 
 class HashingStream(io.RawIOBase):
@@ -65,14 +72,16 @@ class HashingStream(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO) -> None:
         """Read from a stream at its start."""
-        self._stream, self._state, self.position = stream, xxhash.xxh3_128(), 0
+        self._stream = stream
+        self._state = xxhash.xxh3_128()
+        self.position = 0
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Read bytes into a buffer; return their number, 0 at the end."""
+        """Read bytes into a buffer. Return their number, 0 at the end."""
         view = memoryview(buffer).cast("B")
         count = self._stream.readinto(view)  # type: ignore[attr-defined]
         self._state.update(view[:count])
@@ -80,14 +89,14 @@ class HashingStream(io.RawIOBase):
         return count
 
     def digest(self) -> str:
-        """Read the stream to its end; return the XXH3-128 digest of all its bytes."""
+        """Read the stream to its end. Return the XXH3-128 digest of all its bytes."""
         while self.read(FILE_READ_NBYTES):
             pass
         return self._state.hexdigest()
 
 
 def hash_file(path: Path) -> DataFile:
-    """Read a file to get its size and digest; raise PrepError if it is empty or cannot be read."""
+    """Read a file to get its size and digest. Raise PrepError if it is empty or unreadable."""
     with DataFile(path, 0, "").open() as stream:
         hashing = HashingStream(stream)
         digest = hashing.digest()
@@ -97,7 +106,7 @@ def hash_file(path: Path) -> DataFile:
 
 
 def check_not_empty(file: DataFile) -> DataFile:
-    """Return a remote file; raise EmptyFileError if its store lists it without content."""
+    """Return a remote file. Raise EmptyFileError if its store lists it without content."""
     if not file.nbytes:
         raise empty_file_error(file.path)
     return file
@@ -110,7 +119,7 @@ def changed_file_error(path: Path | str) -> PrepError:
 
 
 def check_readable(path: Path) -> None:
-    """Raise PrepError unless a file can be opened and has content; the content is not read."""
+    """Raise PrepError unless a file can be opened and has content. Only one byte is read."""
     with DataFile(path, 0, "").open() as stream:
         is_empty = not stream.read(1)
     if is_empty:
@@ -123,7 +132,9 @@ class EmptyFileError(PrepError):
 
 def empty_file_error(path: Path | str) -> EmptyFileError:
     """Return the error for a file without content."""
-    return EmptyFileError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
+    return EmptyFileError(
+        f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files"
+    )
 
 
 def io_error(path: Path | str, error: OSError) -> PrepError:

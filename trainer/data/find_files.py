@@ -1,4 +1,4 @@
-"""Find data files in a fixed order, and tell their type by their suffixes."""
+"""Find data files in a fixed order, and their type by their suffixes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trainer.data.dataset_folder import dataset_files, is_dataset_dict
 from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
 from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selection, is_url
-from trainer.files.reading import not_regular_error
-from trainer.models.errors import PrepError, usage_error
+from trainer.files.json_values import load_json
+from trainer.files.reading import not_regular_error, read_regular_file, resolve_named_path
+from trainer.models.errors import Key, PrepError, Text, usage_error
 from trainer.recipe.text_fields import DataType, FileType
 
 NO_REMOTE_FILES = NoRemoteFiles()
 HUB_SCHEME = "hf://"
-TYPE_HINT = "`data.type` sets the type of all files"
+TYPE_HINT = Text(Key("data.type"), " sets the type of all files")
 
 
-def find_files(paths: Sequence[str], data_type: DataType, selection: Selection = WHOLE) -> tuple[Path, ...]:
+def find_files(
+    paths: Sequence[str], data_type: DataType, selection: Selection = WHOLE
+) -> tuple[Path, ...]:
     """Return the local data files of paths, each once, in the order of the paths.
 
-    A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth, sorted, without
-    hidden files and without following linked folders. A folder that `datasets` saved gives the files of a split. A
-    glob (`*`, `?`, `[…]`, `**`) gives all matching files and folders, sorted. A path to a file gives that file,
-    whatever its suffix.
+    A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth,
+    sorted, without hidden files and without following linked folders. A folder that `datasets`
+    saved gives the files of a split. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
+    folders, sorted. A path to a file gives that file, whatever its suffix.
 
     Args:
         paths: Files, folders or globs.
@@ -38,7 +41,8 @@ def find_files(paths: Sequence[str], data_type: DataType, selection: Selection =
     Raises:
         PrepError: A path gives no file, or a folder cannot be read.
     """
-    files: dict[Path, Path] = {}  # resolved path -> path as found
+    # From the resolved path, which is equal for all names of a file, to the path as found.
+    files: dict[Path, Path] = {}
     for path in paths:
         for file in _local_files(path, data_type, selection):
             files.setdefault(file.resolve(), file)
@@ -52,7 +56,9 @@ def find_data_files(
     *,
     remote: RemoteFiles = NO_REMOTE_FILES,
 ) -> tuple[Path | DataFile, ...]:
-    """Return the data files of paths, as `find_files` does; those of URLs with the digests that their stores list.
+    """Return the data files of paths, as `find_files` does, and of URLs.
+
+    Remote files have the digests that their stores list.
 
     Args:
         paths: Files, folders, globs or URLs.
@@ -74,8 +80,10 @@ def find_data_files(
     return tuple(files.values())
 
 
-def check_selection(paths: Sequence[str], selection: Selection, *, split_key: str = "split") -> None:
-    """Check that a part of a dataset is selected only if a path is a dataset that has such parts.
+def check_selection(
+    paths: Sequence[str], selection: Selection, *, split_key: str = "split"
+) -> None:
+    """Check that a selected part of a dataset exists for at least one path.
 
     Args:
         paths: Files, folders, globs or URLs.
@@ -91,12 +99,19 @@ def check_selection(paths: Sequence[str], selection: Selection, *, split_key: st
     parts[split_key] = selection.split, has_splits
     for key, (value, has_part) in parts.items():
         if value is not None and not has_part:
-            why = f"no path of the data is a dataset{'' if key == split_key else ' on the hub'}"
-            raise usage_error(f"`data.{key}` is {value!r:.60}", why, f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`")
+            # A split may be of a saved dataset too, the other parts only of a dataset on the hub.
+            why = "no path of the data is a dataset"
+            if key != split_key:
+                why += " on the hub"
+            raise usage_error(
+                Text(Key(f"data.{key}"), f" is {value!r:.60}"),
+                why,
+                f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`",
+            )
 
 
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
-    """Return the type of data files: that of the recipe, or else the one that the suffixes of all of them tell.
+    """Return the type of data files: the recipe's, or the one of all their suffixes.
 
     Raises:
         UsageError: A suffix is unknown, or the files have several types.
@@ -106,19 +121,27 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     types: dict[FileType, str] = {}
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
-        matching: list[FileType] = [key for key, reader in READERS.items() if reader.reads_named(name)]
+        matching: list[FileType] = [
+            key for key, reader in READERS.items() if reader.reads_named(name)
+        ]
         if not matching:
             known = ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
-            raise usage_error(f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT)
+            raise usage_error(
+                f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT
+            )
         types.setdefault(matching[0], name)
     if len(types) > 1:
         why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
-        raise usage_error("the data files have several types", why, "a table of `data.sources` for each type")
+        raise usage_error(
+            "the data files have several types", why, "a table of `data.sources` for each type"
+        )
     return next(iter(types))
 
 
 def _local_files(path: str, data_type: DataType, selection: Selection) -> list[Path]:
-    files = [file for match in _expand_glob(path) for file in _files_under(match, data_type, selection)]
+    files: list[Path] = []
+    for match in _expand_glob(path):
+        files += _files_under(match, data_type, selection)
     if not files and os.path.exists(path) and not os.path.isdir(path):
         raise not_regular_error(Path(path))
     if not files:
@@ -127,22 +150,29 @@ def _local_files(path: str, data_type: DataType, selection: Selection) -> list[P
 
 
 def _expand_glob(path: str) -> list[Path]:
-    if os.path.exists(path):  # a file name may contain brackets
+    if os.path.exists(path):
+        # A file name may contain brackets.
         return [Path(path)]
     return sorted(Path(match) for match in glob.glob(path, recursive=True))
 
 
 def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[Path]:
     if not path.is_dir():
-        return [path] if path.is_file() else []
+        if path.is_file():
+            return [path]
+        return []
     saved = dataset_files(path, selection.split)
     if saved is not None:
         return saved
-    return sorted(file for file in _walk_visible(path) if _is_data(file.name, data_type=data_type) and file.is_file())
+    return sorted(
+        file
+        for file in _walk_visible(path)
+        if _is_data(file.name, data_type=data_type) and file.is_file()
+    )
 
 
 def _is_data(name: str, *, data_type: DataType) -> bool:
-    """Return whether a file of a folder has a suffix of a type; of any type, if the type is to be told by it."""
+    """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
     return any(reader.reads_from_folder(name) for reader in _readers(data_type))
 
 
@@ -152,6 +182,7 @@ def _readers(data_type: DataType) -> Sequence[Reader]:
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=_raise_io_error):
+        # `os.walk` goes on with the folders that are left in the list.
         folders[:] = (name for name in folders if not name.startswith("."))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
@@ -161,7 +192,9 @@ def _raise_io_error(error: OSError) -> None:
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
-    suffixes = ", ".join(f"*{suffix}" for reader in _readers(data_type) for suffix in reader.suffixes)
+    suffixes = ", ".join(
+        f"*{suffix}" for reader in _readers(data_type) for suffix in reader.suffixes
+    )
     why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))
@@ -169,3 +202,85 @@ def _no_data_error(path: str, data_type: DataType) -> PrepError:
         why = f"looked for {suffixes}; found {listing}"
     hint = f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
     return PrepError(f"no data in `{path}`", why, hint)
+
+
+DICT_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
+DEFAULT_SPLIT = "train"
+
+
+# Folders of `Dataset.save_to_disk` have a list of Arrow files in `state.json`. Folders of
+# `DatasetDict.save_to_disk` have a list of splits in `dataset_dict.json`, and a folder per split.
+def is_dataset_dict(folder: Path) -> bool:
+    """Return whether a folder is a saved `DatasetDict`, with splits."""
+    return (folder / DICT_FILE).is_file()
+
+
+def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
+    """Return the Arrow files of a saved dataset in their order, or None for another folder.
+
+    Args:
+        folder: Any folder.
+        split: Split of a `DatasetDict`. None selects the only split, or `train`.
+
+    Raises:
+        PrepError: The dataset has no such split, or its list of files is invalid.
+    """
+    if is_dataset_dict(folder):
+        splits = _read_value(folder / DICT_FILE, "splits")
+        name = choose_split(str(folder), splits, split)
+        folder = resolve_named_path(folder, name, folder / DICT_FILE)
+    state = folder / STATE_FILE
+    if not state.is_file():
+        return None
+    files = _read_value(state, "_data_files")
+    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
+
+
+def choose_split(name: str, splits: list[Any], split: str | None) -> str:
+    """Return the split to read: the requested one, the only one, or `train`.
+
+    Args:
+        name: Name of the dataset, for error messages.
+        splits: Its splits.
+        split: The requested split. None for the default.
+
+    Raises:
+        UsageError: There is no such split, or no default.
+    """
+    names = [str(item) for item in splits]
+    if split is None and len(names) == 1:
+        return names[0]
+    if (split or DEFAULT_SPLIT) in names:
+        return split or DEFAULT_SPLIT
+    what = f"{name} has no split `{split or DEFAULT_SPLIT}`"
+    hint = ""
+    if names:
+        hint = Text(Key("data.split", names[0]))
+    raise usage_error(what, f"its splits: {', '.join(names) or 'none'}", hint)
+
+
+def _read_value(path: Path, key: str) -> list[Any]:
+    """Return a list of a JSON file."""
+    try:
+        value = load_json(read_regular_file(path))[key]
+    except OSError as error:
+        raise io_error(path, error) from error
+    except ValueError as error:
+        raise _malformed_error(path, str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _malformed_error(path, f"it has no `{key}`") from error
+    if not isinstance(value, list):
+        raise _malformed_error(path, f"`{key}` is not a list")
+    return value
+
+
+def _file_name(state: Path, file: Any) -> str:
+    name = file.get("filename") if isinstance(file, dict) else None
+    if not isinstance(name, str) or Path(name).name != name:
+        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
+    return name
+
+
+def _malformed_error(path: Path, why: str) -> PrepError:
+    return PrepError(f"{path} is malformed", why, "save the dataset again with `save_to_disk`")

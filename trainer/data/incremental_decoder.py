@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"  # the end of a text whose last character lacks bytes
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of tokenizers that spell unknown characters byte by byte
+# The end of a text whose last character lacks bytes.
+REPLACEMENT = "\ufffd"
+# Of tokenizers that spell unknown characters byte by byte.
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class IncrementalDecoder:
-    """Decoder of one text token by token; the concatenation of its pieces is the text of all tokens.
+    """Decoder of one text, token by token.
 
-    A token is decoded together with the tokens of the piece before it: tokenizers strip the first space of a text. Text
-    that later tokens may change is held back: characters without all of their bytes, tokens of single bytes, which
-    some tokenizers decode as one run, and spaces at the end without other text, which some tokenizers strip.
+    The concatenation of its pieces is the text of all tokens.
+
+    A token is decoded together with the tokens of the piece before it: tokenizers strip the first
+    space of a text. Text that later tokens may change is held back: characters without all of their
+    bytes, runs of single-byte tokens, and trailing spaces, which some tokenizers strip.
     """
 
     def __init__(
@@ -27,23 +31,27 @@ class IncrementalDecoder:
 
         Args:
             decode: Decodes token ids.
-            token: Returns the spelling of a token; None for an unknown id.
+            token: Returns the spelling of a token, or None for an unknown id.
             preceding_ids: Ids before the text, not part of it.
         """
-        self._decode, self._token = decode, token
+        self._decode = decode
+        self._token = token
         self._ids = list(preceding_ids)
-        self._context_start, self._start = 0, len(self._ids)  # of the piece before, and of the next one
+        # of the piece before, and of the next one
+        self._context_start = 0
+        self._start = len(self._ids)
         self._first = self._start
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add token ids and return the next piece of text; empty if all of it is held back."""
+        """Add token ids and return the next piece of text. It is empty if all text is held back."""
         self._ids += ids
         if self._start == len(self._ids) or self._ends_with_byte():
             return ""
         piece = self._pending()
         if not piece.strip() or piece.endswith(REPLACEMENT):
             return ""
-        self._context_start, self._start = self._start, len(self._ids)
+        self._context_start = self._start
+        self._start = len(self._ids)
         return piece
 
     def finish(self) -> str:
@@ -51,7 +59,7 @@ class IncrementalDecoder:
         return self._pending()
 
     def _ends_with_byte(self) -> bool:
-        """Return whether the last token with a text is a single byte, which more bytes may follow."""
+        """Return whether the last token with a text is a single byte. More bytes may follow."""
         for token_id in reversed(self._ids[self._start :]):
             if _BYTE_TOKEN.fullmatch(self._token(token_id) or ""):
                 return True
@@ -66,6 +74,8 @@ class IncrementalDecoder:
         if text.startswith(context):
             return text[len(context) :]
         if self._start != self._first:
-            return ""  # the tokenizer changed the last piece
-        # The preceding ids end within a character: the text is decoded without them, as `TextTokenizer.decode` does
+            # The tokenizer changed the last piece.
+            return ""
+        # The preceding ids end within a character: the text is decoded without them, as
+        # `TextTokenizer.decode` does
         return self._decode(self._ids[self._first :])

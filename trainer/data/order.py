@@ -1,9 +1,19 @@
-"""The order of training rows: a pure function of step and seed, so a resumed run needs no iterator state."""
+"""The order of training rows: a pure function of step and seed.
+
+A resumed run needs no iterator state. The module needs neither recipe nor trainer. Three parts
+build on each other:
+
+1. `permute` is a pseudorandom permutation of n numbers, computed for any index without a table.
+2. `SampleOrder` numbers the rows of all steps consecutively and permutes each epoch.
+3. `Mixture` assigns the positions of all steps to several sources by weight, and `MixedOrder` gives
+   each source epochs of its own. In every prefix each source has its exact share to less than one
+   row (Tijdeman, "The chairman assignment problem", 1980).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -14,19 +24,24 @@ import xxhash
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
+# Four rounds suffice in theory (Luby and Rackoff, 1988). More rounds make up for the weak round
+# function. The number is part of the order of every run: it must not change.
 FEISTEL_ROUNDS = 8
-MAX_DENOMINATOR = 1_000_000_000  # of a number of epochs: 0.6666666666666667 is two thirds
+# Positions of the pattern of a mixture. Weights that need more are rounded.
+MAX_PERIOD = 1 << 16
+# Largest denominator of a number of epochs: 0.6666666666666667 is read as two thirds.
+MAX_DENOMINATOR = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Rows of each training step, epoch after epoch; a step may span two epochs.
+    """Rows of each training step, epoch after epoch. A step may span two epochs.
 
     Attributes:
         n_rows: Rows of the dataset. Each epoch has every row once.
         batch_size: Rows of a step.
         seed: Seed of the permutations.
-        shuffle: Permute the rows of each epoch; otherwise rows keep the order of the data.
+        shuffle: Permute the rows of each epoch. If False, rows keep the order of the data.
     """
 
     n_rows: int
@@ -40,11 +55,16 @@ class SampleOrder:
         Args:
             step: The step, from 0.
             start: First position in the batch.
-            stop: End position in the batch; None for the whole batch.
+            stop: End position in the batch. None for the end of the batch.
         """
-        stop = self.batch_size if stop is None else stop
+        if stop is None:
+            stop = self.batch_size
+        # Position b of step s is number s * batch_size + b of the whole run. Its epoch and its row
+        # are the quotient and the remainder of a division by n_rows, so they do not depend on
+        # batch_size.
         positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-        return permute_epochs(positions, self.n_rows, str(self.seed) if self.shuffle else None)
+        seed = str(self.seed) if self.shuffle else None
+        return permute_epochs(positions, self.n_rows, seed)
 
     def epochs(self, step: int) -> Int64Array:
         """Return the epoch of each row of a step."""
@@ -62,6 +82,189 @@ class SampleOrder:
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
         return steps_for_rows(epochs, self.n_rows, self.batch_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """A periodic pattern of sources.
+
+    Attributes:
+        pattern: [period] source of each position.
+        ranks: [period] positions of the same source before each position in the pattern.
+        counts: [sources] positions of each source in the pattern.
+    """
+
+    pattern: Int64Array
+    ranks: Int64Array
+    counts: Int64Array
+
+    def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the source of each position, and the number of its earlier positions."""
+        periods, phases = np.divmod(positions, len(self.pattern))
+        sources = self.pattern[phases]
+        return sources, periods * self.counts[sources] + self.ranks[phases]
+
+    def rows_before(self, position: int) -> Int64Array:
+        """Return how many of the positions before one are of each source, [sources]."""
+        periods, phase = divmod(position, len(self.pattern))
+        return periods * self.counts + np.bincount(self.pattern[:phase], minlength=len(self.counts))
+
+
+def mix_by_weight(weights: Sequence[float]) -> Mixture:
+    """Return a pattern in which every prefix has the exact share of each source to less than one.
+
+    E.g. weights [2, 1] -> pattern [0, 1, 0]: after n positions, source 0 has 2n/3 positions,
+    rounded up or down.
+
+    Args:
+        weights: Positive weight of each source. They need not sum to 1.
+    """
+    counts = pattern_counts(weights)
+    pattern = np.array(list(_assign_positions(counts)), np.int64)
+    ranks = np.empty_like(pattern)
+    for source, count in enumerate(counts):
+        ranks[pattern == source] = np.arange(count)
+    return Mixture(pattern, ranks, np.array(counts, np.int64))
+
+
+def pattern_counts(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in proportion to weights.
+
+    If their sum would exceed MAX_PERIOD, the shares are rounded to whole numbers with that sum,
+    each at least 1.
+    """
+    # `repr` gives the decimal that the user wrote: 0.1 is 1/10, not 3602879701896397/2^55.
+    exact = [Fraction(repr(weight)) for weight in weights]
+    # The largest unit that divides all weights. E.g. weights [1/2, 1/3] have the unit 1/6 and the
+    # counts [3, 2].
+    unit = Fraction(
+        math.gcd(*(share.numerator for share in exact)),
+        math.lcm(*(share.denominator for share in exact)),
+    )
+    scaled = [share / unit for share in exact]
+    divisor = math.gcd(*(int(share) for share in scaled))
+    counts = [int(share) // divisor for share in scaled]
+    total = sum(counts)
+    if total <= MAX_PERIOD:
+        return counts
+    return _round_counts([Fraction(count, total) for count in counts])
+
+
+def _round_counts(shares: Sequence[Fraction]) -> list[int]:
+    """Round shares of MAX_PERIOD to whole numbers, at least 1, largest remainders up."""
+    # One position of each source is set aside, so that no source disappears.
+    free = MAX_PERIOD - len(shares)
+    counts = [1 + math.floor(share * free) for share in shares]
+    remainders = [share * free % 1 for share in shares]
+    largest = sorted(range(len(shares)), key=lambda source: -remainders[source])
+    for source in largest[: MAX_PERIOD - sum(counts)]:
+        counts[source] += 1
+    return counts
+
+
+def _assign_positions(counts: Sequence[int]) -> list[int]:
+    """Return the source of each position of one period, by Tijdeman's algorithm in whole numbers.
+
+    Among the sources far enough behind their share, the one with the earliest deadline gets the
+    next position.
+    """
+    # Theorem of Tijdeman: for m sources, positions can be assigned so that each source deviates
+    # from its share by at most 1 - 1 / (2m - 2) in every prefix. All comparisons are multiplied by
+    # `period` and `slack`, so that they are between whole numbers.
+    period = sum(counts)
+    slack = max(2 * len(counts) - 2, 1)
+    assigned = [0] * len(counts)
+    sources = list[int]()
+    for position in range(1, period + 1):
+        # A source may get this position only if it would not be too far ahead after it:
+        # count * position / period - done >= 1 / slack.
+        behind = [
+            slack * (count * position - period * done) for count, done in zip(counts, assigned)
+        ]
+        candidates = [source for source, lag in enumerate(behind) if lag >= period]
+        source = min(candidates, key=lambda i: _deadline(counts[i], assigned[i], period, slack))
+        assigned[source] += 1
+        sources.append(source)
+    return sources
+
+
+def _deadline(count: int, assigned: int, period: int, slack: int) -> int:
+    """Return the first position at which a source lags by more than 1 - 1 / slack rows."""
+    # The smallest whole t with count * t / period - assigned > 1 - 1 / slack.
+    return (slack - 1 + slack * assigned) * period // (slack * count) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class MixedOrder:
+    """Rows of each training step of several sources, each epoch after epoch of its own.
+
+    Rows of a `ConcatenatedDataset` are numbered source after source.
+
+    Attributes:
+        source_rows: Rows of each source. Each of its epochs has every row once.
+        mixture: Source of each position.
+        batch_size: Rows of a step.
+        seed: Seed of the permutations.
+        shuffle: Permute the rows of each epoch of a source. If False, they keep the order of the
+            data.
+    """
+
+    source_rows: tuple[int, ...]
+    mixture: Mixture
+    batch_size: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all sources: the length of an epoch of the run."""
+        return sum(self.source_rows)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that take as many rows as all sources have."""
+        return self.n_rows / self.batch_size
+
+    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            start: First position in the batch.
+            stop: End position in the batch. None for the end of the batch.
+        """
+        if stop is None:
+            stop = self.batch_size
+        sources, indices = self.mixture.locate(
+            step * self.batch_size + np.arange(start, stop, dtype=np.int64)
+        )
+        rows = np.empty_like(indices)
+        first_row = 0
+        for source, n_rows in enumerate(self.source_rows):
+            mask = sources == source
+            seed = f"{self.seed} source {source}" if self.shuffle else None
+            rows[mask] = first_row + permute_epochs(indices[mask], n_rows, seed)
+            first_row += n_rows
+        return rows
+
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step in its source."""
+        sources, indices = self.mixture.locate(
+            step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        )
+        return indices // np.array(self.source_rows, np.int64)[sources]
+
+    def epoch_interval(self, epochs: float) -> Fraction:
+        """Return the steps of `epochs` epochs, not rounded. See `steps_per_epoch`."""
+        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return the steps that take `epochs` times the rows of all sources, at least 1."""
+        return steps_for_rows(epochs, self.n_rows, self.batch_size)
+
+    def source_counts(self, steps: int) -> list[int]:
+        """Return the number of rows of each source in the first steps."""
+        return self.mixture.rows_before(steps * self.batch_size).tolist()
 
 
 class RowOrder(Protocol):
@@ -83,7 +286,7 @@ class RowOrder(Protocol):
         ...
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """Return the rows of a step, or those at some positions of its batch."""
+        """Return the rows of a step, or of the positions from `start` to `stop` of its batch."""
         ...
 
     def epochs(self, step: int) -> Int64Array:
@@ -105,21 +308,26 @@ def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
 
 
 def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
-    """Return the steps of `epochs` passes over `n_rows` rows, not rounded; 0.1 is exactly a tenth."""
+    """Return the steps of `epochs` passes over `n_rows` rows, not rounded.
+
+    Decimal fractions are exact, e.g. 0.1 epochs are a tenth.
+    """
     exact = Fraction(str(epochs))
     return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * n_rows / batch_size
 
 
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:
-    """Return the rows at positions of a sequence of epochs, each of which has every row once.
+    """Return the rows at positions of a sequence of epochs, each with every row once.
 
     Args:
         positions: Positions from 0.
         n_rows: Rows of an epoch.
-        seed: Seed of the permutation of each epoch; None for rows in the order of the data.
+        seed: Seed of the permutation of each epoch. None for rows in the order of the data.
     """
     epochs, rows = np.divmod(positions, n_rows)
-    for epoch in np.unique(epochs) if seed is not None else ():
+    if seed is None:
+        return rows
+    for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
         rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {seed} {epoch}"))
     return rows
@@ -133,15 +341,19 @@ def round_keys(name: str) -> list[int]:
 def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
     """Return the images of indices under a pseudorandom permutation of 0 to n - 1.
 
-    A Feistel network permutes all numbers of an even number of bits, at most 4 n of them. Results of n or more go
-    through the network again until they are in range (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
-    Domains", 2002). This ends, since the cycle of an index contains the index itself.
+    A Feistel network permutes all numbers of an even number of bits, at most 4 n of them. Results
+    of n or more go through the network again until they are in range (cycle walking, see Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). This ends, since the cycle of an index
+    contains the index itself. E.g. n = 5 uses 4-bit numbers: if 3 -> 9 -> 12 -> 1, the image of 3
+    is 1.
 
     Args:
         indices: Indices in 0 to n - 1.
         n: Size of the permutation.
         keys: 64-bit round keys, which choose the permutation.
     """
+    # Two halves of equal width hold n - 1. 2^(2 * half_bits) is at most 4 n, so that an index goes
+    # through the network at most 4 times on average.
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     values = _feistel(indices.astype(np.uint64), half_bits, keys)
     while (out_of_range := values >= n).any():
@@ -150,22 +362,35 @@ def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
 
 
 def _feistel(values: UInt64Array, half_bits: int, keys: list[int]) -> UInt64Array:
-    left, right = values >> np.uint64(half_bits), values & np.uint64((1 << half_bits) - 1)
+    left = values >> np.uint64(half_bits)
+    right = values & np.uint64((1 << half_bits) - 1)
+    # A round is (L, R) -> (R, L xor F(R xor key)). It can be undone whatever F is, so it is a
+    # permutation. F takes the upper bits of SplitMix64's finalizer, which are its best mixed ones.
     for key in keys:
-        left, right = right, left ^ (_splitmix64(right ^ np.uint64(key)) >> np.uint64(64 - half_bits))
+        left, right = (
+            right,
+            left ^ (_splitmix64(right ^ np.uint64(key)) >> np.uint64(64 - half_bits)),
+        )
     return (left << np.uint64(half_bits)) | right
 
 
 def _splitmix64(values: UInt64Array) -> UInt64Array:
-    """Apply the finalizer of SplitMix64: every bit of the result depends on every bit of the value."""
+    """Apply the finalizer of SplitMix64: each result bit depends on all bits of the value."""
+    # The constants are of Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    # 2014 (variant 13 of Stafford).
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def eval_batches(n_rows: int, batch_size: int, *, limit: int) -> Iterator[Int64Array]:
-    """Yield the first `limit` rows (0: all) in order, `batch_size` at a time; -1 pads the last batch."""
-    count = min(n_rows, limit) if limit else n_rows
+    """Yield the first `limit` rows in order, `batch_size` at a time.
+
+    A limit of 0 means all rows. -1 pads the last batch.
+    """
+    count = n_rows
+    if limit:
+        count = min(n_rows, limit)
     for low in range(0, count, batch_size):
         rows = np.arange(low, low + batch_size, dtype=np.int64)
         yield np.where(rows < count, rows, -1)

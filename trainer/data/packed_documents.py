@@ -1,4 +1,4 @@
-"""Datasets of whole documents: several per row with segment ids and positions, or one per row and padding."""
+"""Datasets of whole documents: several per row with segment ids, or one per row and padding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from trainer.recipe.text_fields import SEGMENTED
 
 @dataclass(frozen=True, slots=True)
 class DocumentDataset:
-    """Rows of documents, or of pieces of documents that are longer than a row.
+    """Rows of documents, or of pieces of documents longer than a row.
 
     Attributes:
         tokens: The token store.
         rows: The pieces of each row of the store.
-        has_segments: Whether rows have `segment_ids` and `positions`; without them a row must be one piece.
+        has_segments: Whether rows have `segment_ids` and `positions`. Without them a row must be
+            one piece.
         first_row: Index of the first row in `rows`.
         n_rows: Number of rows.
-        first_input: Input token at the start of each piece, instead of the stored one; None for the stored one. It is
-            not a target.
+        first_input: Input token at the start of each piece, None keeps the stored token. It is not
+            a target.
     """
 
     tokens: MappedTokens
@@ -48,34 +49,45 @@ class DocumentDataset:
         """Return a batch of rows.
 
         Args:
-            rows: Indices of B rows; -1 for padding.
+            rows: Indices of B rows. -1 is padding.
             epochs: Unused: rows are the same in every epoch.
 
         Returns:
-            `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token of the same piece, 0 after
-            its last; `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none. With
-            segments also `segment_ids`, int32 [B, seq_length]: 1 for the first piece of a row, 2 for the second and so
-            on; `positions`, int32 [B, seq_length]: position of each token in its piece. All are 0 in padding.
+            `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token of the
+            same piece, 0 after its last, and `weights`, float32 [B, seq_length]: the loss weight of
+            the target, 0 without a target. With segments also `segment_ids`, int32 [B, seq_length]:
+            1 for the first piece of a row, 2 for the second and so on, and `positions`, int32 [B,
+            seq_length]: position of each token in its piece. All are 0 in padding.
 
         Raises:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
         columns = document_columns(self.seq_length, has_segments=True)
-        batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in columns.items()}
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in columns.items()
+        }
         for i, row in enumerate(indices.tolist()):
             if row >= 0:
-                self._fill_row({name: array[i] for name, array in batch.items()}, self.first_row + row)
+                self._fill_row(
+                    {name: array[i] for name, array in batch.items()}, self.first_row + row
+                )
         return {name: batch[name] for name in self.columns}
 
     def _fill_row(self, arrays: Arrays, row: int) -> None:
         """Write the pieces of a row of the store one after another."""
         low = 0
         for segment, (start, length) in enumerate(self.rows.pieces(row), 1):
-            high, stored = low + length, slice(start + 1, start + length)
+            high = low + length
+            stored = slice(start + 1, start + length)
             arrays["tokens"][low:high] = self.tokens.ids[start : start + length]
             arrays["targets"][low : high - 1] = self.tokens.ids[stored]
-            arrays["weights"][low : high - 1] = 1 if self.tokens.weights is None else self.tokens.weights[stored]
+            # The last token of a piece has no target, so targets and weights end one place earlier.
+            if self.tokens.weights is None:
+                arrays["weights"][low : high - 1] = 1
+            else:
+                arrays["weights"][low : high - 1] = self.tokens.weights[stored]
             arrays["segment_ids"][low:high] = segment
             arrays["positions"][low:high] = np.arange(length)
             if self.first_input is not None:
@@ -83,19 +95,26 @@ class DocumentDataset:
             low = high
 
 
-def document_dataset(tokens: MappedTokens, packing: str, *, first_input: int | None = None) -> DocumentDataset:
+def document_dataset(
+    tokens: MappedTokens, packing: str, *, first_input: int | None = None
+) -> DocumentDataset:
     """Return the dataset of all rows of a token store.
 
     Args:
-        tokens: The token store; its rows are made in memory if it has none.
+        tokens: The token store. If it has no rows, they are made in memory.
         packing: A key of `DOCUMENT_ROWS`.
         first_input: Input token at the start of each piece, instead of the stored one.
     """
     rows = tokens.rows or make_rows(tokens, packing)
-    return DocumentDataset(tokens, rows, packing == SEGMENTED, first_row=0, n_rows=rows.n_rows, first_input=first_input)
+    return DocumentDataset(
+        tokens, rows, packing == SEGMENTED, first_row=0, n_rows=rows.n_rows, first_input=first_input
+    )
 
 
 def document_columns(seq_length: int, *, has_segments: bool) -> ColumnSpecs:
     """Return length and dtype of each array of a row, by name."""
-    names = ("segment_ids", "positions") if has_segments else ()
-    return {**packed_columns(seq_length), **{name: (seq_length, np.dtype(np.int32)) for name in names}}
+    columns = dict(packed_columns(seq_length))
+    if has_segments:
+        columns["segment_ids"] = (seq_length, np.dtype(np.int32))
+        columns["positions"] = (seq_length, np.dtype(np.int32))
+    return columns

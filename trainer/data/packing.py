@@ -1,8 +1,9 @@
-"""The dataset protocol, and packed datasets: all documents concatenated and cut into blocks of equal length."""
+"""The dataset protocol, blocks of concatenated documents, and datasets of several sources."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -45,8 +46,8 @@ class Dataset(Protocol):
         """Return the columns of rows, each [len(rows), length].
 
         Args:
-            rows: Indices of rows; -1 is padding: zeros with loss weight 0.
-            epochs: Epoch of each row, for rows that differ from epoch to epoch; None for epoch 0.
+            rows: Indices of rows. -1 is padding: zeros with loss weight 0.
+            epochs: Epoch of each row, for rows that differ from epoch to epoch. None for epoch 0.
         """
         ...
 
@@ -62,8 +63,8 @@ class PackedDataset:
         tokens: The token store.
         first_row: Index in the store of the first block.
         n_rows: Number of blocks.
-        first_input: Input token at the start of each block, instead of the stored one; None for the stored one. It is
-            not a target.
+        first_input: Input token at the start of each block, None keeps the stored token. It is not
+            a target.
     """
 
     tokens: MappedTokens
@@ -85,18 +86,21 @@ class PackedDataset:
         """Return a batch of blocks.
 
         Args:
-            rows: Indices of B blocks; -1 for padding.
+            rows: Indices of B blocks. -1 is padding.
             epochs: Unused: blocks are the same in every epoch.
 
         Returns:
-            `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token, 0 after the last;
-            `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none. All are 0 in
-            padding rows.
+            `tokens`, int32 [B, seq_length], `targets`, int32 [B, seq_length]: the next token, 0
+            after the last, and `weights`, float32 [B, seq_length]: the loss weight of the target, 0
+            without a target. E.g. tokens [5, 6, 7] have targets [6, 7, 0] and weights [1, 1, 0].
+            All are 0 in padding rows.
 
         Raises:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
+        # B rows of seq_length tokens. The last position has no target: the next block's first token
+        # is not read, so that blocks do not depend on each other.
         tokens = np.zeros((len(indices), self.seq_length), np.int32)
         tokens[indices >= 0] = self._blocks(self.tokens.ids, indices)
         targets = np.zeros_like(tokens)
@@ -105,13 +109,68 @@ class PackedDataset:
             tokens[indices >= 0, 0] = self.first_input
         weights = np.zeros(tokens.shape, np.float32)
         stored = self.tokens.weights
-        weights[indices >= 0, :-1] = 1 if stored is None else self._blocks(stored, indices)[:, 1:]
+        # The weight of a position is the stored weight of its target, which is the token after it.
+        if stored is None:
+            weights[indices >= 0, :-1] = 1
+        else:
+            weights[indices >= 0, :-1] = self._blocks(stored, indices)[:, 1:]
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
     def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the blocks of the rows besides padding, of an array with one value per token."""
+        """Return the blocks of the rows without padding, of an array with one value per token."""
         blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         return blocks[self.first_row + indices[indices >= 0]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedDataset:
+    """The rows of several datasets, one after the other.
+
+    Attributes:
+        parts: The datasets by source name. All have the same columns.
+    """
+
+    parts: Mapping[str, Dataset]
+
+    @property
+    def first_row(self) -> int:
+        """Index of the first row."""
+        return 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of all datasets."""
+        return sum(part.n_rows for part in self.parts.values())
+
+    @property
+    def seq_length(self) -> int:
+        """Predicted tokens per row."""
+        return next(iter(self.parts.values())).seq_length
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return next(iter(self.parts.values())).columns
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return the columns of rows, as `Dataset.get_batch` does."""
+        indices = check_rows(rows, self.n_rows)
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in self.columns.items()
+        }
+        bounds = itertools.pairwise(
+            itertools.accumulate((part.n_rows for part in self.parts.values()), initial=0)
+        )
+        for part, (first, end) in zip(self.parts.values(), bounds):
+            mask = (indices >= first) & (indices < end)
+            if mask.any():
+                part_epochs = None
+                if epochs is not None:
+                    part_epochs = np.asarray(epochs)[mask]
+                for name, array in part.get_batch(indices[mask] - first, part_epochs).items():
+                    batch[name][mask] = array
+        return batch
 
 
 def packed_columns(seq_length: int) -> ColumnSpecs:
@@ -121,7 +180,7 @@ def packed_columns(seq_length: int) -> ColumnSpecs:
 
 
 def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:
-    """Return rows as an int64 array; raise IndexError if one is not in -1 (padding) to `n_rows - 1`."""
+    """Return rows as an int64 array. Raise IndexError unless -1 <= row < `n_rows` for each."""
     indices = np.asarray(rows, np.int64)
     if ((indices < -1) | (indices >= n_rows)).any():
         raise IndexError(f"rows {rows} of {n_rows}")
@@ -133,7 +192,7 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
 
     Args:
         dataset: All rows.
-        holdout: Fraction of the rows to evaluate on, rounded to whole rows; 0 for none.
+        holdout: Fraction of the rows to evaluate on, rounded to whole rows. 0 for none.
 
     Returns:
         The training rows, and the evaluation rows or None.
@@ -146,9 +205,15 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
     if not holdout:
         return dataset, None
     if not 0 < n_held_out < n_rows:
-        purpose = "evaluate" if n_held_out < 1 else "train"
+        purpose = "train"
+        if n_held_out < 1:
+            purpose = "evaluate"
         why = f"holdout {holdout:g} of {n_rows:,} sequences is {n_held_out:,}"
-        raise PrepError(f"no sequence is left to {purpose} on", why, "another `data.holdout`, or `data.eval_path`")
+        raise PrepError(
+            f"no sequence is left to {purpose} on",
+            why,
+            "another `data.holdout`, or `data.eval_path`",
+        )
     n_train = n_rows - n_held_out
     return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)
 

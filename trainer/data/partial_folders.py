@@ -1,6 +1,9 @@
-"""Names of incomplete folders: they tell which process writes them, so that no other process removes them.
+"""Names of incomplete folders, which say which process writes them.
 
-Only names and renames are atomic on every file system of a cluster; locks are not.
+No other process removes a folder while its writer runs.
+
+Names are used instead of locks: renames are atomic on every file system of a cluster, but some
+shared file systems have no locks, or locks that other hosts do not see.
 """
 
 from __future__ import annotations
@@ -18,9 +21,13 @@ from trainer.distributed.hosts import machine_id
 PARTIAL_NAME = re.compile(
     r"[0-9a-f]{32}(?:\.(?P<host>[0-9a-f]+-\d+)-(?P<process>(?P<pid>\d+)-\d+)-[0-9a-f]+)?\.partial"
 )
-ABANDONED_AFTER_S = 24 * 60 * 60  # without a write, by a process of another host; more than clocks differ
-NO_PROCESS = "0-1"  # process id and start time that no process has
-START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the field after the command
+# A process of another host counts as ended if it wrote nothing for this time. Whether it still runs
+# cannot be seen from here. The time is far above the difference of two clocks.
+ABANDONED_AFTER_S = 24 * 60 * 60
+# Process id and start time in the names of released folders. No process has the id 0.
+NO_PROCESS = "0-1"
+# Field 22 of /proc/PID/stat (proc(5)), counted from the field after the command.
+START_TIME_FIELD = 19
 
 
 def partial_name(identity: str) -> str:
@@ -35,17 +42,21 @@ def released_name(identity: str) -> str:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether no process writes an incomplete folder any more; False for other folders."""
+    """Return whether no process writes an incomplete folder any more. False for other folders."""
     match = PARTIAL_NAME.fullmatch(folder.name)
     if match is None:
         return False
-    if match["host"] is None:  # of an earlier version, whose lock the caller holds
+    if match["host"] is None:
+        # An earlier version made the folder. It held the lock of the cache, which the caller holds
+        # now.
         return True
-    return has_ended(folder) or (match["host"] != _host() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S)
+    return has_ended(folder) or (
+        match["host"] != _host() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
+    )
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the process that writes an incomplete folder has certainly ended: it was of this host."""
+    """Return whether a process of this host wrote an incomplete folder and has ended."""
     match = PARTIAL_NAME.fullmatch(folder.name)
     if match is None or match["host"] != _host():
         return False
@@ -58,16 +69,21 @@ def _host() -> str:
 
 
 def _start_time(pid: int) -> int:
-    """Return the start time of a process, which differs from those of later processes with its id; 0 if it ended."""
+    """Return the start time of a process, or 0 if it has ended.
+
+    A later process that gets the same id has another start time.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
+    # The command in parentheses may contain spaces and parentheses, so fields count from the last
+    # one.
     return int(stat.rpartition(")")[2].split()[START_TIME_FIELD])
 
 
 def _last_write_s(folder: Path) -> float:
-    """Return the time of the last write to a folder or its files; now if it is gone."""
+    """Return the time of the last write to a folder or its files, or now if it is gone."""
     times: list[float] = []
     with suppress(FileNotFoundError):
         times = [path.stat().st_mtime for path in (folder, *folder.iterdir())]

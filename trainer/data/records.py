@@ -1,4 +1,4 @@
-"""Read the examples of data files."""
+"""Read the examples of data files, and skip a limited number of invalid records."""
 
 from __future__ import annotations
 
@@ -9,30 +9,73 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.bad_lines import BadLines
-from trainer.data.examples import Example, Segment
+from trainer.data.examples import Example, FileStart, Segment
 from trainer.data.fields import ExampleBuilder
-from trainer.data.files import DataFile, changed_file_error, hash_file
-from trainer.data.read_position import FileStart
+from trainer.data.files import DataFile, Note, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES, FileType
+
+# Skipped lines that are reported, with file and line.
+SHOWN = 3
+
+
+class BadLines:
+    """Handler of invalid records: reports the first ones, fails at one more than a limit.
+
+    Attributes:
+        count: Invalid records so far.
+    """
+
+    def __init__(self, limit: int, note: Note, *, count: int = 0) -> None:
+        """Start at a number of invalid records.
+
+        Args:
+            limit: Records that may be invalid.
+            note: Called with messages for the user.
+            count: Invalid records that an earlier run has reported.
+        """
+        self._limit = limit
+        self._note = note
+        self.count = count
+
+    def __call__(self, error: PrepError) -> None:
+        """Count an invalid record. Raise PrepError if it is one more than the limit."""
+        self.count += 1
+        if self.count <= self._limit:
+            if self.count <= SHOWN:
+                self._note(f"skipped {error.what} ({error.why})")
+        elif self._limit:
+            what = text("{}, and {:,} invalid lines before", error.what, self._limit)
+            why = text(
+                "{} is {:,}; the next one: {}", Key("data.bad_lines"), self._limit, error.why
+            )
+            raise PrepError(what, why, error.hint) from error
+        else:
+            raise error
+
+    def report(self) -> None:
+        """Report the number of skipped records, if there are any."""
+        if self.count:
+            plural = "" if self.count == 1 else "s"
+            self._note(f"{self.count:,} invalid line{plural} skipped")
+
 
 FIRST_FILE = FileStart()
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings:
-    """Settings of reading records, besides those of their examples.
+    """Settings of reading records, except the settings of their examples.
 
     Attributes:
         vocab: Size of the model's vocabulary without padding, the limit of ready token ids.
-        eos_id: Token that ends a document of ready token ids; None for none.
-        bad_lines: Invalid records that are skipped.
+        eos_id: Token that ends a document of ready token ids, or None.
+        bad_lines: Maximum number of invalid records to skip.
         ids_dtype: Dtype of ready token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
-        limit: Documents to read, of a source and a target one; 0 for all.
+        limit: Documents to read, counting a source and its target as one. 0 for all.
     """
 
     vocab: int
@@ -49,7 +92,7 @@ def read_examples(
     builder: ExampleBuilder,
     *,
     settings: RecordSettings,
-    note: Callable[[str], None],
+    note: Note,
     start: FileStart = FIRST_FILE,
     on_file: Callable[[FileStart], None] = lambda start: None,
 ) -> Iterator[Example]:
@@ -61,16 +104,18 @@ def read_examples(
         builder: Builds an example of each record.
         settings: Settings of reading.
         note: Called with messages about skipped records.
-        start: The first file to read, and the counts of those before it.
+        start: The first file to read, and the counts of the files before it.
         on_file: Called with each file before it is read.
 
     Raises:
-        PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more records are invalid than
-            `bad_lines`.
+        PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more
+            records are invalid than `bad_lines`.
     """
     bad_lines = BadLines(settings.bad_lines, note, count=start.n_bad_lines)
     options = ReadOptions(bad_lines, settings.ids_dtype, settings.max_document_nbytes)
-    n_examples, n_documents = start.n_examples, start.n_documents
+    # The counts go on from an earlier run, so that limits hold for the whole dataset.
+    n_examples = start.n_examples
+    n_documents = start.n_documents
     for index, file in enumerate(files[start.file :], start.file):
         on_file(FileStart(index, n_examples, n_documents, bad_lines.count))
         for piece in READERS[file_type].read(file, options):
@@ -86,15 +131,19 @@ def read_examples(
 
 
 def _check_unchanged(file: DataFile) -> None:
-    """Raise PrepError if a local file that is not read to its end changed since it was hashed."""
+    """Raise PrepError if a local, partly read file changed since it was hashed."""
     if file.open_remote is None and hash_file(Path(file.path)) != file:
         raise changed_file_error(file.path)
 
 
 def _examples(
-    piece: DataPiece | IdsChunk, builder: ExampleBuilder, settings: RecordSettings, *, on_error: BadLines
+    piece: DataPiece | IdsChunk,
+    builder: ExampleBuilder,
+    settings: RecordSettings,
+    *,
+    on_error: BadLines,
 ) -> Iterable[Example]:
-    """Return the examples of a piece of a file; none if a record is invalid and skipped."""
+    """Return the examples of a piece of a file. A skipped invalid record has no example."""
     if isinstance(piece, IdsChunk):
         return _ids_examples(piece, settings)
     try:
@@ -105,7 +154,10 @@ def _examples(
 
 
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
-    """Yield the documents of ready token ids, which end after each end-of-sequence token and at the end of the chunk.
+    """Yield the documents of ready token ids.
+
+    A document ends after each end-of-sequence token, and where the chunk says so. E.g. with eos 2,
+    ids [5, 2, 7, 8] -> [5, 2] and [7, 8].
 
     Raises:
         PrepError: An id is out of range.
@@ -116,8 +168,11 @@ def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example
         position = int(np.argmax(is_invalid))
         what = f"{chunk.file}, token {chunk.first + position:,}: the id {int(ids[position]):,} is out of range"
         why = f"the vocabulary without padding has {settings.vocab:,} tokens"
-        raise PrepError(what, why, "`data.ids_dtype` sets the dtype of .bin files")
-    ends_here = ids == (-1 if settings.eos_id is None else settings.eos_id)
+        hint = text("{} sets the dtype of .bin files", Key("data.ids_dtype"))
+        raise PrepError(what, why, hint)
+    # -1 is no id: without an end token, only the end of the chunk ends a document.
+    eos_id = -1 if settings.eos_id is None else settings.eos_id
+    ends_here = ids == eos_id
     bounds = [0, *(np.flatnonzero(ends_here[:-1]) + 1).tolist(), len(ids)]
     for start, end in itertools.pairwise(bounds):
         segment = Segment(ids[start:end].astype(np.uint32))

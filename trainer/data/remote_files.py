@@ -1,4 +1,4 @@
-"""The interface of data files that are not on this machine; the caller of the trainer implements it."""
+"""The interface to data files in buckets and on the hub, implemented by the trainer's caller."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Selection:
     """The part of a dataset to read.
 
     Attributes:
-        config: Configuration of a dataset on the hub; None for its default.
-        split: Split of a dataset; None for `train`, or the only one.
-        revision: Revision of a dataset on the hub; None for `main`.
+        config: Configuration of a dataset on the hub. None for its default.
+        split: Split of a dataset. None selects the only split, or `train`.
+        revision: Revision of a dataset on the hub. None for `main`.
     """
 
     config: str | None = None
@@ -34,7 +34,9 @@ WHOLE = Selection()
 class RemoteFiles(Protocol):
     """Finder of data files by URL."""
 
-    def find(self, url: str, accepts: Callable[[str], bool], selection: Selection) -> Sequence[DataFile]:
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
         """List the data files of a URL, without reading them.
 
         Args:
@@ -51,7 +53,9 @@ class RemoteFiles(Protocol):
 class NoRemoteFiles:
     """RemoteFiles of a caller that reads only local files."""
 
-    def find(self, url: str, accepts: Callable[[str], bool], selection: Selection) -> Sequence[DataFile]:
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
         """Raise UsageError: there are no remote files."""
         raise usage_error(f"cannot read {url}", "only local files are read here", "a path")
 

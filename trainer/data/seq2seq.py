@@ -1,4 +1,4 @@
-"""Datasets of (source, target) pairs for encoder-decoder models: one pair per row, truncated and padded."""
+"""Datasets of (source, target) pairs for encoder-decoder models, one padded pair per row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Seq2SeqDataset:
         tokens: The token store.
         source_length: Maximum tokens of a source.
         decoder_start_id: First decoder input token.
-        eos_id: Last token of a truncated source or target; None to leave it as it is.
+        eos_id: Replaces the last token of a truncated source or target. None keeps that token.
         first_row: Index in the store of the first pair.
         n_rows: Number of pairs.
     """
@@ -46,39 +46,48 @@ class Seq2SeqDataset:
         """Return a batch of pairs.
 
         Args:
-            rows: Indices of B pairs; -1 for padding.
+            rows: Indices of B pairs. -1 is padding.
             epochs: Unused: pairs are the same in every epoch.
 
         Returns:
-            `source`, int32 [B, source_length]; `present`, bool [B, source_length]: True where `source` is not padding;
-            `tokens`, int32 [B, seq_length]: decoder inputs, the targets shifted right; `targets`, int32
-            [B, seq_length]; `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none.
-            All are 0 in padding rows.
+            `source`, int32 [B, source_length], `present`, bool [B, source_length]: True where
+            `source` is not padding, `tokens`, int32 [B, seq_length]: decoder inputs, the targets
+            shifted right, `targets`, int32 [B, seq_length], and `weights`, float32 [B, seq_length]:
+            the loss weight of the target, 0 without a target. E.g. targets [7, 8, 1] have tokens
+            [decoder_start_id, 7, 8]. All are 0 in padding rows.
 
         Raises:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
-        batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in self.columns.items()}
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in self.columns.items()
+        }
         for i, row in enumerate(indices):
             if row >= 0:
+                # The source of pair p is document 2p of the store, its target is document 2p + 1.
                 source = self._truncated_ids(2 * (self.first_row + row), self.source_length)
                 target = self._truncated_ids(2 * (self.first_row + row) + 1, self.seq_length)
                 batch["source"][i, : len(source)] = source
                 batch["present"][i, : len(source)] = True
-                batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][: len(target)]
+                batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][
+                    : len(target)
+                ]
                 batch["targets"][i, : len(target)] = target
                 batch["weights"][i, : len(target)] = self._target_weights(row, len(target))
         return batch
 
     def target_ids(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the tokens with loss of a pair's target, of which a batch has the first `seq_length`."""
+        """Return all tokens with loss of a pair's target, before truncation."""
         low, high = self._document_span(2 * (self.first_row + row) + 1)
         ids = np.array(self.tokens.ids[low:high], np.int32)
-        return ids if self.tokens.weights is None else ids[self.tokens.weights[low:high] > 0]
+        if self.tokens.weights is None:
+            return ids
+        return ids[self.tokens.weights[low:high] > 0]
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
-        """Return the ids of a document; a longer one is cut to `max_length` and ends with `eos_id`."""
+        """Return the ids of a document, cut to `max_length`. A cut document ends with `eos_id`."""
         low, high = self._document_span(document)
         ids = np.array(self.tokens.ids[low : min(high, low + max_length)], np.int32)
         if high - low > max_length and self.eos_id is not None:
@@ -86,7 +95,7 @@ class Seq2SeqDataset:
         return ids
 
     def _target_weights(self, row: int, length: int) -> npt.NDArray[np.uint8] | int:
-        """Return the loss weight of each token of a target that has `length` tokens."""
+        """Return the loss weight of each token of a target of `length` tokens."""
         if self.tokens.weights is None:
             return 1
         low, _ = self._document_span(2 * (self.first_row + row) + 1)
@@ -94,7 +103,8 @@ class Seq2SeqDataset:
 
     def _document_span(self, document: int) -> tuple[int, int]:
         ends = self.tokens.ends
-        return int(ends[document - 1]) if document else 0, int(ends[document])
+        start = int(ends[document - 1]) if document else 0
+        return start, int(ends[document])
 
 
 def seq2seq_dataset(

@@ -1,7 +1,9 @@
-"""Span corruption for encoder-decoder models: random spans of each block of text move from the source to the target.
+"""Span corruption for encoder-decoder models: random spans move from source to target.
 
-A sentinel token takes the place of each span in the source, and comes before it in the target (T5, arXiv:1910.10683,
-section 3.1.4). The spans are a function of the seed, the epoch and the row.
+A sentinel token takes the place of each span in the source, and comes before it in the target (T5,
+arXiv:1910.10683, section 3.1.4). E.g. "a b c d e" with the spans "b" and "d e" has the source "a
+<0> c <1>" and the target "<0> b <1> d e". The spans are a function of the seed, the epoch and the
+row.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.data.store import MappedTokens
 from trainer.data.tokenizer import TextTokenizer
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.span_corruption import SpanSizes
 
 Int32Array = npt.NDArray[np.int32]
@@ -24,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialIds:
+class SpanCorruptionTokenIds:
     """The token ids that span corruption adds.
 
     Attributes:
@@ -43,7 +45,7 @@ class SpanCorruptionDataset:
     """Pairs of a source and a target, made of the blocks of a token store.
 
     Attributes:
-        tokens: The token store; its `seq_length` is the length of a block.
+        tokens: The token store. Its `seq_length` is the length of a block.
         sizes: Numbers of tokens of each block.
         special_ids: The added ids.
         source_length: Maximum length of a source.
@@ -55,7 +57,7 @@ class SpanCorruptionDataset:
 
     tokens: MappedTokens
     sizes: SpanSizes
-    special_ids: SpecialIds
+    special_ids: SpanCorruptionTokenIds
     source_length: int
     seq_length: int
     seed: int
@@ -71,8 +73,8 @@ class SpanCorruptionDataset:
         """Return a batch of pairs.
 
         Args:
-            rows: Indices of B blocks; -1 for padding.
-            epochs: Epoch of each row, which chooses its spans; None for epoch 0.
+            rows: Indices of B blocks. -1 is padding.
+            epochs: Epoch of each row, which chooses its spans. None for epoch 0.
 
         Returns:
             The columns of a `Seq2SeqDataset`.
@@ -81,8 +83,13 @@ class SpanCorruptionDataset:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
-        batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in self.columns.items()}
-        for i, (row, epoch) in enumerate(zip(indices.tolist(), np.zeros_like(indices) if epochs is None else epochs)):
+        batch = {
+            name: np.zeros((len(indices), length), dtype)
+            for name, (length, dtype) in self.columns.items()
+        }
+        if epochs is None:
+            epochs = np.zeros_like(indices)
+        for i, (row, epoch) in enumerate(zip(indices.tolist(), epochs)):
             if row >= 0:
                 source, target = self._corrupt(self.first_row + row, int(epoch))
                 batch["source"][i, : len(source)] = source
@@ -97,15 +104,26 @@ class SpanCorruptionDataset:
         low = row * self.sizes.block_length
         block = self.tokens.ids[low : low + self.sizes.block_length].astype(np.int32)
         is_noise = noise_mask(self.sizes, f"{self.seed} {epoch} {row}")
-        source, target = (replace_runs(block, where, self.special_ids.sentinels) for where in (is_noise, ~is_noise))
-        return np.append(source, np.int32(self.special_ids.eos)), np.append(target, np.int32(self.special_ids.eos))
+        # In the source the noise is replaced, in the target everything else (figure 2 of the T5
+        # paper).
+        source, target = (
+            replace_runs(block, where, self.special_ids.sentinels)
+            for where in (is_noise, ~is_noise)
+        )
+        return np.append(source, np.int32(self.special_ids.eos)), np.append(
+            target, np.int32(self.special_ids.eos)
+        )
 
 
 def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
-    """Return which tokens of a block are noise, bool [block_length]: spans after and between other tokens.
+    """Return which tokens of a block are noise, bool [block_length].
 
-    Spans and the runs between them have random lengths of at least 1, as in `random_spans_noise_mask` in
-    t5/data/preprocessors.py of google-research/text-to-text-transfer-transformer.
+    A block begins with a run of kept tokens, then spans of noise and kept runs alternate. E.g. kept
+    runs [2, 1] and spans [1, 2] -> [0, 0, 1, 0, 1, 1].
+
+    Spans and the runs between them have random lengths of at least 1, as in
+    `random_spans_noise_mask` in t5/data/preprocessors.py of
+    google-research/text-to-text-transfer-transformer.
 
     Args:
         sizes: Numbers of tokens of the block.
@@ -120,13 +138,20 @@ def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
 
 
 def _split_randomly(total: int, n_parts: int, name: str) -> npt.NDArray[np.int64]:
-    """Split `total` into `n_parts` positive integers; all splits have the same probability."""
+    """Split `total` into `n_parts` positive integers. All splits have the same probability."""
+    # A split is a choice of n_parts - 1 of the total - 1 gaps between tokens, without replacement:
+    # the first images of a random permutation of the gaps are such a choice. E.g. total 5, cuts [1,
+    # 3] -> parts [1, 2, 2].
     cuts = 1 + np.sort(permute(np.arange(n_parts - 1), total - 1, round_keys(name)))
     return np.diff(cuts, prepend=0, append=total)
 
 
 def replace_runs(ids: Int32Array, is_replaced: BoolArray, sentinels: Int32Array) -> Int32Array:
-    """Replace each run of marked tokens by a sentinel: the first run by the first sentinel, and so on."""
+    """Replace each run of marked tokens by the next sentinel.
+
+    E.g. ids [5, 6, 7, 8], marked [0, 1, 1, 0] and sentinels [99, 98] -> [5, 99, 8].
+    """
+    # The first token of a run is replaced by the sentinel, and the rest of the run is left out.
     is_first = is_replaced & ~np.concatenate([[False], is_replaced[:-1]])
     replaced = ids.copy()
     replaced[is_first] = sentinels[: is_first.sum()]
@@ -145,11 +170,18 @@ def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Arr
         PrepError: The tokenizer lacks a sentinel, or one is not in the model's vocabulary.
     """
     ids: list[int] = []
-    for name in (f"<extra_id_{i}>" for i in range(n_spans)):
+    for i in range(n_spans):
+        name = f"<extra_id_{i}>"
         token_id = tokenizer.codec.token_id(name)
         if token_id is None:
-            why = f"span corruption has {n_spans:,} spans per sequence, and a sentinel token for each"
-            hint = "a smaller `data.source_length`, or `--set data.tokenizer=PATH` with the tokenizer of a T5 model"
+            why = (
+                f"span corruption has {n_spans:,} spans per sequence, and a sentinel token for each"
+            )
+            hint = text(
+                "a smaller {}, or {} with the tokenizer of a T5 model",
+                Key("data.source_length"),
+                Key("data.tokenizer", "PATH", is_override=True),
+            )
             raise PrepError(f"{tokenizer.path} has no token {name}", why, hint)
         tokenizer.check_in_vocab(token_id, vocab)
         ids.append(token_id)

@@ -1,8 +1,11 @@
-"""The token store: a folder with the token ids of all documents. It has its name only if it is complete on disk.
+"""The token store: a folder with the token ids of all documents.
 
-- `tokens.bin`: ids of all documents, concatenated; uint16 or uint32, little-endian.
-- `documents.bin`: end of each document in `tokens.bin`, in tokens; uint64, little-endian.
-- `weights.bin`: loss weight of each token as a target, 0 or 1; uint8. Only in stores where some weights are 0.
+The folder has its final name only if it is complete on disk.
+
+- `tokens.bin`: ids of all documents, concatenated (uint16 or uint32, little-endian).
+- `documents.bin`: end of each document in `tokens.bin`, in tokens (uint64, little-endian).
+- `weights.bin`: loss weight of each token as a target, 0 or 1 (uint8). Only in stores where some
+  weights are 0.
 - `meta.json`: `StoreMeta`, with the XXH3-128 digests of the other files.
 """
 
@@ -24,10 +27,18 @@ from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file, read_regular_file
 from trainer.models.errors import PrepError
 
-TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE, META_FILE = "tokens.bin", "documents.bin", "weights.bin", "meta.json"
+TOKENS_FILE = "tokens.bin"
+DOCUMENTS_FILE = "documents.bin"
+WEIGHTS_FILE = "weights.bin"
+META_FILE = "meta.json"
 DOCUMENT_END_NBYTES = 8
 DIGEST_READ_NBYTES = 4 << 20
-DIGEST_NAMES = (set[str](), {TOKENS_FILE, DOCUMENTS_FILE}, {TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE})
+# The file names that `digests` may have: of an earlier version, without and with loss weights.
+DIGEST_NAMES = (
+    set[str](),
+    {TOKENS_FILE, DOCUMENTS_FILE},
+    {TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +46,12 @@ class StoreMeta:
     """Metadata of a token store, as written to `meta.json`.
 
     Attributes:
-        identity: Digest of all inputs of tokenization; also the store's folder name.
+        identity: Digest of all inputs of tokenization, and the store's folder name.
         dtype: Dtype of the ids, "uint16" or "uint32".
         n_tokens: Number of ids.
         n_documents: Number of documents.
-        max_id: Largest id; -1 for an empty store.
-        digests: XXH3-128 by file name; empty in stores of earlier versions.
+        max_id: Largest id, or -1 for an empty store.
+        digests: XXH3-128 by file name. Empty in stores of earlier versions.
     """
 
     identity: str
@@ -65,8 +76,8 @@ class MappedTokens:
         ends: [n_documents] uint64, end of each document in `ids`.
         identity: Identity of the store.
         seq_length: Tokens of a block, or maximum tokens of a target.
-        weights: [n_tokens] uint8, loss weight of each token as a target, 0 or 1; None if all are 1.
-        rows: Rows of whole documents; None if documents are concatenated.
+        weights: [n_tokens] uint8, loss weight of each token as a target, 0 or 1. None if all are 1.
+        rows: Rows of whole documents. None if documents are concatenated.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
@@ -100,7 +111,11 @@ def document_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDAr
     for low in range(0, tokens.n_documents, n_documents):
         count = min(n_documents, tokens.n_documents - low)
         # The base of a slice of a map is another array: its offset is not that in the file.
-        if isinstance(tokens.ends, np.memmap) and isinstance(tokens.ends.base, mmap) and tokens.ends.filename:
+        if (
+            isinstance(tokens.ends, np.memmap)
+            and isinstance(tokens.ends.base, mmap)
+            and tokens.ends.filename
+        ):
             offset = tokens.ends.offset + low * DOCUMENT_END_NBYTES
             ends = np.fromfile(tokens.ends.filename, "<u8", count, offset=offset)
         else:
@@ -118,7 +133,7 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
 
     Args:
         folder: The store.
-        checks_digests: Read all bytes to check the digests; False if another process has done so.
+        checks_digests: Read all bytes to check the digests. False if another process has done so.
 
     Raises:
         DamagedStoreError: The files differ from the metadata.
@@ -138,10 +153,16 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
         raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
     for name, nbytes in expected_nbytes.items():
         if sizes[name] != nbytes:
-            raise _damaged_store_error(folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} records {nbytes:,}")
-    for name, digest in meta.digests.items() if checks_digests else ():
+            raise _damaged_store_error(
+                folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} records {nbytes:,}"
+            )
+    if not checks_digests:
+        return meta
+    for name, digest in meta.digests.items():
         if file_digest(folder / name) != digest:
-            raise _damaged_store_error(folder, f"{name} differs from the digest that {META_FILE} records")
+            raise _damaged_store_error(
+                folder, f"{name} differs from the digest that {META_FILE} records"
+            )
     return meta
 
 
@@ -151,7 +172,9 @@ def file_sizes(meta: StoreMeta) -> dict[str, int]:
         TOKENS_FILE: meta.n_tokens * np.dtype(meta.dtype).itemsize,
         DOCUMENTS_FILE: meta.n_documents * DOCUMENT_END_NBYTES,
     }
-    return sizes | ({WEIGHTS_FILE: meta.n_tokens} if meta.has_weights else {})
+    if meta.has_weights:
+        sizes[WEIGHTS_FILE] = meta.n_tokens
+    return sizes
 
 
 def file_digest(path: Path) -> str:
@@ -171,12 +194,16 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
         values = {"digests": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
-        is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
+        is_valid = meta.dtype in ("uint16", "uint32") and all(
+            type(number) is int for number in numbers
+        )
         is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
     except (ValueError, TypeError, KeyError):
         raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
-        raise _damaged_store_error(folder, f"{META_FILE} has invalid values or belongs to another store")
+        raise _damaged_store_error(
+            folder, f"{META_FILE} has invalid values or belongs to another store"
+        )
     return meta
 
 
@@ -186,7 +213,9 @@ class DamagedStoreError(PrepError):
 
 def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
     return DamagedStoreError(
-        f"the tokens in {folder} are damaged", why, f"`rm -r {folder}`: the next run makes them again"
+        f"the tokens in {folder} are damaged",
+        why,
+        f"`rm -r {folder}`: the next run makes them again",
     )
 
 
@@ -194,5 +223,9 @@ def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
     """Map the files of a nonempty store into memory, without reading them."""
     ids = np.memmap(folder / TOKENS_FILE, little_endian(meta.dtype), "r", shape=(meta.n_tokens,))
     ends = np.memmap(folder / DOCUMENTS_FILE, "<u8", "r", shape=(meta.n_documents,))
-    weights = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r", shape=(meta.n_tokens,)) if meta.has_weights else None
-    return MappedTokens(ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length, weights=weights)
+    weights = None
+    if meta.has_weights:
+        weights = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r", shape=(meta.n_tokens,))
+    return MappedTokens(
+        ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length, weights=weights
+    )

@@ -1,7 +1,7 @@
-"""The journal of an incomplete token store, from which a later run continues it.
+"""The journal of an incomplete token store, for a later run to continue it.
 
-Each line of `journal.jsonl` is a `SavedState`: the sizes and digests of the files at a moment, and the examples that
-they hold. A line is written after the bytes that it names are on disk.
+Each line of `journal.jsonl` is a `SavedState`: the sizes and digests of the files at a moment, and
+the examples in them. A line is written once its bytes are on disk.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import BinaryIO
 
 import xxhash
 
-from trainer.data.read_position import ReadPosition
+from trainer.data.examples import ReadPosition
 from trainer.data.store import DIGEST_READ_NBYTES, StoreMeta, file_sizes
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 from trainer.models.errors import PrepError
 
 JOURNAL_FILE = "journal.jsonl"
-INTERVAL_S = 1.0  # between two lines; a kill loses this time and that of syncing
+# Seconds between two lines. A kill loses the tokens of this time and of one sync.
+INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """An incomplete store whose bytes are on disk.
+    """A state of an incomplete store, with all its bytes on disk.
 
     Attributes:
         meta: Counts and digests of the store.
@@ -49,7 +50,10 @@ class RestoredFiles:
 
 
 def read_journal(folder: Path) -> list[SavedState]:
-    """Return the states in the journal of a store, oldest first; a line that was cut off ends them."""
+    """Return the states in the journal of a store, oldest first.
+
+    The first malformed line ends them, e.g. a line cut off by a kill.
+    """
     try:
         lines = read_regular_file(folder / JOURNAL_FILE).split(b"\n")
     except (OSError, PrepError):
@@ -61,13 +65,17 @@ def _parse_lines(lines: Iterable[bytes]) -> Iterator[SavedState]:
     for line in lines:
         try:
             values = load_json(line)
-            yield SavedState(StoreMeta(**values["meta"]), ReadPosition.from_json(values["position"]))
+            yield SavedState(
+                StoreMeta(**values["meta"]), ReadPosition.from_json(values["position"])
+            )
         except (ValueError, TypeError, KeyError):
             return
 
 
-def restore_files(files: Mapping[str, BinaryIO], states: Iterable[SavedState], empty: SavedState) -> RestoredFiles:
-    """Cut files off at the last state of a journal up to which their bytes have the recorded digests.
+def restore_files(
+    files: Mapping[str, BinaryIO], states: Iterable[SavedState], empty: SavedState
+) -> RestoredFiles:
+    """Cut files off at the last journal state that matches their bytes.
 
     Args:
         files: The files by name, open for reading and writing, at their start.
@@ -75,8 +83,11 @@ def restore_files(files: Mapping[str, BinaryIO], states: Iterable[SavedState], e
         empty: State of the store without any token. States of another store or dtype are invalid.
 
     Returns:
-        The state and the running digests; the files are at their new end.
+        The state and the running digests. The files are at their new end.
     """
+    # One pass over the files checks all states: the running digests are compared at the sizes of
+    # each state, and copied where they match. After the last match, a copy is the digest of the cut
+    # file.
     running = {name: xxhash.xxh3_128() for name in files}
     restored = RestoredFiles(empty, {name: state.copy() for name, state in running.items()})
     for state in states:
@@ -91,22 +102,34 @@ def restore_files(files: Mapping[str, BinaryIO], states: Iterable[SavedState], e
 
 
 def _is_same_store(meta: StoreMeta, other: StoreMeta) -> bool:
-    return (meta.identity, meta.dtype, {*meta.digests}) == (other.identity, other.dtype, {*other.digests})
+    return (meta.identity, meta.dtype, {*meta.digests}) == (
+        other.identity,
+        other.dtype,
+        {*other.digests},
+    )
 
 
-def _matches(files: Mapping[str, BinaryIO], running: Mapping[str, xxhash.xxh3_128], meta: StoreMeta) -> bool:
-    """Read files on to the sizes of a state; return whether their digests are those of the state."""
+def _matches(
+    files: Mapping[str, BinaryIO], running: Mapping[str, xxhash.xxh3_128], meta: StoreMeta
+) -> bool:
+    """Read files up to the sizes of a state, and return whether the digests match."""
     sizes = file_sizes(meta)
     for name, file in files.items():
-        while (missing := sizes[name] - file.tell()) > 0 and (data := file.read(min(missing, DIGEST_READ_NBYTES))):
+        while (missing := sizes[name] - file.tell()) > 0 and (
+            data := file.read(min(missing, DIGEST_READ_NBYTES))
+        ):
             running[name].update(data)
     return all(
-        file.tell() == sizes[name] and running[name].hexdigest() == meta.digests[name] for name, file in files.items()
+        file.tell() == sizes[name] and running[name].hexdigest() == meta.digests[name]
+        for name, file in files.items()
     )
 
 
 class StoreJournal:
-    """Writer of the journal of an incomplete store. Files are synced in a thread, so that tokenizing goes on."""
+    """Writer of the journal of an incomplete store.
+
+    Files are synced in a thread, in parallel with tokenizing.
+    """
 
     def __init__(
         self,
@@ -116,7 +139,7 @@ class StoreJournal:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start a journal in place of that of an earlier run.
+        """Start a journal that replaces the one of an earlier run.
 
         Args:
             folder: The store.
@@ -124,26 +147,31 @@ class StoreJournal:
             state: State of the files.
             clock: Returns the time in seconds.
         """
-        self._files, self._clock = tuple(files), clock
+        self._files = tuple(files)
+        self._clock = clock
         self._journal = _replace_journal(folder / JOURNAL_FILE, state)
         self._executor = ThreadPoolExecutor(1, "journal")
         self._pending: Future[None] | None = None
         self._saved_at_s = clock()
 
     def is_due(self) -> bool:
-        """Return whether a state should be saved now: the last one is INTERVAL_S old, and is on disk."""
+        """Return whether the last saved state is on disk and at least INTERVAL_S old."""
         is_idle = self._pending is None or self._pending.done()
         return is_idle and self._clock() - self._saved_at_s >= INTERVAL_S
 
     def save(self, state: SavedState) -> None:
-        """Begin to save a state of the files; raise OSError if the last one could not be saved."""
+        """Start to save a state. Raise OSError if the previous one could not be saved."""
         self._wait()
+        # The buffers belong to the calling thread, which goes on writing. They are flushed here, so
+        # that the bytes of the state are in the page cache before the thread syncs them.
         for file in self._files:
             file.flush()
         self._saved_at_s = self._clock()
         self._pending = self._executor.submit(self._write, state)
 
     def _write(self, state: SavedState) -> None:
+        # First the bytes, then the line that records them. A kill in between leaves bytes after the
+        # last recorded size, which the next run cuts off.
         for file in self._files:
             os.fdatasync(file.fileno())
         _write_line(self._journal, state)
@@ -153,7 +181,7 @@ class StoreJournal:
             self._pending.result()
 
     def close(self) -> None:
-        """Wait for the last state and close the journal; raise OSError if it could not be saved."""
+        """Wait for the last state and close the journal. Raise OSError if it could not be saved."""
         try:
             self._wait()
         finally:
@@ -162,7 +190,11 @@ class StoreJournal:
 
 
 def _replace_journal(path: Path, state: SavedState) -> BinaryIO:
-    """Replace a journal, whose end may be cut off, by one with a single state; return the open file."""
+    """Replace a journal by one with a single state, and return the open file.
+
+    A line appended to a cut-off line would be lost with it.
+    """
+    # A kill before the rename leaves the old journal. A file with the suffix .new is overwritten.
     new = path.with_suffix(".new")
     journal = new.open("wb")
     _write_line(journal, state)

@@ -1,7 +1,7 @@
 """Write a token store: under a name of its own, synced, then renamed.
 
-Processes of several hosts may build a store at the same time, without a lock: each writes a folder of its own, and the
-first one to finish renames it.
+Processes of several hosts may build a store at the same time, without a lock: each writes a folder
+of its own, and the first one to finish renames it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.data.examples import TokenIds
+from trainer.data.examples import ReadPosition, TokenIds
 from trainer.data.files import io_error
 from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
-from trainer.data.read_position import ReadPosition
 from trainer.data.store import (
     DOCUMENT_END_NBYTES,
     DOCUMENTS_FILE,
@@ -47,8 +46,15 @@ from trainer.files.writing import fsync_path
 
 LOCK_FILE = "lock"
 EMPTY_DIGEST = xxhash.xxh3_128().hexdigest()
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
-IN_USE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of renaming a folder to the name of another
+# Errors of file systems without locks, e.g. Lustre without `flock` and some network mounts.
+NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EINVAL,
+)
+# Errors of renaming a folder to a name that a nonempty folder has.
+IN_USE = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 class TokenWriter:
@@ -58,38 +64,50 @@ class TokenWriter:
         dtype: Dtype of the ids.
         n_tokens: Ids so far.
         n_documents: Documents so far.
-        max_id: Largest id so far; -1 for none.
+        max_id: Largest id so far, or -1.
         position: Position after the examples of the store.
     """
 
-    def __init__(self, files: Mapping[str, BinaryIO], restored: RestoredFiles, journal: StoreJournal) -> None:
+    def __init__(
+        self, files: Mapping[str, BinaryIO], restored: RestoredFiles, journal: StoreJournal
+    ) -> None:
         """Continue a store.
 
         Args:
-            files: The files by name, at their end; with WEIGHTS_FILE if the store has loss weights.
+            files: The files by name, at their end. WEIGHTS_FILE is one of them if the store has
+                loss weights.
             restored: State of the files.
             journal: Journal of the store.
         """
-        self._files = {name: HashingFile(file, restored.digests[name]) for name, file in files.items()}
+        self._files = {
+            name: HashingFile(file, restored.digests[name]) for name, file in files.items()
+        }
         self._journal = journal
-        meta, self.position = restored.state.meta, restored.state.position
-        self._identity, self.dtype = meta.identity, meta.dtype
-        self.n_tokens, self.n_documents, self.max_id = meta.n_tokens, meta.n_documents, meta.max_id
+        meta = restored.state.meta
+        self.position = restored.state.position
+        self._identity = meta.identity
+        self.dtype = meta.dtype
+        self.n_tokens = meta.n_tokens
+        self.n_documents = meta.n_documents
+        self.max_id = meta.max_id
 
     def append(self, ids: TokenIds, weights: npt.NDArray[np.uint8] | None = None) -> None:
         """Append ids to the current document.
 
         Args:
             ids: The ids.
-            weights: Loss weight of each as a target, 0 or 1; None if all are 1.
+            weights: Loss weight of each as a target, 0 or 1. None if all are 1.
         """
         self._files[TOKENS_FILE].write(ids.astype(little_endian(self.dtype)).tobytes())
         if WEIGHTS_FILE in self._files:
-            self._files[WEIGHTS_FILE].write((np.ones(len(ids), np.uint8) if weights is None else weights).tobytes())
+            if weights is None:
+                weights = np.ones(len(ids), np.uint8)
+            self._files[WEIGHTS_FILE].write(weights.tobytes())
         else:
             assert weights is None
         self.n_tokens += len(ids)
-        self.max_id = max(self.max_id, int(ids.max(initial=0))) if len(ids) else self.max_id
+        if len(ids):
+            self.max_id = max(self.max_id, int(ids.max()))
 
     def end_document(self) -> None:
         """End the current document."""
@@ -97,7 +115,7 @@ class TokenWriter:
         self.n_documents += 1
 
     def commit(self, position: ReadPosition) -> None:
-        """Note the examples whose tokens were appended; from time to time, save this state.
+        """Set the position after the appended examples, and save the state about once per second.
 
         A later run continues from the saved state, after a kill.
 
@@ -106,10 +124,10 @@ class TokenWriter:
         """
         self.position = position
         if self._journal.is_due():
-            self.save()
+            self.start_save()
 
-    def save(self) -> None:
-        """Begin to save the state of the store."""
+    def start_save(self) -> None:
+        """Start to save the state of the store, in a thread."""
         self._journal.save(SavedState(self.meta(), self.position))
 
     def meta(self) -> StoreMeta:
@@ -134,7 +152,8 @@ class HashingFile:
             file: The file, at its end.
             state: Digest of its bytes.
         """
-        self._file, self._state = file, state
+        self._file = file
+        self._state = state
 
     def write(self, data: bytes) -> None:
         """Append bytes."""
@@ -148,18 +167,22 @@ class HashingFile:
 
 def dtype_for(max_id: int) -> str:
     """Return the smallest store dtype that holds ids up to `max_id`."""
-    return "uint16" if max_id < 1 << 16 else "uint32"
+    if max_id < 1 << 16:
+        return "uint16"
+    return "uint32"
 
 
 def make_cache(cache: Path) -> None:
-    """Create the folder of stores and its lock file; raise OSError if that fails."""
+    """Create the folder of stores and its lock file. Raise OSError if that fails."""
     cache.mkdir(parents=True, exist_ok=True)
     (cache / LOCK_FILE).touch()
 
 
 @contextlib.contextmanager
 def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Create the folder of stores and lock it for writing; the lock is released when the process ends.
+    """Create the folder of stores and lock it for writing.
+
+    The lock is released when the process ends.
 
     The lock only avoids that two processes build one store. File systems without locks need none.
 
@@ -174,7 +197,9 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
         try:
             make_cache(cache)
             handle = stack.enter_context((cache / LOCK_FILE).open("ab"))
-            _acquire_lock(handle, lambda: note(f"another process writes tokens to {cache}: waiting for it"))
+            _acquire_lock(
+                handle, lambda: note(f"another process writes tokens to {cache}: waiting for it")
+            )
         except OSError as error:
             raise io_error(cache, error) from error
         yield
@@ -191,15 +216,18 @@ def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
             raise
 
 
-def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *, has_weights: bool = False) -> None:
+def build_store(
+    folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *, has_weights: bool = False
+) -> None:
     """Build a store under a name of its own, sync it, then rename it.
 
-    The build continues that of a killed run, from the last state in its journal. A complete store that another process
-    put there meanwhile is kept; a damaged one is replaced. Other incomplete stores that killed runs left in the cache
-    are removed. An error removes the store; an interruption leaves it to the next run.
+    The build continues the one of a killed run, from the last state in its journal. If another
+    process has published the store meanwhile, a complete one is kept and a damaged one is replaced.
+    Incomplete stores of other killed runs are removed from the cache. An error removes the
+    incomplete store. An interruption leaves it to the next run.
 
     Args:
-        folder: Folder of the store; its name is the identity.
+        folder: Folder of the store. Its name is the identity.
         dtype: Dtype of the ids.
         fill: Appends the missing ids to the writer.
         has_weights: Whether the store has loss weights.
@@ -207,8 +235,14 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
     Raises:
         PrepError: The store cannot be written.
     """
+    # A kill while filling leaves a partial folder with a journal, from which the next run
+    # continues. A kill after the journal is removed leaves a partial folder without one, which the
+    # next run removes. A kill after the rename leaves the complete store: all files are durable
+    # before the rename.
     partial = folder.with_name(partial_name(folder.name))
-    names = (TOKENS_FILE, DOCUMENTS_FILE, *([WEIGHTS_FILE] if has_weights else []))
+    names = [TOKENS_FILE, DOCUMENTS_FILE]
+    if has_weights:
+        names.append(WEIGHTS_FILE)
     try:
         _take_over(partial, folder.name, names)
         for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
@@ -223,22 +257,26 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
             raise io_error(folder, error) from error
         raise
     except BaseException:
+        # An interruption, e.g. Ctrl-C. This process may live on. Under its name the folder would
+        # count as still being written, and the next run would copy it instead of renaming it.
         with contextlib.suppress(OSError):
             partial.rename(folder.with_name(released_name(folder.name)))
         raise
 
 
 def _take_over(partial: Path, identity: str, names: Sequence[str]) -> None:
-    """Create a folder from the incomplete store of another process that has the most tokens; empty without one.
+    """Create a folder from the largest incomplete store of another process, or an empty one.
 
-    The folder of an ended process of this host is renamed. Others are copied, because their processes may still write:
-    what the journal names does not change any more.
+    The folder of an ended process of this host is renamed. Other folders are copied, because their
+    processes may still write. Bytes recorded in the journal do not change any more.
 
     Args:
         partial: The folder to create.
         identity: Identity of the store.
         names: Names of its files.
     """
+    # The sizes that a journal records are durable. Bytes after them, which a copy may tear, are cut
+    # off by `restore_files`.
     journals = {path: read_journal(path) for path in partial.parent.glob(f"{identity}.*.partial")}
     sizes = {path: states[-1].meta.n_tokens for path, states in journals.items() if states}
     for path in sorted(filter(sizes.get, sizes), key=lambda path: sizes[path], reverse=True):
@@ -248,7 +286,8 @@ def _take_over(partial: Path, identity: str, names: Sequence[str]) -> None:
             else:
                 _copy_files(path, partial, (JOURNAL_FILE, *names))
             return
-        except OSError:  # another process took it over, completed it or removed it
+        except OSError:
+            # Another process took it over, completed it or removed it.
             shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
 
@@ -260,13 +299,18 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def publish_folder(partial: Path, folder: Path, read: Callable[[Path], object]) -> None:
-    """Rename a complete folder to its final name, unless a complete one has it; a damaged one is removed.
+    """Rename a complete folder to its final name, unless a complete one has it.
+
+    A damaged folder of that name is removed.
 
     Args:
         partial: The complete folder.
         folder: Its final name.
         read: Raises DamagedStoreError if the folder with that name is damaged.
     """
+    # Several hosts may get here at once. A rename to a nonempty folder fails, so the first one
+    # wins. Each failed round has found a store of that name. Either it is complete, or it is moved
+    # away.
     while True:
         try:
             partial.rename(folder)
@@ -279,35 +323,52 @@ def publish_folder(partial: Path, folder: Path, read: Callable[[Path], object]) 
             remove_folder(partial)
             return
         damaged = folder.with_name(partial_name(folder.name))
-        with contextlib.suppress(FileNotFoundError):  # another process has moved it away
+        with contextlib.suppress(FileNotFoundError):
+            # Another process has moved it away.
             folder.rename(damaged)
         remove_folder(damaged)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that other processes may remove at the same time."""
+    """Remove a folder. Another process may remove it at the same time."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
 
 
 def _write_store(
-    folder: Path, identity: str, dtype: str, *, names: Sequence[str], fill: Callable[[TokenWriter], None]
+    folder: Path,
+    identity: str,
+    dtype: str,
+    *,
+    names: Sequence[str],
+    fill: Callable[[TokenWriter], None],
 ) -> None:
     """Fill the files of a store, sync them, and write its metadata."""
-    empty = StoreMeta(identity, dtype, n_tokens=0, n_documents=0, max_id=-1, digests=dict.fromkeys(names, EMPTY_DIGEST))
+    empty = StoreMeta(
+        identity,
+        dtype,
+        n_tokens=0,
+        n_documents=0,
+        max_id=-1,
+        digests=dict.fromkeys(names, EMPTY_DIGEST),
+    )
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_open_for_update(folder / name)) for name in names}
         restored = restore_files(files, read_journal(folder), SavedState(empty, ReadPosition()))
-        journal = stack.enter_context(contextlib.closing(StoreJournal(folder, files.values(), restored.state)))
+        journal = stack.enter_context(
+            contextlib.closing(StoreJournal(folder, files.values(), restored.state))
+        )
         writer = TokenWriter(files, restored, journal)
         fill(writer)
-        writer.save()
+        writer.start_save()
+    # The files are synced before the folder gets its final name, and the folder itself last, so
+    # that the names of the files in it are durable too.
     (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
         fsync_path(path)
 
 
 def _open_for_update(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, at its start; create it if it is missing."""
+    """Open a file for reading and writing, at its start. Create a missing one."""
     path.touch()
     return path.open("r+b")

@@ -1,21 +1,24 @@
-"""Tokenize data files into a token store, once per content, fields and tokenizer; later runs use the store again."""
+"""Tokenize data files into a token store, once per content, fields and tokenizer.
+
+Later runs use the store again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from trainer.data import store
 from trainer.data.document_rows import open_rows, stored_rows
+from trainer.data.encode import fill_store
 from trainer.data.example_settings import ExampleSettings
+from trainer.data.examples import Example, FileStart
 from trainer.data.fields import compile_fields
-from trainer.data.files import DataFile, EmptyFileError, check_not_empty, hash_file
-from trainer.data.fill_store import fill_store
+from trainer.data.files import DataFile, EmptyFileError, Note, check_not_empty, hash_file
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
@@ -23,7 +26,7 @@ from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, join_texts, text, usage_error
 from trainer.recipe.text_fields import (
     CONCATENATED,
     DEFAULT_FIELDS,
@@ -34,12 +37,14 @@ from trainer.recipe.text_fields import (
     Packing,
 )
 
-ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")  # settings that put tokens around a document
+# Settings that put tokens around a document.
+ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")
 MAX_EMPTY_NOTES = 3
-TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
+# Part of a store's identity; raised when the same files give other tokens.
+TOKENS_VERSION = 1
 
-TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
-Note = Callable[[str], None]
+# Bytes done, total bytes, tokens made.
+TokenizeProgress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,14 @@ class TokenizeConfig:
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
-        max_examples: Records, or documents of data without columns, that are read; 0 for all.
+        max_examples: Maximum number of records, or of documents of data without columns. 0 for all.
         selection: Part of a dataset.
-        bad_lines: Invalid records that are skipped.
+        bad_lines: Maximum number of invalid records to skip.
         ids_dtype: Dtype of ready token ids in files that do not record it.
         max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
-        packing: The recipe's `data.packing`; ignored with an encoder.
+        packing: The recipe's `data.packing`. Ignored with an encoder.
     """
 
     type: DataType
@@ -95,20 +100,23 @@ class TokenizeConfig:
         return not self.has_blocks and not self.examples.has_encoder
 
 
-def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
-    """Return the tokens of the configured files, from the cache or freshly tokenized in bounded memory.
+def tokenize_files(
+    config: TokenizeConfig, *, progress: TokenizeProgress, note: Note
+) -> store.MappedTokens:
+    """Return the tokens of the configured files, from the cache or tokenized now.
 
-    All files are read once for their digests. Tokens in the cache are read once for theirs; damaged ones are made
-    again.
+    All files are read once for their digests. Tokens in the cache are read once to check their
+    digests, and made again if damaged.
 
     Args:
         config: Files, tokenizer and cache.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
-        note: Called with messages for the user: which store is used, its size, and how many tokens are dropped.
+        note: Called with messages for the user: which store is used, its size, and how many tokens
+            are dropped.
 
     Raises:
-        PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, or the tokens do not fill
-            one block.
+        PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, or the
+            tokens do not fill one block.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
@@ -130,7 +138,9 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     if not config.has_rows:
         return tokens
     target = config.scratch_dir or folder
-    return replace(tokens, rows=stored_rows(folder, meta, tokens, config.packing, target=target, note=note))
+    return replace(
+        tokens, rows=stored_rows(folder, meta, tokens, config.packing, target=target, note=note)
+    )
 
 
 def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
@@ -156,7 +166,7 @@ def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
 
 
 def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
-    """Return a config for files of a type; those without columns have no fields.
+    """Return a config for files of a type. Types without columns have no fields.
 
     Raises:
         UsageError: The recipe names columns, and the files have none.
@@ -164,31 +174,44 @@ def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
     if file_type in DEFAULT_FIELDS:
         return replace(config, type=file_type)
     settings = config.examples
-    if settings.fields_from_example or settings.chat_template or settings.fields not in ("", *DEFAULT_FIELDS.values()):
-        what = f'`data.fields` is "{settings.fields or settings.fields_from_example:.60}"'
-        raise usage_error(what, f"files of type {file_type} have no columns", "`data.type` sets the type of the files")
+    if (
+        settings.fields_from_example
+        or settings.chat_template
+        or settings.fields not in ("", *DEFAULT_FIELDS.values())
+    ):
+        fields = settings.fields or settings.fields_from_example
+        raise usage_error(
+            text('{} is "{:.60}"', Key("data.fields"), fields),
+            f"files of type {file_type} have no columns",
+            text("{} sets the type of the files", Key("data.type")),
+        )
     return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
 def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
     """Raise UsageError for settings that add tokens to ready token ids.
 
-    In a mixture they may be for other sources, and are reported to `note`.
+    In a mixture the settings may be meant for another source, so they are only reported.
     """
-    keys = ", ".join(f"`data.{key}`" for key in ADDED_TOKENS if getattr(config.examples, key))
-    if not keys:
+    names = [name for name in ADDED_TOKENS if getattr(config.examples, name)]
+    if not names:
         return
+    keys = join_texts(", ", [text("{}", Key(f"data.{name}")) for name in names])
     if not config.is_mixed:
         why = "ready token ids are stored as they are"
-        raise usage_error(f"{keys} cannot be used with token ids", why, "remove it, and add the tokens to the files")
+        raise usage_error(
+            text("{} cannot be used with token ids", keys),
+            why,
+            "remove it, and add the tokens to the files",
+        )
     note(f"token ids are stored as they are, without {keys}")
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
-    """Return tokens in the cache that another process made, or whose digests it checked.
+    """Return tokens in the cache that another process has made or checked.
 
     Args:
-        config: Tokenizer and cache; the data files are not read.
+        config: Tokenizer and cache. The data files are not read.
         identity: Identity of the tokens.
         note: Called with messages for the user.
 
@@ -198,18 +221,26 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
     folder = config.cache / identity
     meta = store.read_meta(folder, checks_digests=False)
     tokens = _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
-    return replace(tokens, rows=open_rows(folder, meta, tokens, config.packing)) if config.has_rows else tokens
+    if not config.has_rows:
+        return tokens
+    return replace(tokens, rows=open_rows(folder, meta, tokens, config.packing))
 
 
 def _map_tokens(
-    folder: Path, meta: store.StoreMeta, config: TokenizeConfig, tokenizer: TextTokenizer, note: Note
+    folder: Path,
+    meta: store.StoreMeta,
+    config: TokenizeConfig,
+    tokenizer: TextTokenizer,
+    note: Note,
 ) -> store.MappedTokens:
-    """Map a store; raise PrepError if it does not fit the model or has no row."""
+    """Map a store. Raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     if config.examples.has_encoder:
         _check_has_pairs(meta)
+    elif config.has_blocks:
+        _check_has_block(meta, config.seq_length)
     else:
-        _check_has_block(meta, config.seq_length) if config.has_blocks else _check_has_token(meta)
+        _check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
     note(_summary(tokens, config))
@@ -224,23 +255,34 @@ def _check_eos_id(config: TokenizeConfig) -> None:
 
 
 def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_digest: str) -> str:
-    """Return a digest of all inputs of the ids and weights; file paths and `seq_length` are not among them."""
+    """Return a digest of all inputs of the ids and weights.
+
+    File paths and `seq_length` are not among them.
+    """
     settings = config.examples
+    fields = settings.fields if config.type in DEFAULT_FIELDS else None
     inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,
-        "fields": settings.fields if config.type in DEFAULT_FIELDS else None,
+        "fields": fields,
         "eos_id": settings.end_id,
         "tokenizer": tokenizer_digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
+    # A setting is an input only if it differs from its default. Stores of earlier versions, which
+    # did not have the setting, therefore keep their identity. The order of keys is part of the
+    # digest.
     inputs |= settings.identity_inputs()
-    inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
-    inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
-    # Without skipped lines, a larger one fails
-    is_limited = config.bad_lines and config.max_document_nbytes != DEFAULT_MAX_DOCUMENT_NBYTES
-    inputs |= {"max_document_bytes": config.max_document_nbytes} if is_limited else {}
-    inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
+    if config.max_examples:
+        inputs["max_examples"] = config.max_examples
+    if config.bad_lines:
+        inputs["bad_lines"] = config.bad_lines
+    # The size limit decides which lines are skipped. If no line may be skipped, a line above the
+    # limit is an error and no store is made, so the limit has no effect on the tokens.
+    if config.bad_lines and config.max_document_nbytes != DEFAULT_MAX_DOCUMENT_NBYTES:
+        inputs["max_document_bytes"] = config.max_document_nbytes
+    if config.ids_dtype != DEFAULT_IDS_DTYPE:
+        inputs["ids_dtype"] = config.ids_dtype
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -264,13 +306,27 @@ def _build_store(
         limit=config.max_examples,
     )
     with lock_cache(folder.parent, note):
-        if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
+        # Another process may have built the store while this one waited for the lock.
+        meta = _read_valid_meta(folder)
+        if meta is not None:
             return meta
+
+        def read(start: FileStart, on_file: Callable[[FileStart], None]) -> Iterator[Example]:
+            return read_examples(
+                files,
+                file_type,
+                builder,
+                settings=settings,
+                note=note,
+                start=start,
+                on_file=on_file,
+            )
 
         def fill(writer: TokenWriter) -> None:
             if writer.n_tokens:
-                note(f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run")
-            read = partial(read_examples, files, file_type, builder, settings=settings, note=note)
+                note(
+                    f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run"
+                )
             total_nbytes = sum(file.nbytes for file in files)
 
             def report(nbytes: int, n_tokens: int) -> None:
@@ -278,17 +334,24 @@ def _build_store(
 
             fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
             if writer.position.nbytes < total_nbytes:
-                report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
+                # The rest of the files is not read.
+                report(total_nbytes, writer.n_tokens)
 
-        dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
+        # The dtype is fixed before the first id is known, so it must hold every id that may come.
+        max_id = max(tokenizer.max_id, builder.max_extra_token_id)
+        if READERS[file_type].has_ids:
+            max_id = max(max_id, config.vocab - 1)
+        dtype = dtype_for(max_id)
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
-    """Return a store's metadata; None if the store is missing, or damaged, which is reported to `note`."""
+    """Return a store's metadata, or None if it is missing or damaged. Damage is reported."""
+    if not folder.exists():
+        return None
     try:
-        return store.read_meta(folder) if folder.exists() else None
+        return store.read_meta(folder)
     except store.DamagedStoreError as error:
         note(f"{error.what} ({error.why}): they are made again")
         return None
@@ -296,34 +359,49 @@ def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.Stor
 
 def _check_has_pairs(meta: store.StoreMeta) -> None:
     if not meta.n_tokens:
-        raise PrepError("the data has no source-target pair", "all lines are blank, or all their texts are empty")
+        raise PrepError(
+            "the data has no source-target pair",
+            "all lines are blank, or all their texts are empty",
+        )
 
 
 def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
     if meta.n_tokens < seq_length:
-        size = f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
-        hint = f"more text, or `--set data.seq_length={meta.n_tokens}`" if meta.n_tokens > 1 else "more text"
-        raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
+        size = (
+            f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
+        )
+        hint = "more text"
+        if meta.n_tokens > 1:
+            hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
+        raise PrepError(
+            "the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint
+        )
 
 
 def _check_has_token(meta: store.StoreMeta) -> None:
     if not meta.n_tokens:
-        raise PrepError("the data has no token", "all its documents are empty", "another `data.path`")
+        hint = text("another {}", Key("data.path"))
+        raise PrepError("the data has no token", "all its documents are empty", hint)
 
 
 def _check_has_loss(tokens: store.MappedTokens) -> None:
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        raise PrepError("the data has no token to train on", why, "another `data.fields`")
+        hint = text("another {}", Key("data.fields"))
+        raise PrepError("the data has no token to train on", why, hint)
 
 
 def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
     if config.examples.has_encoder:
         return _seq2seq_summary(tokens, config.source_length)
-    size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    size = (
+        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    )
     if tokens.weights is not None:
         size += f", {100 * tokens.weights.mean():.0f} % with loss"
-    return f"{size}: {_block_summary(tokens)}" if config.has_blocks else size
+    if not config.has_blocks:
+        return size
+    return f"{size}: {_block_summary(tokens)}"
 
 
 def _block_summary(tokens: store.MappedTokens) -> str:
@@ -334,7 +412,9 @@ def _block_summary(tokens: store.MappedTokens) -> str:
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
     n_sources, n_targets = count_truncated(tokens, source_length)
-    size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    size = (
+        f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    )
     sources = f"{_count_text(n_sources, 'source')} of more than {source_length:,}"
     targets = f"{_count_text(n_targets, 'target')} of more than {tokens.seq_length:,} tokens"
     return f"{size}: {sources}, {targets} are cut"

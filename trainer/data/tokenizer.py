@@ -1,4 +1,7 @@
-"""Tokenizers with deterministic encoding: a tokenizer.json, a SentencePiece model, or files that transformers reads."""
+"""Tokenizers with deterministic encoding.
+
+A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transformers reads.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 from tokenizers import Tokenizer
 
-from trainer.data.codecs import Codec, FastCodec, sentencepiece_codec, transformers_codec
+from trainer.data.codecs import (
+    Codec,
+    FastCodec,
+    check_growth,
+    library_errors,
+    normalizer_growth,
+    sentencepiece_codec,
+    transformers_codec,
+)
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
-from trainer.data.library_errors import library_errors
-from trainer.data.text_growth import check_growth, normalizer_growth
-from trainer.data.tokenizer_settings import read_settings
+from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, Option, PrepError, Text
 
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_HINT = "`--set data.tokenizer=PATH`"
-MAX_TOKENIZER_NBYTES = 1_000_000_000  # far above any tokenizer
+TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
+# Far above any tokenizer, and below what a small machine can hold.
+MAX_TOKENIZER_NBYTES = 1_000_000_000
 SENTENCEPIECE_SUFFIX = ".model"
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")  # with the ids of the library; other names may shift them
+# Files with the ids of the library. Under other names, e.g. `sentencepiece.bpe.model` of XLM-R,
+# transformers shifts the ids of the library by one.
+SENTENCEPIECE_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+)
 SETTINGS_FILE = "tokenizer_config.json"
-VOCABULARY_FILES = ("vocab.json", "vocab.txt")  # of tokenizers that transformers builds
+# Vocabularies of tokenizers that transformers builds.
+VOCABULARY_FILES = ("vocab.json", "vocab.txt")
 # Files that decide the ids of a tokenizer that transformers builds
 TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
@@ -47,7 +63,8 @@ class TextTokenizer:
         digest: XXH3-128 of its files.
         max_id: Its largest token id.
         codec: Its library.
-        growth: Upper bound of the bytes that its normalizer makes of one byte; see `text_growth`.
+        growth: Upper bound of the bytes that its normalizer makes of one byte (see
+            `normalizer_growth`).
     """
 
     path: Path
@@ -60,7 +77,8 @@ class TextTokenizer:
         """Encode each text by itself, without adding special tokens.
 
         Texts are spread over threads. Order and ids do not depend on the number of threads, nor on
-        TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id, except in a SentencePiece model.
+        TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id, except in a
+        SentencePiece model.
 
         Args:
             texts: The texts.
@@ -73,36 +91,49 @@ class TextTokenizer:
         """
         return [np.array(ids, np.uint32) for ids in self._encode(self.codec.encode_batch, texts)]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
         """Encode each text as `encode` does, and return where its tokens are.
 
         Args:
             texts: The texts.
 
         Returns:
-            For each text its ids [T], uint32, and the start and end of each token in the text, in characters [T, 2].
+            For each text its ids [T], uint32, and the start and end of each token in the text, in
+            characters [T, 2].
 
         Raises:
             PrepError: The tokenizer fails.
         """
-        encodings = self._encode(self.codec.encode_batch_with_offsets, texts) if texts else []
-        return [(np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2)) for ids, offsets in encodings]
+        # An empty batch is not passed on: some libraries have no offsets at all.
+        if not texts:
+            return []
+        encodings = self._encode(self.codec.encode_batch_with_offsets, texts)
+        return [
+            (np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2))
+            for ids, offsets in encodings
+        ]
 
-    def _encode(self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]) -> list[EncodedT]:
+    def _encode(
+        self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]
+    ) -> list[EncodedT]:
         check_growth(self.growth, max(map(len, texts), default=0), str(self.path))
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return encode_batch(list(texts))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""
+        """Encode a prompt, with added special tokens. Raise PrepError if the tokenizer fails."""
         check_growth(self.growth, len(text), str(self.path))
-        with library_errors(f"{self.path} cannot encode a prompt", "`--tokens 1,2,3` needs none"):
+        hint = Text(Option("tokens", "1,2,3"), " needs none")
+        with library_errors(f"{self.path} cannot encode a prompt", hint):
             return self.codec.encode_prompt(text)
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
 
-        Tokenizers strip a leading space. To keep it, the ids are decoded together with the preceding ids.
+        Tokenizers strip a leading space. To keep it, the ids are decoded together with the
+        preceding ids.
 
         Args:
             ids: The ids.
@@ -114,27 +145,34 @@ class TextTokenizer:
         with library_errors(f"{self.path} cannot decode {len(ids)} tokens", TOKENIZER_HINT):
             prefix = self.codec.decode(list(preceding_ids))
             text = self.codec.decode([*preceding_ids, *ids])
-            return text[len(prefix) :] if text.startswith(prefix) else self.codec.decode(list(ids))
+            if text.startswith(prefix):
+                return text[len(prefix) :]
+            # The preceding ids end within a character, so their text is no prefix of the whole
+            # text.
+            return self.codec.decode(list(ids))
 
     def check_in_vocab(self, token_id: int, vocab_size: int) -> None:
-        """Raise PrepError unless an id of the data is below the model's vocabulary size without padding."""
+        """Raise PrepError unless an id is below the model's vocabulary size without padding."""
         if token_id < vocab_size:
             return
         token = self.codec.token(token_id)
         what = f"id {token_id:,} ({token!r}) of {self.path} is not in the model's vocabulary"
         why = f"the vocabulary without padding has {vocab_size:,} tokens; the tokenizer has ids up to {self.max_id:,}"
-        raise PrepError(what, why, "`--set data.tokenizer=PATH` with the tokenizer of the model")
+        hint = Text(*TOKENIZER_HINT.parts, " with the tokenizer of the model")
+        raise PrepError(what, why, hint)
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Load a tokenizer. Its truncation and padding are turned off, so that documents are encoded whole.
+    """Load a tokenizer, with truncation and padding turned off.
 
     Args:
-        path: A tokenizer.json, a SentencePiece model with the suffix `.model`, or a folder. In a folder the first of
-            these is used, or else the files of a tokenizer that transformers builds.
+        path: A tokenizer.json, a SentencePiece model with the suffix `.model`, or a folder. In a
+            folder the first of these is used, or else the files of a tokenizer that transformers
+            builds.
 
     Raises:
-        PrepError: The file is missing, invalid, or encodes nondeterministically, or its library is not installed.
+        PrepError: The file is missing, invalid, or encodes nondeterministically, or its library is
+            not installed.
     """
     found = find_tokenizer(path)
     if found is None:
@@ -154,18 +192,21 @@ def load_tokenizer(path: Path) -> TextTokenizer:
             return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = _load_fast(found, data)
-        digest, growth = xxhash.xxh3_128_hexdigest(data), normalizer_growth(data)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        growth = normalizer_growth(data)
         return TextTokenizer(found, digest, codec.max_id, codec, growth)
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """Return the file or folder that `load_tokenizer` reads for a path; None if there is none.
+    """Return the file or folder that `load_tokenizer` reads for a path, or None.
 
     Args:
         path: A file, or a folder.
     """
     if not path.is_dir():
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
     files = (path / name for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES))
     if (file := next((file for file in files if file.is_file()), None)) is not None:
         return file
@@ -187,7 +228,10 @@ def _load_fast(file: Path, data: bytes) -> FastCodec:
 
 
 def _load_from_transformers(folder: Path) -> TextTokenizer:
-    """Load the tokenizer that transformers builds; the version of transformers is part of its digest."""
+    """Load the tokenizer that transformers builds.
+
+    The version of transformers is part of its digest, because another version may encode otherwise.
+    """
     for name in (*TRANSFORMERS_FILES, "chat_template.jinja"):
         path = folder / name
         # transformers would wait for a FIFO without end
@@ -207,7 +251,9 @@ def _check_deterministic(file: Path, tokenizer: Tokenizer) -> None:
     dropout = getattr(tokenizer.model, "dropout", None)
     if dropout:
         why = f"its model has dropout {dropout:g}, so that ids would differ from run to run"
-        raise PrepError(f"{file} is not deterministic", why, f"set `model.dropout` to null in {file}")
+        raise PrepError(
+            f"{file} is not deterministic", why, f"set `model.dropout` to null in {file}"
+        )
 
 
 def _missing_tokenizer_error(path: Path) -> PrepError:
@@ -217,5 +263,43 @@ def _missing_tokenizer_error(path: Path) -> PrepError:
         return PrepError(f"no tokenizer at {path}", why, hint)
     names = sorted(file.name for file in path.glob("*token*"))
     looked_for = f"looked for {TOKENIZER_FILE}, {', '.join(SENTENCEPIECE_FILES)}, {' and '.join(VOCABULARY_FILES)}"
-    why = looked_for + (f"; found {', '.join(names)}" if names else "")
+    why = looked_for
+    if names:
+        why += f"; found {', '.join(names)}"
     return PrepError(f"{path} has no tokenizer", why, hint)
+
+
+# The added tokens of some tokenizers take megabytes.
+MAX_SETTINGS_NBYTES = 64_000_000
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the object in a settings file of a tokenizer. A missing file gives an empty one.
+
+    Raises:
+        PrepError: The file is not a regular file, is too large, or is not a JSON object.
+    """
+    text = read_text_file(path, MAX_SETTINGS_NBYTES)
+    try:
+        value = {} if text is None else load_json(text.encode())
+    except ValueError as error:
+        raise PrepError(f"{path} is not JSON", str(error)) from None
+    if not isinstance(value, dict):
+        raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}")
+    return cast(dict[str, Any], value)
+
+
+def read_text_file(path: Path, max_nbytes: int) -> str | None:
+    """Return the text of a small file, or None if it does not exist.
+
+    Raises:
+        PrepError: The file is not a regular file, is too large, cannot be read, or is not UTF-8.
+    """
+    try:
+        return read_regular_file(path, max_nbytes).decode()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise io_error(path, error) from error
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{path} is not UTF-8", str(error)) from None

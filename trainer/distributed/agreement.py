@@ -12,22 +12,28 @@ from trainer.distributed.process_group import ProcessGroup
 from trainer.distributed.rendezvous import index_ranges
 from trainer.models.errors import PrepError
 
+# Larger differences make file times and logs of several hosts misleading.
 MAX_CLOCK_DIFFERENCE_S = 5.0
-MAX_NAMED_FACTS = 5  # in an error
+# Facts that an error names.
+MAX_NAMED_FACTS = 5
 
 
 def check_agreement(
-    group: ProcessGroup, facts: Mapping[str, str], *, hint: str, warn: Callable[[str], None] | None = None
+    group: ProcessGroup,
+    facts: Mapping[str, str],
+    *,
+    hint: str,
+    warn: Callable[[str], None] | None = None,
 ) -> None:
     """Compare facts between all processes. Every process raises the same error if one differs.
 
-    The processes exchange digests; they exchange the facts themselves only if a digest differs.
+    The processes exchange digests. They exchange the facts themselves only if a digest differs.
 
     Args:
         group: Processes of the run.
         facts: Values by name.
         hint: Advice in the error.
-        warn: Receives a warning on process 0 about clocks that differ; None: clocks are not compared.
+        warn: Receives a warning on process 0 about clocks that differ. None skips the comparison.
 
     Raises:
         PrepError: A fact differs between processes. The error names the facts, their values and the processes.
@@ -35,28 +41,38 @@ def check_agreement(
     if group.count == 1:
         return
     text = json.dumps(dict(facts), sort_keys=True)
+    # Processes arrive at different times. After the barrier they read their clocks at nearly the
+    # same moment.
     group.barrier("clock")
-    reports = group.gather("agreement", f"{hashlib.sha256(text.encode()).hexdigest()} {time.time()}")
+    reports = group.gather(
+        "agreement", f"{hashlib.sha256(text.encode()).hexdigest()} {time.time()}"
+    )
     if reports and warn is not None:
         _warn_of_clocks([float(report.split()[1]) for report in reports], warn)
     is_equal = len({report.split()[0] for report in reports}) == 1
+    # Only process 0 has the reports. Its verdict makes all processes raise, or none.
     if group.broadcast("agreement", str(is_equal)) == str(True):
         return
     texts = group.gather("facts", json.dumps({"host": socket.gethostname(), "facts": dict(facts)}))
-    what, why = json.loads(group.broadcast("facts", json.dumps(_describe_differences(texts) if texts else [])))
+    what, why = json.loads(
+        group.broadcast("facts", json.dumps(_describe_differences(texts) if texts else []))
+    )
     raise PrepError(what, why, hint)
 
 
 def _warn_of_clocks(times: list[float], warn: Callable[[str], None]) -> None:
-    """Warn if the clocks of two processes differ; they report their times at the same moment."""
-    first, last = times.index(min(times)), times.index(max(times))
+    """Warn if the clocks of two processes differ. They report their times at the same moment."""
+    first = times.index(min(times))
+    last = times.index(max(times))
     difference_s = times[last] - times[first]
     if difference_s > MAX_CLOCK_DIFFERENCE_S:
-        warn(f"the clock of process {last} is {difference_s:.0f} s ahead of that of process {first}")
+        warn(
+            f"the clock of process {last} is {difference_s:.0f} s ahead of that of process {first}"
+        )
 
 
 def _describe_differences(texts: list[str]) -> tuple[str, str]:
-    """Return what differs, and the values with their processes.
+    """Return a summary of the facts that differ, and their values by process.
 
     Args:
         texts: Host and facts of each process, as JSON.
@@ -71,9 +87,9 @@ def _describe_differences(texts: list[str]) -> tuple[str, str]:
 
 
 def _values_by_process(name: str, reports: list[dict[str, dict[str, str]]]) -> str:
-    """Return the values of a fact with the processes that have each, the most frequent first; empty if all are equal.
+    """Return the values of a fact and their processes, the most frequent value first.
 
-    A value names the host of its first process.
+    Empty if all processes have the same value. A value names the host of its first process.
     """
     indices: dict[str, list[int]] = {}
     for index, report in enumerate(reports):

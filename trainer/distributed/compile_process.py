@@ -18,13 +18,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 
 # JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-_PHASE = "phase: "  # begins a line of the process that names its phase
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# A line of the process that begins with this names its phase. Its last other line is the answer.
+_PHASE = "phase: "
 _FIRST_PHASE = "start"
-NOTE_S = 30.0  # between two reports of the same phase
+# Seconds between two reports of the same phase.
+NOTE_S = 30.0
 
 
 def ignore_phase(phase: str, elapsed_s: float) -> None:
@@ -49,7 +55,9 @@ class CompileWatch:
 UNWATCHED = CompileWatch()
 
 
-def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: CompileWatch = UNWATCHED) -> str:
+def run_compile_process(
+    module: str, request: str, num_cpu_devices: int, watch: CompileWatch = UNWATCHED
+) -> str:
     """Run a module in a process with simulated CPU devices only.
 
     Args:
@@ -65,10 +73,17 @@ def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: 
         PrepError: The process failed, or reached the time limit.
     """
     environment = os.environ | _ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(num_cpu_devices)}
-    command = [sys.executable, "-P", "-m", module]  # -P: no imports from the current folder
+    # -P: a file of the current folder must not be imported in place of a package.
+    command = [sys.executable, "-P", "-m", module]
+    # A file, not a pipe: the parent reads only stdout, and a full pipe would block the process.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
         )
         try:
             assert process.stdin is not None
@@ -77,6 +92,8 @@ def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: 
             answer = _wait(process.stdout, watch)
             returncode = process.wait()
         finally:
+            # No process is left after Ctrl-C or the time limit. `communicate` reaps it and closes
+            # its pipes.
             process.kill()
             process.communicate()
         if returncode or answer is None:
@@ -92,16 +109,18 @@ def _send(stdin: IO[str], request: str) -> None:
         stdin.write(f"{request}\n")
         stdin.flush()
     except BrokenPipeError:
-        pass  # the process has failed; its exit code and its last line say why
+        # The process has failed. Its exit code and its last line say why.
+        pass
 
 
 def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
-    """Wait until the process closes its stdout; return its last line.
+    """Wait until the process closes its stdout. Return its last line.
 
     Raises:
         PrepError: The time limit was reached.
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # A thread reads, because reading a line from a pipe has no timeout.
     threading.Thread(target=_read_lines, args=(stdout, lines), daemon=True).start()
     start_s = time.monotonic()
     phase = _FIRST_PHASE
@@ -110,7 +129,9 @@ def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
         elapsed_s = time.monotonic() - start_s
         if watch.limit_s is not None and elapsed_s >= watch.limit_s:
             raise _limit_error(watch.limit_s, phase)
-        wait_s = watch.note_s if watch.limit_s is None else min(watch.note_s, watch.limit_s - elapsed_s)
+        wait_s = watch.note_s
+        if watch.limit_s is not None:
+            wait_s = min(wait_s, watch.limit_s - elapsed_s)
         try:
             line = lines.get(timeout=wait_s)
         except queue.Empty:
@@ -133,12 +154,14 @@ def _read_lines(stdout: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 def _limit_error(limit_s: float, phase: str) -> PrepError:
     what = f"the step was not compiled within {limit_s:g} s"
-    hint = "a longer `--compile-timeout`, or the estimate without `--compile`"
+    hint = text(
+        "a longer {}, or the estimate without {}", Option("compile_timeout"), Option("compile")
+    )
     return PrepError(what, f"its last phase was `{phase}`", hint)
 
 
 def read_request() -> Any:
-    """Return the request of the parent process; this process ends when its parent does."""
+    """Return the request of the parent process. This process ends when its parent does."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return request
@@ -146,6 +169,8 @@ def read_request() -> Any:
 
 def _end_with_parent() -> None:
     sys.stdin.read()
+    # The end of stdin shows that the parent is gone. `sys.exit` would end only this thread while
+    # the main thread is inside XLA.
     os._exit(1)
 
 

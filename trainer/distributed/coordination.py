@@ -1,4 +1,7 @@
-"""The coordination service of `jax.distributed` as a ProcessGroup. Only this module uses JAX's private client."""
+"""The coordination service of `jax.distributed` as a ProcessGroup.
+
+The client is private in JAX. This module uses its methods in jaxlib 0.10.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from trainer.distributed.hosts import process_place
+from trainer.distributed.jax_internals import distributed_state
 from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.errors import PrepError
 
 KEY_PREFIX = "prep"
-WAIT_MS = 24 * 60 * 60 * 1000  # longer than any wait for a live process
+# A day is longer than any wait for a live process. The watchdog ends waits for lost ones.
+WAIT_MS = 24 * 60 * 60 * 1000
 
 
 class ConnectionBrokenError(PrepError):
@@ -32,36 +36,46 @@ class CoordinatedProcesses:
         index: Index of this process.
         count: Number of processes.
         errors: Fatal errors of the runtime.
-        is_owner: Whether prep connected the processes; False if the calling program did.
+        is_owner: Whether prep connected the processes. False if the calling program did.
         places: Host and process id of this process and of other known ones, by index.
     """
 
-    def __init__(self, errors: RuntimeErrors | None = None, places: Mapping[int, str] | None = None) -> None:
-        self.errors, self.is_owner = errors or RuntimeErrors(), errors is not None
-        state: Any = distributed.global_state
+    def __init__(
+        self, errors: RuntimeErrors | None = None, places: Mapping[int, str] | None = None
+    ) -> None:
+        self.errors = errors or RuntimeErrors()
+        self.is_owner = errors is not None
+        state: Any = distributed_state()
         self.index: int = state.process_id
         self.count: int = state.num_processes
         self.places: Mapping[int, str] = {**(places or {}), self.index: process_place()}
         self._client = state.client
+        # The prefix must be equal on all processes, so each process counts its own groups under its
+        # own key.
         start = self._client.key_value_increment(f"{KEY_PREFIX}/starts/{self.index}", 1)
-        self._prefix = f"{KEY_PREFIX}/{start}"  # another one for each group of the same processes
+        # Keys of an earlier group of the same processes must not answer for this one.
+        self._prefix = f"{KEY_PREFIX}/{start}"
         self._calls: Counter[str] = Counter()
 
     def barrier(self, name: str) -> None:
-        """Wait until all processes have called it; raise PrepError if one of them is lost."""
+        """Wait until all processes have called it. Raise PrepError if one of them is lost."""
         key = self._next_key("barrier", name)
         with _raise_broken(name):
             self._client.wait_at_barrier(key, WAIT_MS)
 
     def gather(self, name: str, text: str) -> list[str]:
-        """Return the texts of all processes, by index, on process 0; an empty list on all others."""
+        """Return the texts of all processes by index on process 0, and an empty list elsewhere."""
         key = self._next_key("gather", name)
         with _raise_broken(name):
             self._client.key_value_set(f"{key}/{self.index}", text)
             if self.index:
                 return []
-            texts = [self._client.blocking_key_value_get(f"{key}/{index}", WAIT_MS) for index in range(self.count)]
-            self._client.key_value_delete(f"{key}/")  # the service keeps all keys in the memory of process 0
+            texts = [
+                self._client.blocking_key_value_get(f"{key}/{index}", WAIT_MS)
+                for index in range(self.count)
+            ]
+            # The service keeps all keys in the memory of process 0 until they are deleted.
+            self._client.key_value_delete(f"{key}/")
             return texts
 
     def broadcast(self, name: str, text: str) -> str:
@@ -83,7 +97,7 @@ class CoordinatedProcesses:
             self._client.key_value_set(f"{self._prefix}/{key}", text, allow_overwrite=True)
 
     def read(self, key: str) -> str | None:
-        """Return the published text of a key; None if there is none.
+        """Return the published text of a key. None if there is none.
 
         Raises:
             ConnectionBrokenError: Process 0 does not answer.
@@ -92,6 +106,7 @@ class CoordinatedProcesses:
             try:
                 return self._client.key_value_try_get(f"{self._prefix}/{key}")
             except jax.errors.JaxRuntimeError as error:
+                # jaxlib raises one exception type for all status codes. The code is in the message.
                 if "NOT_FOUND" in str(error):
                     return None
                 raise
@@ -107,7 +122,7 @@ class CoordinatedProcesses:
         return {int(name.rpartition("/")[2]): text for name, text in texts}
 
     def disconnect(self) -> None:
-        """Disconnect from the other processes, which do the same; wait until all have."""
+        """Disconnect together with the other processes, and wait until all have."""
         jax.distributed.shutdown()
 
     def exit_without_disconnecting(self, code: int) -> None:
@@ -118,7 +133,8 @@ class CoordinatedProcesses:
             sys.stderr.flush()
             os._exit(code)
 
-        atexit.register(exit_now)  # runs before handlers that were registered earlier
+        # Exit handlers run in reverse order, so this one runs before JAX's, and `os._exit` skips them.
+        atexit.register(exit_now)
 
     def _next_key(self, kind: str, name: str) -> str:
         """Return a key that no earlier call has used."""
@@ -136,4 +152,6 @@ def _raise_broken(name: str) -> Iterator[None]:
 
 
 def _lost_error(name: str, error: Exception) -> ConnectionBrokenError:
-    return ConnectionBrokenError(f"the processes lost each other at {name!r}", str(error).partition("\n")[0])
+    return ConnectionBrokenError(
+        f"the processes lost each other at {name!r}", str(error).partition("\n")[0]
+    )

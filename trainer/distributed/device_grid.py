@@ -13,7 +13,9 @@ from trainer.models.mesh import Mesh
 from trainer.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
 
 
-def arrange_devices(mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ONE_SLICE) -> np.ndarray:
+def arrange_devices(
+    mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ONE_SLICE
+) -> np.ndarray:
     """Arrange devices in the shape of a mesh.
 
     The devices of a slice are placed by its topology, or in plain order if the mesh asks for it. Along an axis of n
@@ -31,7 +33,7 @@ def arrange_devices(mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ON
         UsageError: The devices are not in that number of slices.
     """
     if not slices and (mesh.plain_order or devices[0].platform != "tpu"):
-        # The runtime of GPUs counts each host as a slice; only TPUs of several slices have no common topology.
+        # The runtime of GPUs counts each host as a slice. Only TPUs of several slices have no common topology.
         return _arrange_slice(mesh.sizes, devices, plain_order=mesh.plain_order)
     groups = _devices_by_slice(devices, num_slices(slices))
     outer = [slices.get(axis, 1) for axis in mesh.names]
@@ -39,11 +41,17 @@ def arrange_devices(mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ON
     grids = np.empty((len(groups), *inner), object)
     for number, group in enumerate(groups):
         grids[number] = _arrange_slice(inner, group, plain_order=mesh.plain_order)
-    axes = [axis for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for axis in pair]
+    # Put each inner axis after its outer one: along an axis, a slice ends before the next begins.
+    # E.g. the mesh dp 4, mp 2 over 2 slices along dp: [2, 1, 2, 2] -> [2, 2, 1, 2] -> [4, 2].
+    axes = [
+        axis for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for axis in pair
+    ]
     return grids.reshape(*outer, *inner).transpose(axes).reshape(mesh.sizes)
 
 
-def _arrange_slice(shape: Sequence[int], devices: Sequence[Any], *, plain_order: bool) -> np.ndarray:
+def _arrange_slice(
+    shape: Sequence[int], devices: Sequence[Any], *, plain_order: bool
+) -> np.ndarray:
     """Arrange the devices of one slice in a shape.
 
     `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
@@ -70,7 +78,9 @@ def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
     if len(by_index) == 1 or devices[0].platform != "tpu":
         return _devices_by_hosts(devices, count)
     what = f"`{DCN_KEY}` has {count} slice{'s' if count > 1 else ''}"
-    raise usage_error(what, f"the devices are in {len(by_index)}", f"`--set {DCN_KEY}=dp:{len(by_index)}`")
+    raise usage_error(
+        what, f"the devices are in {len(by_index)}", f"`--set {DCN_KEY}=dp:{len(by_index)}`"
+    )
 
 
 def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
@@ -79,7 +89,11 @@ def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
     groups = [list(devices[start : start + size]) for start in range(0, len(devices), size)]
     hosts = [{device.process_index for device in group} for group in groups]
     num_hosts = len(set().union(*hosts))
+    # The sum counts a host once per group, e.g. 4 for the groups {0, 1} and {1, 2} of 3 hosts. It
+    # equals the number of hosts only if no host is in two groups.
     if num_hosts == 1 or sum(map(len, hosts)) == num_hosts:
         return groups
     what = f"`{DCN_KEY}` has {count} slices of {size} devices"
-    raise usage_error(what, "a host would be in two slices", "a number of slices that divides the hosts")
+    raise usage_error(
+        what, "a host would be in two slices", "a number of slices that divides the hosts"
+    )

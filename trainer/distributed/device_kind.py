@@ -16,7 +16,7 @@ def device_kind(sharding: ShardingContext) -> DeviceKind:
 
 
 def kind_of_device(device: Any) -> DeviceKind:
-    """Return the kind of a JAX device; JAX calls all GPUs `gpu`."""
+    """Return the kind of a JAX device. JAX calls all GPUs `gpu`."""
     if device.platform != "gpu":
         return DeviceKind(device.platform)
     if "cuda" not in device.client.platform_version:

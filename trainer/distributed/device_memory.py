@@ -13,5 +13,9 @@ def peak_memory_nbytes(sharding: ShardingContext) -> int | None:
     if sharding.device_mesh is None:
         return None
     stats = [device.memory_stats() or {} for device in sharding.device_mesh.local_devices]
-    peaks = [int(device_stats["peak_bytes_in_use"]) for device_stats in stats if "peak_bytes_in_use" in device_stats]
+    peaks = [
+        int(device_stats["peak_bytes_in_use"])
+        for device_stats in stats
+        if "peak_bytes_in_use" in device_stats
+    ]
     return max(peaks, default=None)

@@ -12,7 +12,9 @@ from trainer.models.errors import PrepError
 
 PLATFORMS_VARIABLE = "JAX_PLATFORMS"
 NO_DEVICES = "JAX found no devices"
-PLATFORM_HINT = f"`{PLATFORMS_VARIABLE}=cpu` selects the CPU, `{PLATFORMS_VARIABLE}=''` any available platform"
+PLATFORM_HINT = (
+    f"`{PLATFORMS_VARIABLE}=cpu` selects the CPU, `{PLATFORMS_VARIABLE}=''` any available platform"
+)
 
 
 def all_devices() -> list[Any]:
@@ -47,5 +49,7 @@ def _reason(error: Exception) -> str:
     if text:
         return text
     return (
-        f"{PLATFORMS_VARIABLE}={platforms} names a platform that is not installed" if platforms else "it says no more"
+        f"{PLATFORMS_VARIABLE}={platforms} names a platform that is not installed"
+        if platforms
+        else "it says no more"
     )

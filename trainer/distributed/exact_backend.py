@@ -16,17 +16,21 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import xla_bridge
 
 from trainer.distributed.devices import all_devices
+from trainer.distributed.jax_internals import backends_are_initialized
 from trainer.models.errors import PrepError
 
-FLAGS, MAX_ISA = "XLA_FLAGS", "--xla_cpu_max_isa"
-WITHOUT_FUSED = f"{MAX_ISA}=AVX"  # the newest instructions without fused ones
+FLAGS = "XLA_FLAGS"
+MAX_ISA = "--xla_cpu_max_isa"
+# AVX is the newest x86 instruction set without fused multiply-add, which came with AVX2.
+WITHOUT_FUSED = f"{MAX_ISA}=AVX"
 X86_MACHINES = ("x86_64", "AMD64")
-PROBE_SIZE = 4096  # with one value, LLVM emits no vector instructions, and fuses nothing
+# For one value LLVM emits no vector instructions and no fused operation, so the probe needs many.
+PROBE_SIZE = 4096
 
-_flags_of_start: str | None = None  # that XLA has read, if `start_exact_backend` has started it
+# The flags that XLA has read, if `start_exact_backend` has started it.
+_flags_of_start: str | None = None
 
 
 def start_exact_backend() -> None:
@@ -39,7 +43,7 @@ def start_exact_backend() -> None:
     """
     if platform.machine() not in X86_MACHINES:
         return
-    was_in_use = xla_bridge.backends_are_initialized()
+    was_in_use = backends_are_initialized()
     if not was_in_use:
         with _flags_without_fused():
             all_devices()
@@ -48,13 +52,13 @@ def start_exact_backend() -> None:
 
 
 def xla_flags() -> str:
-    """Return the flags in force: the flags set by `start_exact_backend`, or those of the environment."""
+    """Return the flags in force: the flags set by `start_exact_backend`, or the environment's."""
     return os.environ.get(FLAGS, "") if _flags_of_start is None else _flags_of_start
 
 
 @contextmanager
 def _flags_without_fused() -> Iterator[None]:
-    """Disable fused multiply-add in the environment, for the start of XLA; a choice of the user stays."""
+    """Disable fused multiply-add in the environment while XLA starts. A choice of the user stays."""
     global _flags_of_start
     flags = os.environ.get(FLAGS)
     started = flags or ""
@@ -79,6 +83,8 @@ def fuses_multiply_add() -> bool:
     with jax.default_device(device):
         options = {"xla_backend_optimization_level": 3}
         computed = jax.jit(_multiply_add, compiler_options=options)(a, b, c)
+    # NumPy rounds the product and then the sum. A fused operation rounds once, so some of the 4096
+    # random results differ.
     return not np.array_equal(np.asarray(computed), a * b + c)
 
 

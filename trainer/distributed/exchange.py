@@ -1,4 +1,4 @@
-"""The exchange of a leaf's parts over the devices' network, after each device has read a part of its own."""
+"""Exchange of a leaf's parts over the devices' network, after each device has read one part."""
 
 from __future__ import annotations
 
@@ -21,20 +21,27 @@ def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf
     """Return the mesh axes that split each dim of a leaf."""
     entries = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     sizes = sharding.mesh.shape
-    axes = (() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries)
+    axes = (
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
     split_axes = tuple(tuple(axis for axis in names if sizes[axis] > 1) for names in axes)
     return ShardedLeaf(shape, split_axes, tuple(sizes.items()))
 
 
 @lru_cache(maxsize=1024)
-def allocation_program(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Callable[[], jax.Array]:
+def allocation_program(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding
+) -> Callable[[], jax.Array]:
     """Compile the allocation of a leaf on its devices."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of the array of all devices' parts of a slab."""
-    entries: list[MeshAxes] = [plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)]
+    entries: list[MeshAxes] = [
+        plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)
+    ]
     entries[plan.row_dim] += plan.reading_axes
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
@@ -57,7 +64,9 @@ def slab_program(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpda
             if dim is None:
                 part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
             else:
-                part = lax.all_to_all(part, axis, split_axis=dim, concat_axis=plan.row_dim, tiled=True)
+                part = lax.all_to_all(
+                    part, axis, split_axis=dim, concat_axis=plan.row_dim, tiled=True
+                )
         part = widen(lax.slice_in_dim(part, 0, rows, axis=plan.row_dim), leaf.dtype)
         starts = [start[dim] for dim in _dims(plan)]
         if plan.keeps_rows:
@@ -66,7 +75,9 @@ def slab_program(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpda
         return _update_overlap(leaf, part, starts, plan.row_dim, starts[plan.row_dim] - shard_start)
 
     in_specs = (sharding.spec, part_sharding(plan, sharding).spec, PartitionSpec())
-    mapped = jax.shard_map(update, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec, check_vma=False)
+    mapped = jax.shard_map(
+        update, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec, check_vma=False
+    )
     return jax.jit(mapped, donate_argnums=0)
 
 
@@ -80,9 +91,12 @@ def _update_overlap(
         slab: The slab.
         starts: Start of the slab in the dims other than `row_dim`.
         row_dim: The dim of rows.
-        first: The slab's first row, relative to the shard; may be outside.
+        first: The slab's first row, relative to the shard. It may be outside.
     """
     length = min(slab.shape[row_dim], shard.shape[row_dim])
+    # Shapes are static, so each device updates a window of `length` rows and keeps rows outside the
+    # slab. E.g. a shard of 4 rows, a slab of 3 rows and first = -1: the window has rows 0 to 2,
+    # which are rows 1, 2 and 3 of the slab, and row 3 is outside.
     window_start = jnp.clip(first, 0, shard.shape[row_dim] - length)
     starts = [window_start if dim == row_dim else start for dim, start in enumerate(starts)]
     window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(slab.shape)]
@@ -95,26 +109,35 @@ def _update_overlap(
 
 
 @lru_cache(maxsize=1024)
-def broadcast_program(leaf: ShardedLeaf, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def broadcast_program(
+    leaf: ShardedLeaf, sharding: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
     """Compile the copy of a whole leaf from one device to the shards of all.
 
     Returns:
-        A function of an array [devices, ...leaf] that is split over all mesh axes: the leaf on one device, zeros on
-        the others.
+        A function of an array [devices, ...leaf], split over all mesh axes: the leaf on one device, zeros on every
+        other device.
     """
     axes = tuple(axis for axis, _ in leaf.mesh_sizes)
 
     def broadcast(part: jax.Array) -> jax.Array:
-        # bits are summed, as 0.0 + -0.0 is 0.0
+        # Bits are summed as integers: as floats, 0.0 + -0.0 is 0.0, which loses the sign. All devices but
+        # one have zeros, so the sum is the bits of the leaf.
         bits = lax.bitcast_convert_type(part[0], jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
         wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits
         whole = lax.psum(wide, axes)
         extents = [leaf.shard_extent(dim) for dim in range(len(leaf.shape))]
         starts = [_shard_index(leaf, dim) * extent for dim, extent in enumerate(extents)]
-        return lax.bitcast_convert_type(lax.dynamic_slice(whole, starts, extents).astype(bits.dtype), part.dtype)
+        return lax.bitcast_convert_type(
+            lax.dynamic_slice(whole, starts, extents).astype(bits.dtype), part.dtype
+        )
 
     mapped = jax.shard_map(
-        broadcast, mesh=sharding.mesh, in_specs=PartitionSpec(axes), out_specs=sharding.spec, check_vma=False
+        broadcast,
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=sharding.spec,
+        check_vma=False,
     )
     return jax.jit(mapped)
 
@@ -125,7 +148,7 @@ def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
 
 
 def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Convert bfloat16 to float32, if that is `dtype`, by moving bits: devices may flush subnormal values."""
+    """Widen bfloat16 to float32 unless `x` has `dtype`. Bits are moved: devices may flush subnormal values."""
     if x.dtype == dtype:
         return x
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
@@ -134,7 +157,9 @@ def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _shard_index(leaf: ShardedLeaf, dim: int) -> jax.Array:
     """Return the index along a dim of this device's shard, in a computation on each device."""
-    return jnp.asarray(lax.axis_index(leaf.split_axes[dim]) if leaf.split_axes[dim] else 0, jnp.int32)
+    return jnp.asarray(
+        lax.axis_index(leaf.split_axes[dim]) if leaf.split_axes[dim] else 0, jnp.int32
+    )
 
 
 def _dims(plan: ReadPlan) -> range:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Literal
 
 STEP_PHASE = "step"
-MAX_NAMED = 4  # processes that a message names
+# Processes that a message names.
+MAX_NAMED = 4
 NO_PLACES: Mapping[int, str] = MappingProxyType({})
 
 Kind = Literal["lost", "stuck", "failed", "stopped"]
@@ -23,7 +24,7 @@ class Heartbeat:
         count: Heartbeats of the process so far.
         place: Its host and process id.
         phase: Its current work, such as `load`, `compile`, `step 12` or `save 12`.
-        num_phases: Number of its phases so far; equal on all processes at the same point of a run.
+        num_phases: Number of its phases so far. Equal on all processes at the same point of a run.
     """
 
     count: int
@@ -46,7 +47,7 @@ class JobEnd:
     """The reason why all processes of a job end.
 
     Attributes:
-        kind: `lost`: no heartbeat; `stuck`: no progress; `failed`: an error; `stopped`: a signal.
+        kind: `lost` (no heartbeat), `stuck` (no progress), `failed` (an error) or `stopped` (a signal).
         process: Index of the process.
         what: One line that names the process.
         why: Details, such as its error, its last phase, or the name of the signal.
@@ -68,7 +69,7 @@ class JobEnd:
 
 
 def first_heartbeat(place: str | None) -> Heartbeat | None:
-    """Return the state of a process before its first heartbeat arrives; None if its place is unknown."""
+    """Return the state of a process before its first heartbeat arrives. None if its place is unknown."""
     return Heartbeat(0, place, "start", 0) if place else None
 
 
@@ -77,11 +78,15 @@ def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEn
 
     Args:
         process: Index of the process.
-        beat: Its last heartbeat, whose count is 0 if none has arrived; None if its place is also unknown.
-        silent_s: Seconds since the last heartbeat; 0 if its connection broke.
+        beat: Its last heartbeat, with count 0 if none has arrived. None if its place is also unknown.
+        silent_s: Seconds since the last heartbeat. 0 if its connection broke.
     """
     silence = f"no heartbeat for {silent_s:.0f} s" if silent_s else "its connection broke"
-    phase = f"its last phase was `{beat.phase}`" if beat and beat.count else "no heartbeat of it arrived"
+    phase = (
+        f"its last phase was `{beat.phase}`"
+        if beat and beat.count
+        else "no heartbeat of it arrived"
+    )
     return JobEnd("lost", process, f"{_name(process, beat)} is lost", f"{silence}; {phase}")
 
 
@@ -111,13 +116,15 @@ class HeartbeatMonitor:
         Args:
             count: Number of processes.
             timeout_s: Seconds without a heartbeat until a process is lost.
-            step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
+            step_timeout_s: Seconds after which an unfinished step is stuck. 0 means no limit.
             start_s: Time now.
             places: Host and process id of the known processes, by index.
         """
-        self.timeout_s, self.step_timeout_s = timeout_s, step_timeout_s
+        self.timeout_s = timeout_s
+        self.step_timeout_s = step_timeout_s
         self._observed = {
-            index: _Observed(first_heartbeat(places.get(index)), start_s, start_s) for index in range(count)
+            index: _Observed(first_heartbeat(places.get(index)), start_s, start_s)
+            for index in range(count)
         }
         self._checked_s = start_s
 
@@ -129,13 +136,17 @@ class HeartbeatMonitor:
             now_s: Time now.
         """
         pause_s = now_s - self._checked_s
-        if pause_s > self.timeout_s / 2:  # this process was suspended: it observed no heartbeats meanwhile
+        # This process was suspended and observed no heartbeats meanwhile. Its pause must not count as
+        # silence of the other processes.
+        if pause_s > self.timeout_s / 2:
             self._observed = {
                 index: replace(seen, beat_s=seen.beat_s + pause_s, phase_s=seen.phase_s + pause_s)
                 for index, seen in self._observed.items()
             }
         self._checked_s = now_s
-        self._observed |= {index: _observe(self._observed[index], beat, now_s) for index, beat in beats.items()}
+        self._observed |= {
+            index: _observe(self._observed[index], beat, now_s) for index, beat in beats.items()
+        }
         return self._find_lost(now_s) or self._find_stuck(now_s)
 
     def _find_lost(self, now_s: float) -> JobEnd | None:
@@ -146,16 +157,33 @@ class HeartbeatMonitor:
 
     def _find_stuck(self, now_s: float) -> JobEnd | None:
         beats = {
-            index: seen.beat for index, seen in self._observed.items() if seen.beat is not None and seen.beat.count
+            index: seen.beat
+            for index, seen in self._observed.items()
+            if seen.beat is not None and seen.beat.count
         }
-        overdue_s = max((self._step_s(seen, now_s) for seen in self._observed.values()), default=0.0)
-        if not self.step_timeout_s or overdue_s <= self.step_timeout_s or len(beats) < len(self._observed):
+        overdue_s = max(
+            (self._step_s(seen, now_s) for seen in self._observed.values()), default=0.0
+        )
+        # Before the first heartbeat of every process the slowest one is unknown.
+        if (
+            not self.step_timeout_s
+            or overdue_s <= self.step_timeout_s
+            or len(beats) < len(self._observed)
+        ):
             return None
+        # All processes count the same phases in the same order. The ones with the lowest count hold
+        # up the job.
         slowest = min(beat.num_phases for beat in beats.values())
         behind = [index for index, beat in beats.items() if beat.num_phases == slowest]
-        phase, first = beats[behind[0]].phase, behind[0]
+        phase = beats[behind[0]].phase
+        first = behind[0]
         if len(behind) == len(beats):
-            return JobEnd("stuck", first, f"`{phase}` is stuck", f"no process has finished it in {overdue_s:.0f} s")
+            return JobEnd(
+                "stuck",
+                first,
+                f"`{phase}` is stuck",
+                f"no process has finished it in {overdue_s:.0f} s",
+            )
         names = ", ".join(_name(index, beats[index]) for index in behind[:MAX_NAMED])
         names += f" and {len(behind) - MAX_NAMED} more" if len(behind) > MAX_NAMED else ""
         furthest = max(beats.values(), key=lambda beat: beat.num_phases).phase
@@ -164,7 +192,7 @@ class HeartbeatMonitor:
 
     @staticmethod
     def _step_s(seen: _Observed, now_s: float) -> float:
-        """Return the seconds since a process began its step; 0 outside of steps."""
+        """Return the seconds since a process began its step. 0 outside of steps."""
         is_step = seen.beat is not None and seen.beat.phase.startswith(STEP_PHASE)
         return now_s - seen.phase_s if is_step else 0.0
 

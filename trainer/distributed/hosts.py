@@ -17,8 +17,10 @@ import xxhash
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.errors import PrepError
 
-PROBE_PREFIX = ".seen-"  # of a file that exists while processes look for it
-PROBE_S = 60 * 60  # an older probe is of a killed process
+# Prefix of a file that exists while processes look for it.
+PROBE_PREFIX = ".seen-"
+# Seconds. An older probe belongs to a killed process.
+PROBE_S = 60 * 60
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,7 +30,7 @@ def process_place() -> str:
 
 
 def machine_id() -> str:
-    """Return a unique identifier of this host; containers with different host names count as different hosts."""
+    """Return a unique identifier of this host. Containers with different host names count as different hosts."""
     return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {kernel_id()}".encode())
 
 
@@ -41,13 +43,13 @@ def kernel_id() -> str:
 
 
 def processes_per_host(group: ProcessGroup) -> int:
-    """Return the largest number of processes on one host; all processes call it together."""
+    """Return the largest number of processes on one host. All processes call it together."""
     hosts = Counter(group.gather("host", machine_id()))
     return int(group.broadcast("processes per host", str(max(hosts.values(), default=1))))
 
 
 def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
-    """Return whether this process writes to a folder for the processes that see it; all processes call it together.
+    """Return whether this process writes to a folder for the processes that see it. All processes call it together.
 
     Process 0 writes if the hosts share the folder. On each host without that folder, its first process writes.
 
@@ -59,14 +61,16 @@ def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
         PrepError: Process 0 cannot write to the folder.
     """
     answers = group.gather("folder seen", json.dumps([machine_id(), sees_folder(folder, group)]))
-    writers = json.loads(group.broadcast("writers", json.dumps(_writers([json.loads(answer) for answer in answers]))))
+    writers = json.loads(
+        group.broadcast("writers", json.dumps(_writers([json.loads(answer) for answer in answers])))
+    )
     return group.index in writers
 
 
 def sees_folder(folder: Path, group: ProcessGroup) -> bool:
-    """Return whether this process sees the folder of process 0, which creates it; all processes call it together.
+    """Return whether this process sees the folder of process 0, which creates it. All processes call it together.
 
-    Process 0 writes a probe there, a file that the others look for.
+    Process 0 writes a probe file there, and all processes look for it.
 
     Args:
         folder: The folder.
@@ -75,16 +79,19 @@ def sees_folder(folder: Path, group: ProcessGroup) -> bool:
     Raises:
         PrepError: Process 0 cannot write to the folder.
     """
-    probe, why = folder / f"{PROBE_PREFIX}{uuid.uuid4().hex}", ""
+    probe = folder / f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+    why = ""
     if group.index == 0:
         try:
             _create_probe(probe)
         except OSError as error:
             why = error.strerror or str(error)
+    # A failure is broadcast too, so that all processes raise instead of waiting at the next call.
     name, why = json.loads(group.broadcast("probe", json.dumps([probe.name, why])))
     if why:
         raise PrepError(f"process 0 cannot write to {folder}", why)
     is_seen = os.path.exists(folder / name)
+    # Process 0 deletes the probe only after all processes have looked for it.
     group.barrier("probe seen")
     if group.index == 0:
         probe.unlink(missing_ok=True)
@@ -92,10 +99,11 @@ def sees_folder(folder: Path, group: ProcessGroup) -> bool:
 
 
 def _create_probe(probe: Path) -> None:
-    """Create an empty file and its folder; remove probes of killed processes."""
+    """Create an empty file and its folder. Remove probes of killed processes."""
     probe.parent.mkdir(parents=True, exist_ok=True)
     for leftover in probe.parent.glob(f"{PROBE_PREFIX}*"):
-        with suppress(OSError):  # another job removes it, or owns it
+        # Another job may remove the file first, or own it.
+        with suppress(OSError):
             if time.time() - leftover.stat().st_mtime > PROBE_S:
                 leftover.unlink()
     probe.touch()

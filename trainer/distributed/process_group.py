@@ -22,11 +22,11 @@ class ProcessGroup(Protocol):
         ...
 
     def barrier(self, name: str) -> None:
-        """Wait until all processes have called it; raise PrepError if one of them is lost."""
+        """Wait until all processes have called it. Raise PrepError if one of them is lost."""
         ...
 
     def gather(self, name: str, text: str) -> list[str]:
-        """Return the texts of all processes, by index, on process 0; an empty list on all others."""
+        """Return the texts of all processes by index on process 0, and an empty list elsewhere."""
         ...
 
     def broadcast(self, name: str, text: str) -> str:

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
 from trainer.distributed.hosts import kernel_id
+from trainer.models.boxes import Box
 from trainer.models.errors import PrepError
-from trainer.models.partition import Box
 
 
 def has_several_processes() -> bool:
@@ -22,7 +22,7 @@ def has_several_processes() -> bool:
 
 
 def all_agree_on_exchange(is_remote: bool, layout_digest: int) -> bool:
-    """Return whether a process reads from a server, or the processes run on several kernels; all call it together.
+    """Return whether a process reads from a server, or the processes run on several kernels. All call it together.
 
     Containers of one host have one kernel, and share its page cache.
 
@@ -37,13 +37,18 @@ def all_agree_on_exchange(is_remote: bool, layout_digest: int) -> bool:
     kernels, remote, layouts = multihost_utils.process_allgather(own).T
     if np.unique(layouts).size > 1:
         why = "leaves, dtypes or digests of their checkpoints differ"
-        raise PrepError("the processes cannot load together", why, "the same `model.path` and files on all hosts")
+        raise PrepError(
+            "the processes cannot load together",
+            why,
+            "the same `model.path` and files on all hosts",
+        )
     return bool(remote.any()) or np.unique(kernels).size > 1
 
 
 def local_coordinates(sharding: NamedSharding) -> dict[Any, dict[str, int]]:
     """Return the mesh coordinates of each device of this process."""
-    mesh, process = sharding.mesh, jax.process_index()
+    mesh = sharding.mesh
+    process = jax.process_index()
     return {
         device: dict(zip(mesh.axis_names, position, strict=True))
         for position, device in np.ndenumerate(mesh.devices)
@@ -67,4 +72,6 @@ def boxes_by_process(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, se
 
 def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Convert the index of a shard, as JAX gives it, to the box of its elements."""
-    return tuple(axis_slice.indices(extent)[:2] for axis_slice, extent in zip(index, shape, strict=True))
+    return tuple(
+        axis_slice.indices(extent)[:2] for axis_slice, extent in zip(index, shape, strict=True)
+    )

@@ -1,9 +1,10 @@
 """The meeting of all processes of a job before jax starts, on the port that jax uses afterwards.
 
 If a process is missing, jax aborts the waiting ones without naming it. Here process 0 listens on its port, and all
-others connect to it. When all have connected, or after the time limit, it answers each with a verdict: a line of JSON
-with null, or with the error that all processes raise. A process of another job, which has the same address by mistake,
-gets an error of its own at once, and does not end the meeting.
+other processes connect to it. When all have connected, or after the time limit, it answers each
+with a verdict: a line of JSON with null, or with the error that all processes raise. A process of
+another job may have the same address by mistake. It gets its own error at once, and does not end
+the meeting.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
 
 PROTOCOL = "prep-1"
+# Any program on the network may connect and send data without a line end. A process sends a host
+# name, a job name and a digest.
 MAX_LINE_BYTES = 1 << 14
-HELLO_TIMEOUT_S = 5.0  # for a line from a connection to process 0
-VERDICT_DELAY_S = 10.0  # for the verdict, after process 0 has waited its time
+# Seconds that process 0 waits for a line from a connection. A port scanner sends none.
+HELLO_TIMEOUT_S = 5.0
+# Seconds until the verdict arrives, after process 0 has waited its time.
+VERDICT_DELAY_S = 10.0
+# Seconds between two attempts to connect.
 RETRY_S = 0.2
-SPARE_FILES = 512  # open files besides the connections
-MAX_NAMED = 4  # refused processes that a message names
+# Open files in addition to the connections.
+SPARE_FILES = 512
+# Refused processes that a message names.
+MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +47,9 @@ class _Peer:
         index: Index of the process in its job.
         count: Number of processes of its job.
         ip: IP address of its connection.
-        place: Its host and process id; its IP address if it did not send them.
-        job: Name of its job; empty if it is unknown.
-        settings_digest: Digest of its settings; empty if it is unknown.
+        place: Its host and process id. Its IP address if it did not send them.
+        job: Name of its job. Empty if it is unknown.
+        settings_digest: Digest of its settings. Empty if it is unknown.
         connection: Connection to it.
     """
 
@@ -56,7 +64,7 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """The processes that process 0 has accepted by index, and the places of those that it has refused."""
+    """Processes accepted by process 0, by index, and the places of refused processes."""
 
     address: ProcessAddress
     peers: dict[int, _Peer] = field(default_factory=dict[int, _Peer])
@@ -71,7 +79,7 @@ def meet_processes(address: ProcessAddress, timeout_s: float) -> dict[int, str]:
         timeout_s: Seconds to wait.
 
     Returns:
-        Host and process id by index: of all processes on process 0, and of process 0 and this one on the others.
+        Host and process id by index. Process 0 has all processes, any other process has process 0 and itself.
 
     Raises:
         PrepError: A process did not start in time, two have the same index, or their numbers of processes differ.
@@ -85,7 +93,7 @@ def meet_processes(address: ProcessAddress, timeout_s: float) -> dict[int, str]:
 
 
 def index_ranges(indices: Iterable[int]) -> str:
-    """Return indices as text: those of 1, 3, 4, 5 are `1, 3-5`."""
+    """Return indices as text, e.g. 1, 3, 4, 5 -> `1, 3-5`."""
     ranges: list[tuple[int, int]] = []
     for index in sorted(indices):
         if ranges and ranges[-1][1] == index - 1:
@@ -96,11 +104,13 @@ def index_ranges(indices: Iterable[int]) -> str:
 
 
 def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -> dict[int, str]:
-    """Accept all other processes, then send each the verdict, and raise it if it is an error; return their places."""
-    peers, count = meeting.peers, meeting.address.count
+    """Accept all other processes, send each the verdict, and return their places. Raise an error verdict."""
+    peers = meeting.peers
+    count = meeting.address.count
     error: PrepError | None = None
     with contextlib.ExitStack() as connections:
-        with _listen(meeting.address) as listener:  # until the others connect to the service of jax
+        # The socket closes before the verdicts are sent: jax's service then listens on the same port.
+        with _listen(meeting.address) as listener:
             while len(peers) < count - 1 and error is None:
                 peer = _accept(listener, deadline)
                 if peer is None:
@@ -116,12 +126,15 @@ def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -
 
 
 def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
-    """Add a process to the others, or refuse one of another job; return the error if it contradicts this job.
+    """Add a process, or refuse one of another job. Return the error if it contradicts this job.
 
-    A process may replace one that has ended. When the job is complete, all that have ended are removed.
+    A process may replace one that has ended. When the job is complete, ended processes are removed, so that
+    process 0 waits for their replacements.
     """
-    peers, address = meeting.peers, meeting.address
+    peers = meeting.peers
+    address = meeting.address
     other = peers.get(peer.index)
+    # A restarted process has the index of its ended predecessor.
     if other is not None and not _is_connected(other):
         other = None
     if stranger := _find_stranger(peer, other, address):
@@ -141,17 +154,19 @@ def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
 
 
 def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> _Peer | None:
-    """Return which of two processes with the same index belongs to another job than process 0; None for neither.
+    """Return the process of another job than process 0, of two with the same index. None if neither is.
 
     Args:
         peer: The process that connected last.
-        other: A connected process with the same index; None without one.
+        other: A connected process with the same index. None if there is none.
         address: Process 0.
     """
     if peer.job and address.job and peer.job != address.job:
         return peer
     if other is None or peer.settings_digest == other.settings_digest:
         return None
+    # The process with the digest of process 0 belongs to its job, so the other one is the stranger.
+    # If neither has it, no stranger is known.
     return {peer.settings_digest: other, other.settings_digest: peer}.get(address.settings_digest)
 
 
@@ -181,7 +196,8 @@ def _listen(address: ProcessAddress) -> socket.socket:
             ("", port), family=family, backlog=min(address.count, 4096), dualstack_ipv6=has_both
         )
     except OSError as error:
-        why, hint = error.strerror or str(error), "another port with `--set cluster.host0_port=PORT`"
+        why = error.strerror or str(error)
+        hint = "another port with `--set cluster.host0_port=PORT`"
         raise PrepError(f"process 0 cannot listen on port {port}", why, hint) from error
 
 
@@ -195,17 +211,23 @@ def _allow_open_files(count: int) -> None:
 
 
 def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
-    """Return the next process that connects; None if none has by the deadline. Other connections are closed."""
+    """Return the next process that connects. None if no process has by the deadline. Other connections are closed."""
     while (remaining_s := deadline - time.monotonic()) > 0:
         listener.settimeout(remaining_s)
         try:
             connection, (host, *_) = listener.accept()
-        except OSError:  # a time-out, or a connection that its other end has closed
+        except OSError:
+            # A time-out, or a connection that its other end has closed.
             continue
         connection.settimeout(HELLO_TIMEOUT_S)
+        # Any program may connect. A port scanner sends no line or no JSON, and deeply nested JSON
+        # raises RecursionError.
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            hello = json.loads(_read_line(connection, min(deadline, time.monotonic() + HELLO_TIMEOUT_S)))
-            ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
+            hello = json.loads(
+                _read_line(connection, min(deadline, time.monotonic() + HELLO_TIMEOUT_S))
+            )
+            # A dual-stack socket shows an IPv4 address as e.g. ::ffff:192.0.2.1.
+            ip = str(host).removeprefix("::ffff:")
             if peer := _read_peer(hello, ip, connection):
                 return peer
         connection.close()
@@ -213,34 +235,47 @@ def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
 
 
 def _read_peer(hello: Any, ip: str, connection: socket.socket) -> _Peer | None:
-    """Return the process of a first line; None if the line is not of this protocol."""
+    """Return the process of a first line. None if the line is not of this protocol."""
     if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
         return None
-    index, count = hello.get("index"), hello.get("count")
+    index = hello.get("index")
+    count = hello.get("count")
     if not (isinstance(index, int) and isinstance(count, int)):
         return None
     place, job, settings_digest = (str(hello.get(key, "")) for key in ("place", "job", "settings"))
     return _Peer(
-        index, count, ip=ip, place=place or ip, job=job, settings_digest=settings_digest, connection=connection
+        index,
+        count,
+        ip=ip,
+        place=place or ip,
+        job=job,
+        settings_digest=settings_digest,
+        connection=connection,
     )
 
 
 def _peer_error(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> PrepError | None:
-    """Return the error of a process that does not belong to the job, or whose index another process has."""
+    """Return the error of a process with another number of processes, or with an index out of range or taken."""
     if peer.count != address.count:
         why = f"process 0 expects {address.count}, and process {peer.index} at {peer.ip} expects {peer.count}"
-        return PrepError("the numbers of processes differ", why, "set the same number for all processes")
+        return PrepError(
+            "the numbers of processes differ", why, "set the same number for all processes"
+        )
     if other is not None or not 0 < peer.index < address.count:
         places = f"{other.place if other else process_place()} and {peer.place}"
         what = f"two processes have the index {peer.index}"
-        return PrepError(what, f"they run on {places}", "start each process with an index of its own")
+        return PrepError(
+            what, f"they run on {places}", "start each process with an index of its own"
+        )
     return None
 
 
 def _is_connected(peer: _Peer) -> bool:
-    """Return whether a process, which sends nothing after its first line, has kept its connection open."""
+    """Return whether a process has kept its connection open."""
     peer.connection.setblocking(False)
     try:
+        # A process sends no data after its first line: an open connection raises BlockingIOError,
+        # and a closed one returns no bytes.
         return bool(peer.connection.recv(1, socket.MSG_PEEK))
     except BlockingIOError:
         return True
@@ -251,7 +286,7 @@ def _is_connected(peer: _Peer) -> bool:
 
 
 def _missing_error(meeting: _Meeting, timeout_s: float) -> PrepError:
-    """Return the error that names the processes that have not connected, and those that were refused."""
+    """Return the error that names the missing processes and the refused ones."""
     address = meeting.address
     missing = sorted({*range(1, address.count)} - {*meeting.peers})
     noun = "process" if len(missing) == 1 else "processes"
@@ -269,37 +304,47 @@ def _missing_error(meeting: _Meeting, timeout_s: float) -> PrepError:
 
 
 def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s: float) -> str:
-    """Connect to process 0, and return its place or raise the error that it answers."""
-    hello = {"protocol": PROTOCOL, "index": address.index, "count": address.count, "place": process_place()}
+    """Connect to process 0. Return its place, or raise the error in its answer."""
+    hello = {
+        "protocol": PROTOCOL,
+        "index": address.index,
+        "count": address.count,
+        "place": process_place(),
+    }
     hello |= {"job": address.job, "settings": address.settings_digest}
     last_error = "no answer"
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(split_host_port(address.coordinator), timeout=remaining_s) as connection:
+            with socket.create_connection(
+                split_host_port(address.coordinator), timeout=remaining_s
+            ) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                answer_by = time.monotonic() + timeout_s + VERDICT_DELAY_S  # process 0 may have started later
+                # Process 0 may have started later, and waits `timeout_s` from its own start.
+                answer_by = time.monotonic() + timeout_s + VERDICT_DELAY_S
                 verdict = json.loads(_read_line(connection, answer_by))
-                error, place = verdict["error"], str(verdict.get("place", ""))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ) as failure:  # process 0 does not listen yet, or its service closed the connection
+                error = verdict["error"]
+                place = str(verdict.get("place", ""))
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            # Process 0 does not listen yet, or its service closed the connection.
             last_error = getattr(failure, "strerror", None) or str(failure) or last_error
             time.sleep(RETRY_S)
             continue
         if error:
             raise PrepError(*error)
         return place
-    what = f"process {address.index} of {address.count} did not reach process 0 within {timeout_s:g} s"
+    what = (
+        f"process {address.index} of {address.count} did not reach process 0 within {timeout_s:g} s"
+    )
     hint = "see the log of process 0; its host's firewall must allow the port; `cluster.host0_address` names the host"
     raise PrepError(what, f"address tried: {address.coordinator} ({last_error})", hint)
 
 
 def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
-    """Send a process the error, or that all have connected. A process that has ended is noticed later."""
-    verdict = {"error": [error.what, error.why, error.hint] if error else None, "place": process_place()}
+    """Send a process the verdict: the error, or null if all have connected. An ended process is noticed later."""
+    verdict = {
+        "error": [error.what, error.why, error.hint] if error else None,
+        "place": process_place(),
+    }
     with contextlib.suppress(OSError):
         peer.connection.sendall(json.dumps(verdict).encode() + b"\n")
 
@@ -312,6 +357,7 @@ def _read_line(connection: socket.socket, deadline: float) -> bytes:
     """
     line = b""
     while not line.endswith(b"\n"):
+        # A timeout of 0 would make the socket non-blocking.
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         data = connection.recv(MAX_LINE_BYTES)
         if not data or len(line) > MAX_LINE_BYTES:

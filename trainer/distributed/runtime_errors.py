@@ -1,7 +1,7 @@
 """Fatal errors of JAX's coordination service, reported to Python before they abort the process.
 
 A thread of the runtime learns that process 0 is gone, or that the service lost a process, and aborts this process with
-a log of its own. `jax.distributed.initialize` has no hook for it. jaxlib's client has one, `missed_heartbeat_callback`,
+its own log. `jax.distributed.initialize` has no hook for it. jaxlib's client has one, `missed_heartbeat_callback`,
 but jaxlib 0.10 cannot convert the callback's argument: it throws `std::bad_cast`, which terminates the process.
 Therefore both the callback and the terminate handler of the C++ runtime call `RuntimeErrors`. Without the hook, JAX
 aborts the process.
@@ -18,9 +18,12 @@ from typing import Any
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-CLIENT_FACTORY, CALLBACK = "get_distributed_runtime_client", "missed_heartbeat_callback"
-SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
-DECISION_S = 30.0  # the watchdog ends the process within this time, or JAX aborts it
+CLIENT_FACTORY = "get_distributed_runtime_client"
+CALLBACK = "missed_heartbeat_callback"
+# The mangled name of std::set_terminate(void (*)()) in libstdc++.
+SET_TERMINATE = "_ZSt13set_terminatePFvvE"
+# The watchdog ends the process within this time, or JAX aborts it.
+DECISION_S = 30.0
 
 
 class RuntimeErrors:
@@ -33,12 +36,15 @@ class RuntimeErrors:
     def __init__(self) -> None:
         self.reported = threading.Event()
         self._previous_handler: int | None = None
-        self._handler = ctypes.CFUNCTYPE(None)(self._on_terminate)  # must live as long as the process
+        # ctypes frees the C function with this object, so it must live as long as the process.
+        self._handler = ctypes.CFUNCTYPE(None)(self._on_terminate)
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Intercept the errors of the clients that are created inside the context, for as long as they live."""
+        """Intercept the errors of clients created inside the context, for as long as they live."""
         factory: Callable[..., Any] | None = getattr(_jax, CLIENT_FACTORY, None)
+        # The docstring of a C++ function has its signature. A jaxlib without the option gets no
+        # hook.
         if factory is None or CALLBACK not in (factory.__doc__ or ""):
             yield
             return
@@ -51,12 +57,15 @@ class RuntimeErrors:
 
     def _with_callback(self, factory: Callable[..., Any]) -> Callable[..., Any]:
         def create_client(*args: Any, **options: Any) -> Any:
-            return factory(*args, **{**options, CALLBACK: self._on_error, "shutdown_on_destruction": False})
+            return factory(
+                *args, **{**options, CALLBACK: self._on_error, "shutdown_on_destruction": False}
+            )
 
         return create_client
 
     def _set_terminate_handler(self) -> None:
-        with suppress(OSError, AttributeError):  # another C++ library: JAX aborts the process
+        # With another C++ library there is no hook, and JAX aborts the process.
+        with suppress(OSError, AttributeError):
             set_terminate = getattr(ctypes.CDLL("libstdc++.so.6"), SET_TERMINATE)
             set_terminate.restype = ctypes.c_void_p
             self._previous_handler = set_terminate(self._handler)
@@ -64,10 +73,12 @@ class RuntimeErrors:
     def _on_error(self, *_: object) -> None:
         """Report the error, and wait for the decision of the watchdog."""
         self.reported.set()
+        # JAX aborts the process when this returns. Until then the watchdog can end it with a
+        # message.
         time.sleep(DECISION_S)
 
     def _on_terminate(self) -> None:
-        """Report the error; if nothing ends the process, end it as the previous handler does."""
+        """Report the error. If nothing ends the process, end it as the previous handler does."""
         self._on_error()
         if self._previous_handler:
             ctypes.CFUNCTYPE(None)(self._previous_handler)()

@@ -29,22 +29,25 @@ from trainer.models.partition import (
 from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, whole_if_indivisible
 from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
 
-UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
+# In place of an activation's logical dim: no rule splits it.
+UNSPLIT = ""
 TRAINING_MEMORY_HINT = (
-    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp, mp or sp in `mesh`'
+    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, '
+    "or more fsdp, mp or sp in `mesh`"
 )
 
 HOST_MEMORY = "pinned_host"  # memory kind of JAX
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
+# Compared by identity, so that jit caches functions of it.
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardingContext:
     """A device mesh with the sharding rules of a run.
 
     Attributes:
-        mesh: The mesh as the recipe names it; None for one device.
+        mesh: The mesh as the recipe names it. None for one device.
         rules: Partition rules.
-        device_mesh: The mesh on JAX devices; None if only specs are needed, or for one device.
+        device_mesh: The mesh on JAX devices. None if only specs are needed, or for one device.
     """
 
     mesh: Mesh | None = None
@@ -52,7 +55,7 @@ class ShardingContext:
     device_mesh: jax.sharding.Mesh | None = None
 
     def param_sharding(self, leaf: ParamLeaf) -> NamedSharding | None:
-        """Return the sharding of a parameter; None without devices.
+        """Return the sharding of a parameter. None if there are no devices.
 
         Raises:
             UsageError: The mesh does not divide the parameter.
@@ -65,7 +68,7 @@ class ShardingContext:
         return self._to_named_sharding(None if spec is None else spec.without_axes(axes))
 
     def param_spec(self, leaf: ParamLeaf) -> Spec | None:
-        """Return the mesh axes that split each dim of a parameter; None without a mesh.
+        """Return the mesh axes that split each dim of a parameter. None if there is no mesh.
 
         Raises:
             UsageError: The mesh does not divide the parameter.
@@ -77,18 +80,22 @@ class ShardingContext:
     def constrain_param(self, x: jax.Array, leaf: ParamLeaf) -> jax.Array:
         """Constrain a parameter to the sharding that the computation gives it.
 
-        XLA (jax 0.10.2) computes wrong logits in a scan for weights whose dims are split over the mesh axes of the
-        other dim, so the scan has to start with weights that are split like its activations.
+        XLA (jax 0.10.2) computes wrong logits in a scan for weights with a dim split over the mesh axes of the other
+        dim. The scan therefore starts with weights split like its activations.
         """
         if not (self.rules.leaves or self.rules.by_size):
             return x
         sharding = self._to_named_sharding(self._computed_spec(leaf))
-        return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+        if sharding is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def computed_axes(self, leaf: ParamLeaf) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that split each dim of a parameter in the computation."""
         spec = self._computed_spec(leaf)
-        return ((),) * len(leaf.dims) if spec is None else spec.mesh_axes
+        if spec is None:
+            return ((),) * len(leaf.dims)
+        return spec.mesh_axes
 
     def _computed_spec(self, leaf: ParamLeaf) -> Spec | None:
         stored = self.param_spec(leaf)
@@ -102,11 +109,13 @@ class ShardingContext:
         return may_split_dims(leaf.path, leaf.dims, axes=axes, rules=self.rules)
 
     def replicated_sharding(self) -> NamedSharding | None:
-        """Return the sharding of an array that every device holds completely; None without devices."""
-        return None if self.device_mesh is None else NamedSharding(self.device_mesh, PartitionSpec())
+        """Return the sharding of a replicated array. None if there are no devices."""
+        if self.device_mesh is None:
+            return None
+        return NamedSharding(self.device_mesh, PartitionSpec())
 
     def activation_sharding(self, shape: tuple[int, ...], *dims: str) -> NamedSharding | None:
-        """Return the sharding of an activation; None without devices.
+        """Return the sharding of an activation. None if there are no devices.
 
         Args:
             shape: Shape of the activation.
@@ -116,17 +125,21 @@ class ShardingContext:
             UsageError: The mesh does not divide the activation.
         """
         spec = self._activation_spec(shape, dims)
-        return None if spec is None else self._to_named_sharding(spec)
+        return self._to_named_sharding(spec)
 
     def constrain(self, x: jax.Array, *dims: str) -> jax.Array:
         """Constrain the sharding of an activation, given the logical dim of each axis."""
         sharding = self.activation_sharding(x.shape, *dims)
-        return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+        if sharding is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def activation_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that split each axis of an activation, given the logical dim of each."""
         spec = self._activation_spec(shape, dims)
-        return ((),) * len(dims) if spec is None else spec.mesh_axes
+        if spec is None:
+            return ((),) * len(dims)
+        return spec.mesh_axes
 
     def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
         """Return the mesh axes that split each axis of a parameter by the rules of dims alone."""
@@ -158,16 +171,22 @@ class ShardingContext:
         return num_batch_shards(self.mesh, self.rules)
 
     def check_host_memory(self) -> None:
-        """Check that the devices can move arrays to host memory; the memory of a CPU device is host memory already.
+        """Check that the devices can move arrays to host memory.
+
+        A CPU device cannot, because its memory is host memory already.
 
         Raises:
             UsageError: They cannot.
         """
         assert self.device_mesh is not None
         device = self.device_mesh.local_devices[0]
-        if device.platform == "cpu" or HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
+        if device.platform == "cpu" or HOST_MEMORY not in {
+            memory.kind for memory in device.addressable_memories()
+        }:
             what = f"`model.offload` is not supported on {device.platform} devices"
-            raise usage_error(what, "they have no host memory beside their own", "`--set model.offload=none`")
+            raise usage_error(
+                what, "they have no host memory beside their own", "`--set model.offload=none`"
+            )
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -175,13 +194,13 @@ class ShardingContext:
         return num_sequence_shards(self.mesh, self.rules)
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
-        """Return the mesh axes that split each dim of an activation; None without a mesh."""
+        """Return the mesh axes that split each dim of an activation. None if there is no mesh."""
         if self.mesh is None:
             return None
         return activation_spec(shape, dims, self.mesh, self.rules)
 
     def _to_named_sharding(self, spec: Spec | None) -> NamedSharding | None:
-        """Convert a spec to a sharding on the devices; None without devices."""
+        """Convert a spec to a sharding on the devices. None if there are no devices."""
         if spec is None or self.device_mesh is None:
             return None
         return NamedSharding(self.device_mesh, jax_partition_spec(spec))
@@ -189,7 +208,15 @@ class ShardingContext:
 
 def jax_partition_spec(spec: Spec) -> PartitionSpec:
     """Convert a spec to JAX's PartitionSpec."""
-    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.mesh_axes))
+    entries: list[str | tuple[str, ...] | None] = []
+    for axes in spec.mesh_axes:
+        if len(axes) > 1:
+            entries.append(axes)
+        elif axes:
+            entries.append(axes[0])
+        else:
+            entries.append(None)
+    return PartitionSpec(*entries)
 
 
 def make_sharding_context(
@@ -202,9 +229,9 @@ def make_sharding_context(
     """Create the mesh on the devices of all processes, or on devices to compile for.
 
     Args:
-        mesh: The mesh; one axis of size -1 takes the remaining devices.
+        mesh: The mesh. One axis of size -1 takes the remaining devices.
         rules: Partition rules.
-        devices: Devices of the mesh; None for all devices of JAX.
+        devices: Devices of the mesh. None for all devices of JAX.
         slices: Number of slices along each axis of the mesh.
 
     Returns:
@@ -215,7 +242,8 @@ def make_sharding_context(
         PrepError: JAX finds no devices.
     """
     devices = all_devices() if devices is None else devices
-    hosts, kind = len({device.process_index for device in devices}), devices[0].device_kind
+    hosts = len({device.process_index for device in devices})
+    kind = devices[0].device_kind
     hardware = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
         hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
@@ -245,8 +273,11 @@ def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise PrepError("out of host memory", str(error) or "the system has no free memory", hint) from error
+        raise PrepError(
+            "out of host memory", str(error) or "the system has no free memory", hint
+        ) from error
     except jax.errors.JaxRuntimeError as error:
+        # jaxlib raises one exception type for all status codes. The code is in the message.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise PrepError("out of device memory", str(error).partition("\n")[0], hint) from error

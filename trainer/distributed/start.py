@@ -1,4 +1,4 @@
-"""The start of JAX in several processes. Nothing here runs a computation: the first one fixes the devices."""
+"""The start of JAX in several processes. It runs no computation, because the first one fixes the devices."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ import socket
 from collections.abc import Mapping
 
 import jax
-from jax._src import cloud_tpu_init, xla_bridge
 
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.devices import local_devices
+from trainer.distributed.jax_internals import backends_are_initialized, runs_on_tpu_vm
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.rendezvous import meet_processes
 from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.coordinator_address import is_loopback, split_host_port
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.launchers import TPU_HOST_VARIABLES
 from trainer.models.process_address import ProcessAddress
 
-JAX_TIMEOUT_FACTOR = 10  # JAX aborts without a message of ours: only if the watchdog has failed
-CONNECT_TIMEOUT_S = 60  # for jax to connect processes that have met
-ADDRESS_HINT = "`--set cluster.host0_address=ADDRESS` with an address that all hosts can reach"
+# JAX aborts a process without a readable message when heartbeats stop. Its time-out is therefore a
+# multiple of the watchdog's, and acts only if the watchdog itself has failed.
+JAX_TIMEOUT_FACTOR = 10
+# For `jax.distributed.initialize`. The processes have met before, so only its own handshake is left.
+CONNECT_TIMEOUT_S = 60
+ADDRESS_HINT = text(
+    "{} with an address that all hosts can reach",
+    Key("cluster.host0_address", "ADDRESS", is_override=True),
+)
 
 
 def start_processes(
     address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float
 ) -> ProcessGroup:
-    """Connect this process with the others of its job. No device may have been used before.
+    """Connect this process with the other processes of its job. No device may have been used before.
 
-    Processes that are connected already, by an earlier call or by the calling program, stay connected.
+    Processes connected by an earlier call or by the calling program stay connected.
 
     Args:
-        address: This process; None if neither settings nor variables describe it.
+        address: This process. None if neither settings nor variables describe it.
         start_timeout_s: Seconds to wait for the other processes.
         heartbeat_timeout_s: Seconds without a heartbeat after which the watchdog counts a process as lost.
 
@@ -50,15 +56,18 @@ def start_processes(
         return SingleProcess()
     if address is not None and address.count == 1:
         return SingleProcess()
-    if xla_bridge.backends_are_initialized():
+    if backends_are_initialized():
         why = "this Python process has used jax's devices before, and jax can connect them only at its start"
         hint = "start a new Python process for each run, or call `jax.distributed.initialize` before the first one"
         raise PrepError("the processes cannot be connected", why, hint)
     errors = RuntimeErrors()
-    jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM, and so does the caller
+    # JAX's preemption service would take SIGTERM, on which the caller saves a checkpoint.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         with errors.intercepted():
-            places = _initialize(address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+            places = _initialize(
+                address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise _start_error(address, error) from error
     group = CoordinatedProcesses(errors, places)
@@ -68,7 +77,7 @@ def start_processes(
 def _initialize(
     address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float
 ) -> dict[int, str]:
-    """Initialize `jax.distributed`; return the places of processes, which `meet_processes` finds.
+    """Initialize `jax.distributed`, and return the places of processes from `meet_processes`.
 
     On a TPU pod without an address, JAX finds the processes itself, and no places are known.
     """
@@ -88,6 +97,7 @@ def _initialize(
         num_processes=address.count,
         process_id=address.index,
         local_device_ids=address.local_device_ids,
+        # The address is complete, so JAX must not detect a cluster itself.
         cluster_detection_method="deactivate",
         initialization_timeout=CONNECT_TIMEOUT_S,
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
@@ -98,7 +108,7 @@ def _initialize(
 
 def request_local_devices(count: int) -> None:
     """Let JAX divide this process's CPU into `count` devices, if it uses CPUs. Devices in use stay as they are."""
-    if not xla_bridge.backends_are_initialized():
+    if not backends_are_initialized():
         jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -114,7 +124,10 @@ def check_local_devices(count: int) -> None:
     if num_devices == count:
         return
     platform = devices[0].platform
-    variables = {"cpu": f"`JAX_NUM_CPU_DEVICES={count}` before Python starts", "gpu": "`CUDA_VISIBLE_DEVICES`"}
+    variables = {
+        "cpu": f"`JAX_NUM_CPU_DEVICES={count}` before Python starts",
+        "gpu": "`CUDA_VISIBLE_DEVICES`",
+    }
     hint = variables.get(platform, "the variables of the launcher")
     what = f"`cluster.n_local_devices` is {count}, and this process has {num_devices} x {platform}"
     raise usage_error(what, "the devices of a running process cannot be chosen again", hint)
@@ -131,20 +144,24 @@ def check_coordinator_host(address: ProcessAddress) -> None:
     host, _ = split_host_port(address.coordinator)
     reason = f"the processes run on {address.host_count} hosts"
     if is_loopback(host):
-        raise PrepError(f"the address {host} of process 0 reaches only its own host", reason, ADDRESS_HINT)
-    if not address.host_index:  # the host of process 0 may resolve its own name to 127.0.1.1
+        raise PrepError(
+            f"the address {host} of process 0 reaches only its own host", reason, ADDRESS_HINT
+        )
+    # Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which is right on host 0.
+    if not address.host_index:
         return
     try:
         resolved = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
-    except OSError:  # connecting reports it, after retries
+    except OSError:
+        # The name may not resolve yet. Connecting tries again, and reports it.
         return
     if resolved and all(is_loopback(ip) for ip in resolved):
         what = f"the host {host} of process 0 has the loopback address {resolved[0]} on host {socket.gethostname()}"
-        raise PrepError(what, reason, f"correct /etc/hosts, or {ADDRESS_HINT}")
+        raise PrepError(what, reason, text("correct /etc/hosts, or {}", ADDRESS_HINT))
 
 
 def _connected_group(address: ProcessAddress | None) -> ProcessGroup:
-    """Return the group of already connected processes; raise PrepError if it is another job."""
+    """Return the group of already connected processes. Raise PrepError if it is another job."""
     group = CoordinatedProcesses()
     if address is not None and (address.index, address.count) != (group.index, group.count):
         why = f"jax is connected as process {group.index} of {group.count}, and {address.reason} says otherwise"
@@ -157,11 +174,14 @@ def _describes_tpu_pod(environ: Mapping[str, str]) -> bool:
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms:
         return False
-    is_described = environ.get("TPU_SKIP_MDS_QUERY") or any(environ.get(name) for name in TPU_HOST_VARIABLES)
-    return cloud_tpu_init.running_in_cloud_tpu_vm and not is_described
+    is_described = environ.get("TPU_SKIP_MDS_QUERY") or any(
+        environ.get(name) for name in TPU_HOST_VARIABLES
+    )
+    return runs_on_tpu_vm() and not is_described
 
 
 def _start_error(address: ProcessAddress | None, error: Exception) -> PrepError:
     place = "this TPU host" if address is None else f"process {address.index} of {address.count}"
-    hint = "`--set cluster.n_processes=1` trains in this process alone"
+    one_process = Key("cluster.n_processes", 1, is_override=True)
+    hint = text("{} trains in this process alone", one_process)
     return PrepError(f"jax cannot connect {place}", str(error).partition("\n")[0], hint)

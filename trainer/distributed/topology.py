@@ -12,11 +12,12 @@ from trainer.models.errors import PrepError, usage_error
 
 # The two cores of a v4 chip are one device with its whole memory, as on a TPU VM. libtpu would describe two devices.
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
-_ONE_CHIP = "1x1"  # libtpu assumes hosts with four chips
+# libtpu assumes hosts with four chips, so a single chip has to be described.
+_ONE_CHIP = "1x1"
 
 
 def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
-    """Return the devices of a TPU topology; libtpu describes them and compiles for them without a TPU.
+    """Return the devices of a TPU topology. No TPU is needed: libtpu describes them and compiles for them.
 
     Args:
         topology: A TPU generation and its chips per dimension, such as `v5p:8x8x4`.
@@ -28,13 +29,19 @@ def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
     """
     if find_spec("libtpu") is None:
         what = f"no compiler for the TPU topology {topology!r:.60}"
-        raise PrepError(what, "libtpu is not installed", "`pip install 'prepcli[tpu]'`; it needs no TPU")
+        raise PrepError(
+            what, "libtpu is not installed", "`pip install 'prepcli[tpu]'`; it needs no TPU"
+        )
     try:
         name, _, shape = topology.partition(":")
         options: dict[str, Any] = {"num_slices": num_slices, **_CHIP_CONFIGS.get(name, {})}
         if shape == _ONE_CHIP:
             options["chips_per_host_bounds"] = [1, 1, 1]
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+        return list(
+            topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+        )
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
-        raise usage_error(f"unknown TPU topology {topology!r:.60}", why, "for example `v5p:8x8x4`") from error
+        raise usage_error(
+            f"unknown TPU topology {topology!r:.60}", why, "for example `v5p:8x8x4`"
+        ) from error

@@ -1,12 +1,19 @@
-"""Sums over shards of a batch in the order of a binary tree, equal for every number of devices that split the batch.
+"""Sums over shards of a batch in the order of a binary tree, bit-identical on every number of devices.
 
-Shards are numbered in the order of the batch. A node of the tree adds the sums of two neighboring ranges of equal
-length, so that a power of two of devices computes disjoint subtrees. Devices then add their sums in the order of the
-tree above. Each addition has the same two operands on every mesh, and floating-point addition is commutative.
+Floating-point addition is commutative but not associative: (a + b) + c and a + (b + c) round
+differently. The sum is therefore always computed as the same tree over the shards, in the order of
+the batch, e.g. for 8 shards:
+
+    ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+
+A power of two of devices computes disjoint subtrees. Of 2 devices the first computes the left half
+and the second the right half, and one addition between them is left. Of 4 devices each computes one
+inner bracket. Each addition has the same two operands on every mesh.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +32,7 @@ def sum_in_tree(function: Callable[[Any], Any], inputs: Any, *, one: Array) -> A
 
     Args:
         function: Computes the result of one shard, a tree of arrays.
-        inputs: Tree of arrays [shards, ...]; the number of shards is a power of two.
+        inputs: Tree of arrays [shards, ...]. The number of shards is a power of two.
         one: int32 [], 1 by the values of other arrays, so that XLA does not know it.
     """
     num_shards = len(jax.tree.leaves(inputs)[0])
@@ -36,6 +43,7 @@ def sum_in_tree(function: Callable[[Any], Any], inputs: Any, *, one: Array) -> A
     def add_half(total: Any, step: tuple[Any, Array]) -> tuple[Any, None]:
         half, is_first = step
         part = sum_in_tree(function, half, one=one)
+        # The first half takes the place of the zeros. Adding it to them would turn -0.0 into 0.0.
         return jax.tree.map(lambda a, b: jnp.where(is_first, b, a + b), total, part), None
 
     result = jax.eval_shape(function, jax.tree.map(lambda array: array[0], inputs))
@@ -44,12 +52,14 @@ def sum_in_tree(function: Callable[[Any], Any], inputs: Any, *, one: Array) -> A
 
 
 def call_in_loop(function: Callable[[Any], Any], inputs: Any, num_iterations: Array) -> Any:
-    """Call a function once, in the body of a loop whose number of iterations XLA does not know.
+    """Call a function once, in the body of a loop with a number of iterations unknown to XLA.
 
     XLA compiles the body of a loop on its own. Otherwise it would fuse the function with the code around it, which
     depends on the number of shards, and round differently.
     """
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, inputs))
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, inputs)
+    )
 
     def call(state: tuple[Array, Any]) -> tuple[Array, Any]:
         return state[0] + 1, lax.optimization_barrier(function(lax.optimization_barrier(inputs)))
@@ -69,24 +79,35 @@ def square_sums(blocks: Array, *, one: Array) -> Array:
         row = lax.dynamic_index_in_dim(blocks, index, keepdims=False)
         return lax.dynamic_update_index_in_dim(sums, jnp.square(row).sum(), index, 0)
 
+    # The factor `one` hides the number of rows from XLA.
     return lax.fori_loop(0, len(blocks) * one, add_row, jnp.zeros(len(blocks), blocks.dtype))
 
 
-def sum_over_devices(x: Array, spec: PartitionSpec, batch_axes: Mapping[str, int]) -> Array:
+def fixed_order_psum(x: Array, spec: PartitionSpec, batch_axes: Mapping[str, int]) -> Array:
     """Add an array of every device in the order of the tree, inside `jax.shard_map`.
 
     Args:
         x: The sum of the device's own shards, with the full shape.
         spec: Mesh axes that split the result.
-        batch_axes: Sizes of the mesh axes that split the batch, outermost first; powers of two.
+        batch_axes: Sizes of the mesh axes that split the batch, outermost first. Each is a power of two.
 
     Returns:
         The device's shard of the sum.
     """
-    sizes = [[batch_axes[axis] for axis in axes] for axes in dim_axes(spec, x.ndim)]
-    split_axes = [axis for axes in dim_axes(spec, x.ndim) for axis in (*axes, "")]  # "" for the rest of a dim
-    shard_shape = [extent // _product(dim_sizes) for extent, dim_sizes in zip(x.shape, sizes)]
-    x = x.reshape([extent for dim_sizes, rest in zip(sizes, shard_shape) for extent in (*dim_sizes, rest)])
+    # x is reshaped so that each dim becomes one dim per mesh axis that splits it, and one for the
+    # rest. Example: [8, 3] with the spec (("dp", "fsdp"), None) on dp 2 and fsdp 2 becomes
+    # [2, 2, 2, 3], and `split_axes` is ["dp", "fsdp", "", ""].
+    split_axes: list[str] = []
+    split_shape: list[int] = []
+    shard_shape: list[int] = []
+    for extent, axes in zip(x.shape, dim_axes(spec, x.ndim)):
+        sizes = [batch_axes[axis] for axis in axes]
+        rest = extent // math.prod(sizes)
+        split_axes += [*axes, ""]
+        split_shape += [*sizes, rest]
+        shard_shape.append(rest)
+    x = x.reshape(split_shape)
+    # The innermost axis first: its devices hold neighboring subtrees of the batch.
     for axis, size in reversed(list(batch_axes.items())):
         if axis in split_axes:
             x = _reduce_scatter(x, split_axes.index(axis), axis, size=size)
@@ -98,18 +119,20 @@ def sum_over_devices(x: Array, spec: PartitionSpec, batch_axes: Mapping[str, int
 def dim_axes(spec: PartitionSpec, ndim: int) -> list[MeshAxes]:
     """Return the mesh axes that split each dim of an array."""
     entries = (*spec, *(None,) * (ndim - len(spec)))
-    return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries]
-
-
-def _product(sizes: list[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    axes: list[MeshAxes] = []
+    for entry in entries:
+        if entry is None:
+            axes.append(())
+        elif isinstance(entry, tuple):
+            axes.append(entry)
+        else:
+            axes.append((entry,))
+    return axes
 
 
 def _all_reduce(x: Array, axis: str, size: int) -> Array:
     """Add arrays over a mesh axis: each device adds a part, then all devices gather the parts."""
+    # The parts must be equal: e.g. 7 elements on 4 devices are padded to 8, 2 for each device.
     if x.size % size:
         padded = jnp.pad(x.reshape(-1), (0, -x.size % size))
         return _all_reduce(padded, axis, size)[: x.size].reshape(x.shape)
@@ -118,15 +141,20 @@ def _all_reduce(x: Array, axis: str, size: int) -> Array:
 
 
 def _reduce_scatter(x: Array, dim: int, axis: str, *, size: int) -> Array:
-    """Add arrays over a mesh axis; a device gets the index of its coordinate, as a dim of extent 1.
+    """Add arrays over a mesh axis. A device gets the index of its coordinate, as a dim of extent 1.
 
-    Recursive halving, nearest neighbors first: in each round a device keeps the half whose indices agree with its
-    coordinate in one more bit, and sends the other half to the neighbor that keeps it.
+    Recursive halving, nearest neighbors first. In each round a device keeps the half of the indices
+    that agree with its coordinate in one more bit, and sends the other half to the neighbor that
+    keeps it. Example with 4 devices and indices 0 to 3: in round 0 device 0 keeps 0 and 2 and
+    sends 1 and 3 to device 1. In round 1 it keeps 0 and sends 2 to device 2. It then has
+    (x0 + x1) + (x2 + x3) of index 0, the tree of the module's docstring.
     """
     coordinate = lax.axis_index(axis)
     for bit in range(size.bit_length() - 1):
         pairs = x.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[dim + 1 :])
         own = (coordinate >> bit) & 1
-        kept, sent = (lax.dynamic_index_in_dim(pairs, index, dim + 1, keepdims=False) for index in (own, 1 - own))
-        x = kept + lax.ppermute(sent, axis, [(device, device ^ (1 << bit)) for device in range(size)])
+        kept = lax.dynamic_index_in_dim(pairs, own, dim + 1, keepdims=False)
+        sent = lax.dynamic_index_in_dim(pairs, 1 - own, dim + 1, keepdims=False)
+        neighbors = [(device, device ^ (1 << bit)) for device in range(size)]
+        x = kept + lax.ppermute(sent, axis, neighbors)
     return x

@@ -1,6 +1,8 @@
 """The watchdog of a job: it ends all processes together when one of them is lost, stuck, stopped or failed.
 
-Each process publishes its heartbeat. Process 0 reads all of them and publishes its decision; the others read only that.
+Each process publishes its heartbeat. Process 0 reads all heartbeats and publishes its decision. The
+other processes read only the decision, so that the traffic grows with the number of processes and
+not with its square.
 The threads run while the main thread loads, compiles or waits in a collective operation that cannot be interrupted.
 
 Keys: `heartbeat/INDEX`, `ended/INDEX` (a process that ends early, and why), `decision` (process 0's heartbeat, and
@@ -19,15 +21,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.distributed.coordination import ConnectionBrokenError
-from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, first_heartbeat, lost_process
+from trainer.distributed.heartbeat import (
+    Heartbeat,
+    HeartbeatMonitor,
+    JobEnd,
+    first_heartbeat,
+    lost_process,
+)
 
+# Seconds between two heartbeats of a process, if the two limits below allow it.
 INTERVAL_S = 2.0
+# A process is lost only after 5 missed heartbeats, so that a slow one does not end the job.
 BEATS_PER_TIMEOUT = 5
-PROCESSES_PER_S = 500  # heartbeats per second that process 0 receives at most
-TICK_S = 0.25  # between two looks at the clock
-GRACE_S = 2.0  # for the main thread to report an error or signal that it shares with the other processes
-BROKEN_S = 3.0  # without an answer of process 0 after its connection broke, until it is lost
-LINGER_S = 10.0  # process 0 waits at most so long until the others have read the end of the job
+# Process 0 receives at most 500 heartbeats per second: 4,096 processes send one each 8.2 s.
+PROCESSES_PER_S = 500
+# Seconds between two looks at the clock.
+TICK_S = 0.25
+# An error or a signal often reaches all processes at once. The main thread has this long to report
+# its own, which says more than that another process has ended.
+GRACE_S = 2.0
+# Process 0 is lost if it does not answer this long after its connection broke.
+BROKEN_S = 3.0
+# Process 0 holds the keys. It waits this long for the other processes to read the end of the job.
+LINGER_S = 10.0
 
 
 class SharedTexts(Protocol):
@@ -41,7 +57,7 @@ class SharedTexts(Protocol):
         ...
 
     def read(self, key: str) -> str | None:
-        """Return the published text of a key; None if there is none."""
+        """Return the published text of a key. None if there is none."""
         ...
 
     def read_by_index(self, key: str) -> dict[int, str]:
@@ -55,7 +71,7 @@ class WatchSettings:
 
     Attributes:
         timeout_s: Seconds without a heartbeat until a process is lost.
-        step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
+        step_timeout_s: Seconds after which an unfinished step is stuck. 0 means no limit.
         places: Host and process id of this process and of other known ones, by index.
     """
 
@@ -69,7 +85,7 @@ class WatchSettings:
 
 
 class Watchdog:
-    """Threads that send the heartbeats of this process and watch the others."""
+    """Threads that send the heartbeats of this process and watch the other processes."""
 
     def __init__(
         self,
@@ -80,7 +96,7 @@ class Watchdog:
         on_end: Callable[[JobEnd], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a watchdog; `start` starts it.
+        """Create a watchdog. `start` starts it.
 
         Args:
             texts: Texts shared by the processes.
@@ -89,15 +105,25 @@ class Watchdog:
             on_end: Ends this process. A thread calls it when another process has ended the job.
             clock: Returns the seconds of a monotonic clock.
         """
-        self.texts, self.settings, self.is_broken, self.on_end, self.clock = texts, settings, is_broken, on_end, clock
+        self.texts = texts
+        self.settings = settings
+        self.is_broken = is_broken
+        self.on_end = on_end
+        self.clock = clock
         self.interval_s = settings.interval_s(texts.count)
         self.end: JobEnd | None = None
-        self._phase, self._num_phases, self._beats = "start", 0, 0
-        self._decision = first_heartbeat(settings.places.get(0))  # process 0's last heartbeat
-        self._contact_s = clock()  # time of its arrival
+        self._phase = "start"
+        self._num_phases = 0
+        self._beats = 0
+        # Process 0's last heartbeat, and the time of its arrival.
+        self._decision = first_heartbeat(settings.places.get(0))
+        self._contact_s = clock()
         self._lock = threading.Lock()
-        self._decided, self._closed, self._wake = threading.Event(), threading.Event(), threading.Event()
-        self._ending = threading.Event()  # the main thread reports an error
+        self._decided = threading.Event()
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        # Set while the main thread reports an error.
+        self._ending = threading.Event()
         self._monitor = HeartbeatMonitor(
             texts.count,
             timeout_s=settings.timeout_s,
@@ -106,7 +132,8 @@ class Watchdog:
             places=settings.places,
         )
         self._threads = [
-            threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch_clock)
+            threading.Thread(target=run, daemon=True)
+            for run in (self._send_heartbeats, self._watch_clock)
         ]
 
     def start(self) -> None:
@@ -115,18 +142,20 @@ class Watchdog:
             thread.start()
 
     def enter(self, phase: str) -> None:
-        """Set the phase of this process; all processes enter the same phases in the same order."""
-        self._phase, self._num_phases = phase, self._num_phases + 1
+        """Set the phase of this process. All processes enter the same phases in the same order."""
+        self._phase = phase
+        self._num_phases = self._num_phases + 1
 
     def end_job(self, end: JobEnd) -> None:
-        """Tell the other processes why this one ends; return when they can read it, or process 0 is gone.
+        """Publish why this process ends. Return when the other processes can read it, or process 0 is gone.
 
-        Process 0 returns when the others have read it, because they read through process 0.
+        Process 0 returns when all other processes have read it, because they read through process 0.
         """
         self._ending.set()
         if not self._closed.is_set() and not self._decided.is_set():
             publisher = threading.Thread(target=self._publish_end, args=(end,), daemon=True)
-            publisher.start()  # it may wait forever for an answer of process 0
+            # The thread may wait forever for an answer of process 0.
+            publisher.start()
             deadline_s = self.clock() + LINGER_S
             while publisher.is_alive() and not self.is_broken() and self.clock() < deadline_s:
                 publisher.join(TICK_S)
@@ -135,7 +164,7 @@ class Watchdog:
         self.close()
 
     def wait_for_end(self) -> None:
-        """Wait until the watchdog ends this process; return if all other processes are alive.
+        """Wait until the watchdog ends this process. Return if all other processes are alive.
 
         For a broken connection between devices: it does not name the lost process, the heartbeats do.
         """
@@ -164,17 +193,22 @@ class Watchdog:
             self._wake.clear()
 
     def _watch_clock(self) -> None:
-        """Notice a process 0 that does not answer; the other thread may wait for its answer."""
-        last_s, broken_s = self.clock(), math.inf
+        """Notice a process 0 that does not answer. The other thread may wait for its answer."""
+        last_s = self.clock()
+        broken_s = math.inf
         while not self._closed.wait(TICK_S) and not self._decided.is_set():
             now_s = self.clock()
-            if now_s - last_s > self.settings.timeout_s / 2:  # this process was suspended
+            # This process was suspended. Its pause must not count as silence of process 0.
+            if now_s - last_s > self.settings.timeout_s / 2:
                 self._contact_s += now_s - last_s
             last_s = now_s
             if self.is_broken() and broken_s == math.inf:
                 broken_s = now_s
                 self._wake.set()
-            silent_s, is_cut = now_s - self._contact_s, self._contact_s < broken_s < now_s - BROKEN_S
+            # `is_cut`: no heartbeat of process 0 has arrived in the BROKEN_S seconds since its
+            # connection broke.
+            silent_s = now_s - self._contact_s
+            is_cut = self._contact_s < broken_s < now_s - BROKEN_S
             if self.texts.index and (is_cut or silent_s > self.settings.timeout_s):
                 self._finish(self._lost_process_0(0.0 if is_cut else silent_s))
                 return
@@ -182,14 +216,25 @@ class Watchdog:
     def _exchange(self) -> JobEnd | None:
         """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
         self._beats += 1
-        beat = Heartbeat(self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases)
+        beat = Heartbeat(
+            self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases
+        )
         self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
         return self._decide(beat) if self.texts.index == 0 else self._read_decision()
 
     def _decide(self, beat: Heartbeat) -> JobEnd | None:
         ended = self.texts.read_by_index("ended")
-        beats = {index: Heartbeat.from_json(text) for index, text in self.texts.read_by_index("heartbeat").items()}
-        end = JobEnd.from_json(ended[min(ended)]) if ended else self._monitor.check(beats, self.clock())
+        beats = {
+            index: Heartbeat.from_json(text)
+            for index, text in self.texts.read_by_index("heartbeat").items()
+        }
+        end = (
+            JobEnd.from_json(ended[min(ended)])
+            if ended
+            else self._monitor.check(beats, self.clock())
+        )
+        # With process 0's heartbeat, so that one read shows that it is alive and whether the job
+        # ends.
         self.texts.publish("decision", json.dumps([beat.to_json(), end.to_json() if end else None]))
         return end
 
@@ -203,6 +248,7 @@ class Watchdog:
             self._decision, self._contact_s = beat, self.clock()
         if end_text is None:
             return None
+        # Process 0 serves the keys, so it waits for this one before it ends.
         self.texts.publish(f"seen/{self.texts.index}", "")
         return JobEnd.from_json(end_text)
 
@@ -210,18 +256,23 @@ class Watchdog:
         return lost_process(0, self._decision, silent_s)
 
     def _finish(self, end: JobEnd) -> None:
-        """End this process, once; process 0 first waits until the others have read the decision."""
+        """End this process, once. Process 0 first waits until all have read the decision."""
+        # Both threads may find an end at the same time. Only the first one ends the process.
         with self._lock:
             if self.end is not None:
                 return
             self.end = end
         if self.texts.index == 0:
             self._wait_until_seen(end)
+        # On process 0 this follows the wait above, because `end_job` there waits for it.
         self._decided.set()
-        if self._ending.is_set() or (end.process == self.texts.index and end.kind in ("failed", "stopped")):
+        if self._ending.is_set() or (
+            end.process == self.texts.index and end.kind in ("failed", "stopped")
+        ):
             return  # its main thread reports the error
         if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
-            return  # the main thread reports an error of its own
+            # The main thread reports its own error.
+            return
         if not self._closed.is_set():
             self.on_end(end)
 
@@ -230,8 +281,14 @@ class Watchdog:
         deadline_s = self.clock() + LINGER_S
         while self.clock() < deadline_s:
             with suppress(ConnectionBrokenError):
-                done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
+                done = {
+                    0,
+                    end.process,
+                    *self.texts.read_by_index("seen"),
+                    *self.texts.read_by_index("ended"),
+                }
                 if len(done) >= self.texts.count:
-                    time.sleep(TICK_S)  # for the answers to those who have just written
+                    # Processes that have just written still wait for the service's answer.
+                    time.sleep(TICK_S)
                     return
             time.sleep(TICK_S)

@@ -1,25 +1,29 @@
-"""Parse JSON of users and of other programs: nesting and numbers are limited, so that later code can use the values."""
+"""Parse untrusted JSON with limits on nesting and numbers."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-MAX_DEPTH = 100  # of objects and lists; Python's recursion limit ends a program at about 900
-MAX_INTEGER_DIGITS = 300  # a larger integer is not a float
+# Nested objects and lists. Python's recursion limit of 1,000 frames stops recursive code at about
+# 900.
+MAX_DEPTH = 100
+# Floats end at 1.8e308: a larger integer cannot become a float.
+MAX_INTEGER_DIGITS = 300
 
 
 def load_json(data: bytes) -> Any:
     """Return the value of a JSON text.
 
-    `NaN`, `Infinity` and `-Infinity` are accepted: Python writes them, e.g. into the config.json of Falcon-H1.
+    `NaN`, `Infinity` and `-Infinity` are accepted: Python writes them, e.g. into the config.json of
+    Falcon-H1.
 
     Args:
         data: The text in UTF-8.
 
     Raises:
-        ValueError: It is not JSON, a number has too many digits, a text is not Unicode, or objects or lists are nested
-            too deeply.
+        ValueError: It is not JSON, a number has too many digits, a text is not Unicode, or objects
+            or lists are nested too deeply.
 
     Example:
         >>> load_json(b'{"time_step_limit": [0.0, Infinity]}')
@@ -67,3 +71,19 @@ def _parse_integer(digits: str) -> int:
 
 
 _DECODER = json.JSONDecoder(parse_int=_parse_integer)
+
+
+NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+def json_type_name(value: object) -> str:
+    """Return the JSON name of a value's type with its article, e.g. `a list`."""
+    return NAMES.get(type(value)) or f"a value of type {type(value).__name__}"

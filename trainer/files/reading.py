@@ -1,7 +1,7 @@
-"""Open regular files only, and resolve paths that a file names.
+"""Open regular files only, and resolve paths named in files.
 
-A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read from a JSON file,
-leaves the user's folder.
+A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read
+from a JSON file, leaves the user's folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from trainer.models.errors import PrepError
 
 MAX_SMALL_FILE_NBYTES = 100_000_000
 MAX_LINE_NBYTES = 1 << 20
-SKIPPED_PIECE_NBYTES = 1 << 20  # of a line that is too long
+# Bytes read at once of a line that is too long, and skipped.
+SKIPPED_PIECE_NBYTES = 1 << 20
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -24,7 +25,7 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
     Args:
         path: The file.
-        buffering: As in `open`; 0 for none.
+        buffering: As in `open`. 0 for no buffer.
 
     Raises:
         PrepError: The path is a folder, FIFO, device or socket.
@@ -57,14 +58,17 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
     # The file may have grown meanwhile.
     nbytes = max(nbytes, len(content))
     if nbytes > max_nbytes:
-        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
+        raise PrepError(
+            f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+        )
     return content
 
 
 def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
     """Yield the lines of a regular file without their ends, in bounded memory.
 
-    A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a kill, is not yielded.
+    A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a
+    kill, is not yielded.
 
     Raises:
         PrepError: The path is not a regular file.
@@ -84,9 +88,9 @@ def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Ite
 def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path:
     """Return the path of a file or folder inside `folder` that another file names.
 
-    Every name that prep reads from a file or a listing and opens passes through this function. Links in the folder
-    are followed: only a writer of the folder can create one, and the files are parsed. Files copied without parsing
-    have stricter rules (`prepcli.sources.symlinks`).
+    Every name that prep reads from a file or a listing and opens passes through this function.
+    Links in the folder are followed: only a writer of the folder can create one, and the files are
+    parsed. Files copied without parsing have stricter rules (`prepcli.sources.symlinks`).
 
     Args:
         folder: Folder of the named file.
@@ -109,9 +113,13 @@ def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path
 
 
 def not_regular_error(path: Path) -> PrepError:
-    """Return the error for a path that is not a regular file."""
-    return PrepError(f"{path} is not a file", "it is a folder, FIFO, device or socket", "replace it by a file")
+    """Return the error for a path other than a regular file."""
+    return PrepError(
+        f"{path} is not a file", "it is a folder, FIFO, device or socket", "replace it by a file"
+    )
 
 
 def _unsafe_name_error(named_by: Path | str, name: object, why: str) -> PrepError:
-    return PrepError(f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again")
+    return PrepError(
+        f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again"
+    )

@@ -13,13 +13,14 @@ from typing import BinaryIO
 
 from trainer.models.errors import PrepError
 
-MAX_NAME_NBYTES = 255  # of a file on ext4, XFS, Btrfs and tmpfs
+# Maximum bytes of a file name on ext4, XFS, Btrfs and tmpfs.
+MAX_NAME_NBYTES = 255
 # Errors of file systems without hard links, such as FAT and mounted buckets
 NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """Write a whole file; see `replacing_file`.
+    """Write a whole file. See `replacing_file`.
 
     Args:
         path: The file.
@@ -34,8 +35,8 @@ def write_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
 def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Open a new file under a temporary name, and rename it after the block.
 
-    A kill, a full disk or an error leaves the old file, or none. The content is durable before it gets its name.
-    No link is followed.
+    A kill, a full disk or an error leaves the old file, or none. The content is durable before it
+    gets its name. No link is followed.
 
     Args:
         path: The file.
@@ -52,7 +53,9 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     check_replaceable(path, overwrite=overwrite)
     temporary = path.with_name(_temporary_name(path.name))
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
         with open(fd, "wb") as file:
             yield file
             file.flush()
@@ -68,7 +71,7 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    """Give a file its name only if the name is free, also when another process takes it at this moment."""
+    """Give a file its name only if the name is free, even if another process takes it just now."""
     try:
         os.link(temporary, path)
         return
@@ -81,7 +84,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _temporary_name(name: str) -> str:
-    """Return a name that no other file of the folder has, within the limit of file systems."""
+    """Return a name that no file of the folder has, within the length limit of file systems."""
     suffix = f".{secrets.token_hex(4)}.new"
     stem = os.fsencode(name)[: MAX_NAME_NBYTES - len(suffix) - 1]
     return f".{os.fsdecode(stem)}{suffix}"

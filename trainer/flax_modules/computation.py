@@ -15,7 +15,8 @@ from trainer.nn.loss_terms import LossSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
+# Compared by identity, so that jit caches functions of it.
+@dataclass(frozen=True, slots=True, eq=False)
 class Computation:
     """Pure functions of a model's parameters, without dropout.
 
@@ -38,21 +39,27 @@ class Computation:
             raise usage_error(f"`--mesh {sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")
 
     def logits(
-        self, params: Tree, tokens: Array, source: Array | None = None, source_mask: Array | None = None
+        self,
+        params: Tree,
+        tokens: Array,
+        source: Array | None = None,
+        source_mask: Array | None = None,
     ) -> Array:
-        """Compute float32 logits [B, T, V]; padded rows of the vocabulary have large negative logits.
+        """Compute float32 logits [B, T, V]. Padded rows of the vocabulary have large negative logits.
 
         Args:
             params: Parameters of the model.
             tokens: int32 [B, T].
             source: For a model with an encoder, its tokens, int32 [B, S].
-            source_mask: bool [B, S], false for padding; None if no source token is padding.
+            source_mask: bool [B, S], false for padding. None if no source token is padding.
         """
         output: EncoderOutput | None = None
         if source is not None:
-            output = transformer.encode(params, source, self.model, self.forward_config, source_mask)
+            output = transformer.encode(
+                params, source, self.model, self.forward_config, source_mask
+            )
         return transformer.compute_logits(params, tokens, self.model, self.forward_config, output)
 
     def loss_sums(self, params: Tree, batch: Mapping[str, Array]) -> LossSums:
-        """Compute the summed cross entropy of a batch; see `trainer.nn.transformer.loss_sums`."""
+        """Compute the summed cross entropy of a batch. See `trainer.nn.transformer.loss_sums`."""
         return transformer.loss_sums(params, batch, self.model, self.forward_config)

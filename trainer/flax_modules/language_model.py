@@ -1,4 +1,4 @@
-"""The methods that the modules of `flax.linen` and `flax.nnx` share."""
+"""Shared methods of the modules for `flax.linen` and `flax.nnx`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class LanguageModel:
 
     computation: Computation
 
-    def __call__(self, tokens: Array, source: Array | None = None, source_mask: Array | None = None) -> Array:
-        """Compute the logits of whole sequences; see `Computation.logits`."""
+    def __call__(
+        self, tokens: Array, source: Array | None = None, source_mask: Array | None = None
+    ) -> Array:
+        """Compute the logits of whole sequences. See `Computation.logits`."""
         return self.computation.logits(self._params(), tokens, source, source_mask)
 
     def loss_sums(
@@ -37,13 +39,16 @@ class LanguageModel:
         Args:
             tokens: int32 [B, T].
             targets: int32 [B, T], the next token of each token.
-            weights: Weight of each target, float32 [B, T]; 0 ignores it.
+            weights: Weight of each target, float32 [B, T]. 0 ignores it.
             source: For a model with an encoder, its tokens, int32 [B, S].
-            source_mask: bool [B, S], false for padding; None if no source token is padding.
+            source_mask: bool [B, S], false for padding. None if no source token is padding.
         """
         batch = {"tokens": tokens, "targets": targets, "weights": weights}
         if source is not None:
-            batch |= {"source": source, "present": jnp.ones_like(source) if source_mask is None else source_mask}
+            batch |= {
+                "source": source,
+                "present": jnp.ones_like(source) if source_mask is None else source_mask,
+            }
         return self.computation.loss_sums(self._params(), batch)
 
     def _params(self) -> Tree:

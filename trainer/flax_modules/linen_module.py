@@ -28,7 +28,9 @@ class LinenModel(LanguageModel, nn.Module):
         model = self.computation.model
 
         def init_subtree(key: Array, name: str) -> Tree:
-            leaves = {path: leaf for path, leaf in model.leaves.items() if path.partition(".")[0] == name}
+            leaves = {
+                path: leaf for path, leaf in model.leaves.items() if path.partition(".")[0] == name
+            }
             return init_leaves(leaves, key, model)[name]
 
         names = dict.fromkeys(path.partition(".")[0] for path in model.leaves)

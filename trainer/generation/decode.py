@@ -17,7 +17,7 @@ from jax import Array, lax
 from trainer.generation.sampling import Sampling, sample_tokens
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.attention_kernels import MAX_DENSE_LENGTH
-from trainer.models.errors import usage_error
+from trainer.models.errors import Option, text, usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
 from trainer.nn import transformer
@@ -25,6 +25,7 @@ from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache, empty_kv_cache
+from trainer.nn.layer_stack import run_stack
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
 
@@ -35,7 +36,7 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: Maximum number of new tokens per row.
-        eos_token_ids: Tokens that end a row; the token itself is part of the output.
+        eos_token_ids: Tokens that end a row. The token itself is part of the output.
         sampling: How tokens are sampled.
 
     Raises:
@@ -50,7 +51,8 @@ class GenerationConfig:
         """Check the number of new tokens."""
         if self.max_new_tokens < 1:
             what = f"max_new_tokens {self.max_new_tokens} is out of range"
-            raise usage_error(what, "it must be at least 1", "`--max-new-tokens 64`")
+            hint = text("{}", Option("max_new_tokens", 64))
+            raise usage_error(what, "it must be at least 1", hint)
 
 
 class PromptBatch(NamedTuple):
@@ -59,7 +61,7 @@ class PromptBatch(NamedTuple):
     Attributes:
         tokens: int32 [B, S].
         start_slots: int32 [B], the slot of each row's first token.
-        row_numbers: int32 [B]; the sampled tokens of a row depend on its number.
+        row_numbers: int32 [B]. The sampled tokens of a row depend on its number.
         is_finished: bool [B], true for finished rows.
         first_new_slot: int32 [], the slot of the first new tokens.
         encoder_output: Keys and values of the sources for all decoder layers.
@@ -76,7 +78,7 @@ class PromptBatch(NamedTuple):
 class DecodeState(NamedTuple):
     """A batch during generation.
 
-    The latest tokens are in slot `kv_cache.length`; the keys and values of all earlier tokens are in the cache.
+    The latest tokens are in slot `kv_cache.length`. The keys and values of all earlier tokens are in the cache.
     """
 
     batch: PromptBatch
@@ -91,13 +93,17 @@ def cast_for_inference(params: Tree, model: ModelSpec, *, forward_config: Forwar
     cast: dict[str, Array] = {}
     for path, leaf in transformer.scale_adapters(flatten_tree(params), model).items():
         dtype = jnp.dtype(inference_dtype(path, forward_config.dtype))
-        leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        if leaf.dtype != dtype:
+            leaf = leaf.astype(dtype)
         cast[path] = forward_config.sharding.constrain_param(leaf, model.leaves[path])
     return unflatten_tree(transformer.share_adapters(cast, model))
 
 
 def inference_model(model: ModelSpec) -> ModelSpec:
-    """Return the model of the parameters from `cast_for_inference`, whose adapters are scaled and copied already."""
+    """Return the model of the parameters from `cast_for_inference`.
+
+    Their adapters are scaled and copied already.
+    """
     if model.adapters is None:
         return model
     shared = {path: model.leaves[owner] for path, owner in model.adapters.shared.items()}
@@ -105,12 +111,19 @@ def inference_model(model: ModelSpec) -> ModelSpec:
 
 
 def inference_dtype(path: str, compute_dtype: str) -> str:
-    """Return the dtype of a parameter: float32 for the LM head's bias, as logits are, and `compute_dtype` otherwise."""
-    return "float32" if path == "head.bias" else compute_dtype
+    """Return the dtype of a parameter in inference."""
+    # Logits are float32, and the LM head's bias is added to them.
+    if path == "head.bias":
+        return "float32"
+    return compute_dtype
 
 
 def encode_sources(
-    params: Tree, sources: Array, source_mask: Array, model: ModelSpec, forward_config: ForwardConfig
+    params: Tree,
+    sources: Array,
+    source_mask: Array,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
 ) -> EncoderOutput:
     """Run the encoder and project its output to the keys and values of all decoder layers.
 
@@ -140,7 +153,7 @@ def prefill(
     Args:
         params: Parameters from `cast_for_inference`.
         batch: The prompts.
-        count: Number of slots; static.
+        count: Number of slots, static.
         model: The model.
         forward_config: Execution options.
         generation_config: End tokens and sampling.
@@ -150,7 +163,9 @@ def prefill(
     """
     forward_config = _for_length(forward_config, count)
     state = DecodeState(batch, init_kv_cache(model, batch.tokens.shape, forward_config))
-    return _decode_and_sample(params, state, batch.tokens[:, :count], model, forward_config, generation_config)
+    return _decode_and_sample(
+        params, state, batch.tokens[:, :count], model, forward_config, generation_config
+    )
 
 
 def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
@@ -163,7 +178,9 @@ def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
     return replace(forward_config, attention_options=AttentionOptions("blockwise"))
 
 
-def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: ForwardConfig) -> KVCache:
+def init_kv_cache(
+    model: ModelSpec, shape: tuple[int, ...], forward_config: ForwardConfig
+) -> KVCache:
     """Allocate an empty KV cache for tokens of shape [B, S]."""
     rows, slots = shape
     key_leaf = next(
@@ -171,11 +188,14 @@ def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: Forw
         for leaf in model.leaves.values()
         if leaf.path_pattern.endswith("attn.k.weight") and ENCODER not in leaf.path_pattern
     )
-    extents = (extent for axis, extent in enumerate(key_leaf.shape) if axis != key_leaf.stack_axis)
+    # The weight of the keys is [K, E, D], with an axis of layers somewhere if it is stacked.
+    extents = [*key_leaf.shape]
+    if key_leaf.stack_axis is not None:
+        del extents[key_leaf.stack_axis]
     kv_heads, head_dim, _ = extents
-    shape_of_layer = (rows, slots, kv_heads, head_dim)
+    layer_shape = (rows, slots, kv_heads, head_dim)
     windows = model.arch_config.sliding_windows
-    return empty_kv_cache(windows, shape_of_layer, forward_config.dtype, forward_config.sharding)
+    return empty_kv_cache(windows, layer_shape, forward_config.dtype, forward_config.sharding)
 
 
 def decode_loop(
@@ -217,7 +237,8 @@ def _decode_and_sample(
     generation_config: GenerationConfig,
 ) -> DecodeState:
     """Append the tokens [B, T] to the cache, from slot `kv_cache.length` on, and sample the tokens that follow."""
-    batch, start_slots = state.batch, state.batch.start_slots
+    batch = state.batch
+    start_slots = state.batch.start_slots
     logits, kv_cache = decode_step(
         params,
         state.kv_cache,
@@ -231,7 +252,9 @@ def _decode_and_sample(
     sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)
     is_eos = jnp.isin(sampled, jnp.array(generation_config.eos_token_ids, jnp.int32))
     tokens = lax.dynamic_update_slice(batch.tokens, sampled[:, None], (0, kv_cache.length))
-    return DecodeState(batch._replace(tokens=tokens, is_finished=batch.is_finished | is_eos), kv_cache)
+    return DecodeState(
+        batch._replace(tokens=tokens, is_finished=batch.is_finished | is_eos), kv_cache
+    )
 
 
 def decode_step(
@@ -249,20 +272,27 @@ def decode_step(
     Args:
         params: Parameters from `cast_for_inference`.
         kv_cache: Keys and values of all earlier slots.
-        new_tokens: int32 [B, T], the tokens of the slots from `kv_cache.length` on; T is 1 unless the cache is empty.
+        new_tokens: int32 [B, T], the tokens of the slots from `kv_cache.length` on. T is 1 unless the cache is empty.
         start_slots: int32 [B], the slot of each row's first token.
         model: The model.
         forward_config: Execution options.
-        encoder_output: Result of `encode_sources`; required if the model has an encoder.
+        encoder_output: Result of `encode_sources`. Required if the model has an encoder.
 
     Returns:
         float32 logits [B, V] of the token that follows the last of `new_tokens`, and the cache with their keys and
         values.
     """
-    arch_config, count = model.arch_config, new_tokens.shape[1]
-    q_positions = kv_cache.length + jnp.arange(count) - start_slots[:, None]  # [B, T]
-    lengths, max_length = q_positions[:, -1] + 1, kv_cache.num_slots
-    cos_sin = {rope: rotary_cos_sin_at(rope, q_positions, lengths, max_length) for rope in arch_config.ropes}
+    arch_config = model.arch_config
+    count = new_tokens.shape[1]
+    # [B, T]: the position of slot s in a row that starts in slot r is s - r, e.g. a prompt of 10
+    # tokens in 64 slots starts in slot 54, and its first new token, in slot 64, has position 10
+    q_positions = kv_cache.length + jnp.arange(count) - start_slots[:, None]
+    lengths = q_positions[:, -1] + 1
+    max_length = kv_cache.num_slots
+    cos_sin = {
+        rope: rotary_cos_sin_at(rope, q_positions, lengths, max_length)
+        for rope in arch_config.ropes
+    }
     # [B, S] by window, negative before a row's first token
     kv_positions = {
         window: kv_cache.key_slots(window, count) - start_slots[:, None]
@@ -274,17 +304,21 @@ def decode_step(
         kv_valid=kv_positions[FULL_ATTENTION] >= 0,
         window_kv_positions=kv_positions,
     )
+    # Slots before a row's first token have negative positions. No token attends to them, so their
+    # embedding only needs a position in range.
     x = embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
-    x, updated_cache = transformer.run_decoder(
+    context = transformer.decoder_context(
         params,
-        x,
-        model=model,
-        forward_config=forward_config,
+        model,
+        forward_config,
         mask=mask,
         cos_sin_by_rope=cos_sin,
-        kv_cache=kv_cache,
         encoder_output=encoder_output,
     )
+    x, updated_cache = run_stack(x, params, context, kv_cache)
+    x = transformer.lm_head_input(params, x, model, forward_config)
     assert updated_cache is not None
-    logits = transformer.logits_from_hidden(params, x[:, -1:], model, forward_config)  # [B, 1, padded vocabulary]
+    updated_cache = updated_cache.advance(count)
+    # Only the last token's logits are sampled from: [B, 1, padded vocabulary].
+    logits = transformer.logits_from_hidden(params, x[:, -1:], model, forward_config)
     return logits[:, 0, : model.true_vocab_size], updated_cache

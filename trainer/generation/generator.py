@@ -18,15 +18,19 @@ from jax.sharding import NamedSharding
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch
-from trainer.models.errors import usage_error
+from trainer.models.errors import Option, text, usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 TokenSequence = Sequence[int]
-SLOT_MULTIPLE = 64  # prompt slots are rounded up to it, so that batches of similar length share one executable
-MAX_SLOTS = 1 << 30  # positions are int32
-STEPS_PER_CHECK = 16  # decoding steps between checks whether all rows have ended
-MAX_STREAM_DELAY_S = 0.05  # seconds that a new token waits for the end of its compiled call, if tokens are streamed
+# Prompt slots are rounded up to it, so that batches of similar length share one executable.
+SLOT_MULTIPLE = 64
+# Positions are int32. Kernels subtract -2^30 from them (`tiles.FAR`), and the result must fit.
+MAX_SLOTS = 1 << 30
+# Decoding steps between checks whether all rows have ended. A check waits for the devices.
+STEPS_PER_CHECK = 16
+# Seconds that a streamed token waits for the end of its compiled call. Readers notice longer ones.
+MAX_STREAM_DELAY_S = 0.05
 
 InputT = TypeVar("InputT")
 
@@ -45,8 +49,13 @@ class _CompiledFunction:
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
         leaves, structure = jax.tree.flatten(arrays)
-        key = (structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), *static.items())
+        key = (
+            structure,
+            *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves),
+            *static.items(),
+        )
         if key not in self._executables:
+            # Compile before the first call, to count its time without the execution.
             started_at = time.monotonic()
             self._executables[key] = self._jitted.lower(*arrays, **static).compile()
             self.compile_s += time.monotonic() - started_at
@@ -70,14 +79,18 @@ class Generator:
         """Cast the parameters and prepare the compiled functions.
 
         Args:
-            params: Parameters in float32 or in the dtype of the computation; None for a generator that only makes
-                others by `with_params`.
+            params: Parameters in float32 or in the dtype of the computation. None for a generator that only makes
+                other generators by `with_params`.
             model: The model.
             forward_config: Execution options.
             generation_config: Options of generation.
         """
-        self.model, self.forward_config, self.generation_config = model, forward_config, generation_config
-        self.params: Tree = {} if params is None else self._cast(params)
+        self.model = model
+        self.forward_config = forward_config
+        self.generation_config = generation_config
+        self.params: Tree = {}
+        if params is not None:
+            self.params = self._cast(params)
         cast_model = decode.inference_model(model)
         encode = partial(decode.encode_sources, model=cast_model, forward_config=forward_config)
         options: dict[str, Any] = {
@@ -86,8 +99,12 @@ class Generator:
             "generation_config": generation_config,
         }
         self._encode_sources = _CompiledFunction(encode)
-        self._prefill = _CompiledFunction(partial(decode.prefill, **options), static_argnames="count")
-        self._decode_loop = _CompiledFunction(partial(decode.decode_loop, **options), donate_argnums=1)
+        self._prefill = _CompiledFunction(
+            partial(decode.prefill, **options), static_argnames="count"
+        )
+        self._decode_loop = _CompiledFunction(
+            partial(decode.decode_loop, **options), donate_argnums=1
+        )
 
     def with_params(self, params: Tree) -> Generator:
         """Return a generator with other parameters and the same compiled functions."""
@@ -102,7 +119,9 @@ class Generator:
     @property
     def compile_s(self) -> float:
         """Seconds of compilation so far."""
-        return self._encode_sources.compile_s + self._prefill.compile_s + self._decode_loop.compile_s
+        return (
+            self._encode_sources.compile_s + self._prefill.compile_s + self._decode_loop.compile_s
+        )
 
     def generate(
         self,
@@ -119,7 +138,7 @@ class Generator:
         Args:
             prompts: Token ids of each prompt.
             sources: Token ids of each prompt's source, for a model with an encoder.
-            first_row: Number of the first row; the sampled tokens of a row depend on its number.
+            first_row: Number of the first row. The sampled tokens of a row depend on its number.
             min_rows: Minimum number of rows to compute. A smaller last batch then reuses the compiled functions.
             on_progress: Called with the number of new tokens per row so far.
             on_tokens: Called during decoding with the next tokens of each prompt. Fewer tokens are then decoded at a
@@ -134,12 +153,18 @@ class Generator:
         check_prompts(prompts, sources, model=self.model, generation_config=self.generation_config)
         max_new_tokens = self.generation_config.max_new_tokens
         slots = _round_up(max(map(len, prompts)), SLOT_MULTIPLE)
-        rows = _round_up(max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size)
+        rows = _round_up(
+            max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size
+        )
         sharding = self.forward_config.sharding
-        batch = _replicate(_make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row), sharding)
+        batch = _replicate(
+            _make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row), sharding
+        )
         if sources is not None:
             encoder_inputs = _replicate(_pad_sources(sources, rows), sharding)
-            batch = batch._replace(encoder_output=self._encode_sources(self.params, *encoder_inputs))
+            batch = batch._replace(
+                encoder_output=self._encode_sources(self.params, *encoder_inputs)
+            )
         state = self._prefill(self.params, batch, count=slots)
         output = _OutputRows(len(prompts), slots, self.generation_config.eos_token_ids)
 
@@ -149,15 +174,21 @@ class Generator:
                 on_tokens(output.fetch(state, sharding))
 
         is_paced = on_tokens is not None and _shared_sharding(sharding) is None
-        next_steps = _StreamPace().next_steps if is_paced else _fixed_steps
-        stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps)
+        next_steps = _fixed_steps
+        # Processes of a job must choose the same steps, so only a single process may go by the clock.
+        if is_paced:
+            next_steps = _StreamPace().next_steps
+        stops = _decode_stops(
+            slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps
+        )
         for slot, is_recomputed in stops:
             report_progress()
             if bool(state.batch.is_finished.all()):
                 break
             if is_recomputed:
                 batch = state.batch
-                del state  # free its cache before the next one is allocated
+                # Free the cache of the old state before the next one is allocated.
+                del state
                 state = self._prefill(self.params, batch, count=slot)
             else:
                 state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
@@ -169,10 +200,18 @@ class Generator:
         """Return the slots where a row exceeds the original positions of a longrope embedding.
 
         The rotary frequencies of all its tokens change there. The cache is then recomputed, and the output equals
-        that of a forward pass over the whole sequence.
+        a forward pass over the whole sequence.
         """
-        limits = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
-        return {slots - len(prompt) + limit + 1 for prompt in prompts for limit in limits}
+        stops: set[int] = set()
+        for rope in self.model.arch_config.ropes:
+            if rope.rope_type != "longrope":
+                continue
+            for prompt in prompts:
+                # e.g. a prompt of 10 tokens in 64 slots starts in slot 54. With 32 original
+                # positions its slot 54 + 32 = 86 is the first of a longer row: stop at 87 slots.
+                start_slot = slots - len(prompt)
+                stops.add(start_slot + rope.original_max_positions + 1)
+        return stops
 
 
 class _OutputRows:
@@ -185,17 +224,19 @@ class _OutputRows:
     def __init__(self, num_prompts: int, first_slot: int, eos_token_ids: Sequence[int]) -> None:
         """Start before the first token, which is in slot `first_slot`."""
         self.rows: list[list[int]] = [[] for _ in range(num_prompts)]
-        self._next_slot, self._eos_token_ids = first_slot, eos_token_ids
+        self._next_slot = first_slot
+        self._eos_token_ids = eos_token_ids
 
     def fetch(self, state: DecodeState, sharding: ShardingContext) -> list[list[int]]:
         """Add the tokens since the last call, and return them."""
+        # The latest tokens are in slot `length`, one after the last filled slot of the cache.
         stop = int(state.kv_cache.length) + 1
         tokens = _fetch(state.batch.tokens, sharding)[: len(self.rows), self._next_slot : stop]
         self._next_slot = stop
         return [self._extend(row, new.tolist()) for row, new in zip(self.rows, tokens)]
 
     def _extend(self, row: list[int], tokens: list[int]) -> list[int]:
-        """Add tokens to a row, unless it has ended, and return those added."""
+        """Add tokens to a row, unless it has ended, and return the added tokens."""
         if row and row[-1] in self._eos_token_ids:
             return []
         added = _truncate_after_eos(tokens, self._eos_token_ids)
@@ -214,7 +255,7 @@ def check_prompts(
 
     Args:
         prompts: Token ids of each prompt.
-        sources: Token ids of each prompt's source; None without an encoder.
+        sources: Token ids of each prompt's source. None if there is no encoder.
         model: The model.
         generation_config: Options of generation.
 
@@ -222,43 +263,58 @@ def check_prompts(
         UsageError: Sources are missing or not supported, a prompt is empty, a token id is out of range, or there are
             too many new tokens.
     """
-    arch_config, rows = model.arch_config, [*prompts, *(sources or ())]
+    arch_config = model.arch_config
+    rows = [*prompts, *(sources or ())]
     max_new_tokens = generation_config.max_new_tokens
     if (sources is None) != (arch_config.encoder is None):
         if arch_config.encoder is None:
             raise usage_error(
-                f"{model.family.name} has no encoder", "sources are supported only for encoder-decoder models"
+                f"{model.family.name} has no encoder",
+                "sources are supported only for encoder-decoder models",
             )
-        raise usage_error(f"{model.family.name} has an encoder", "a source is required for each prompt")
+        raise usage_error(
+            f"{model.family.name} has an encoder", "a source is required for each prompt"
+        )
     if not all(map(len, rows)):
         raise usage_error("empty prompt", "a prompt must have at least one token")
-    lowest, highest = min(map(min, rows)), max(map(max, rows))
+    lowest = min(map(min, rows))
+    highest = max(map(max, rows))
     if lowest < 0 or highest >= model.true_vocab_size:
         token = lowest if lowest < 0 else highest
-        raise usage_error(f"token id {token} is out of range", f"the vocabulary has {model.true_vocab_size:,} tokens")
+        raise usage_error(
+            f"token id {token} is out of range",
+            f"the vocabulary has {model.true_vocab_size:,} tokens",
+        )
     if max(map(len, rows)) + max_new_tokens >= MAX_SLOTS:
-        what, why = f"{max_new_tokens:,} new tokens are too many", f"prompt and output must be below {MAX_SLOTS:,}"
-        raise usage_error(what, why, "`--max-new-tokens 64`")
+        what = f"{max_new_tokens:,} new tokens are too many"
+        why = f"prompt and output must be below {MAX_SLOTS:,}"
+        raise usage_error(what, why, text("{}", Option("max_new_tokens", 64)))
     num_fitting = max_fitting_new_tokens(prompts, model)
     if num_fitting is not None and max_new_tokens > num_fitting:
         what = f"a prompt of {max(map(len, prompts)):,} tokens and {max_new_tokens:,} new tokens are too long"
-        hint = f"`--max-new-tokens {num_fitting}`" if num_fitting > 0 else "a shorter prompt"
+        hint = "a shorter prompt"
+        if num_fitting > 0:
+            hint = text("{}", Option("max_new_tokens", num_fitting))
         raise usage_error(what, f"the model has {arch_config.max_positions:,} positions", hint)
 
 
 def max_fitting_new_tokens(prompts: Sequence[TokenSequence], model: ModelSpec) -> int | None:
-    """Return the number of new tokens that fit the model's positions; None if its positions are unlimited.
+    """Return the number of new tokens that fit the model's positions. None if its positions are unlimited.
 
     The last new token needs no position, since the model does not read it.
     """
     arch_config = model.arch_config
-    return arch_config.max_positions - max(map(len, prompts)) + 1 if arch_config.has_learned_positions else None
+    return (
+        arch_config.max_positions - max(map(len, prompts)) + 1
+        if arch_config.has_learned_positions
+        else None
+    )
 
 
 def _make_prompt_batch(
     prompts: Sequence[TokenSequence], slots: int, rows: int, max_new_tokens: int, first_row: int
 ) -> PromptBatch:
-    """Lay out prompts that end before slot `slots`, with room for new tokens; padding rows are finished."""
+    """Lay out prompts that end before slot `slots`, with room for new tokens. Padding rows are finished."""
     tokens = np.zeros((rows, slots + max_new_tokens), np.int32)
     start_slots = np.full(rows, slots - 1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -274,7 +330,7 @@ def _make_prompt_batch(
 
 
 def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
-    """Place the inputs of a batch on all devices of a mesh that other processes share; all have equal inputs."""
+    """Place the inputs of a batch on all devices of a mesh that other processes share. All have equal inputs."""
     replicated = _shared_sharding(sharding)
     if replicated is None:
         return arrays
@@ -287,7 +343,7 @@ def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
 
 
 def _shared_sharding(sharding: ShardingContext) -> NamedSharding | None:
-    """Return the sharding of replicated arrays on a mesh that other processes share; None for other meshes."""
+    """Return the sharding of replicated arrays on a mesh that other processes share. None for other meshes."""
     replicated = sharding.replicated_sharding()
     return None if replicated is None or replicated.is_fully_addressable else replicated
 
@@ -300,7 +356,7 @@ def _fetch(array: Array, sharding: ShardingContext) -> np.ndarray:
 
 
 def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Array]:
-    """Return right-padded sources [B, S] and their mask; padding rows have one token."""
+    """Return right-padded sources [B, S] and their mask. Padding rows have one token."""
     tokens = np.zeros((rows, _round_up(max(map(len, sources)), SLOT_MULTIPLE)), np.int32)
     lengths = np.ones(rows, np.int32)
     for row, source in enumerate(sources):
@@ -315,14 +371,15 @@ def _fixed_steps() -> int:
 
 
 class _StreamPace:
-    """The number of decoding steps of each compiled call, for tokens that are shown as they are decoded.
+    """The number of decoding steps of each compiled call, for streamed tokens.
 
     It starts at 1, and grows only while calls are short.
     """
 
     def __init__(self) -> None:
         """Start before the first call."""
-        self._steps, self._called_s = 1, -math.inf
+        self._steps = 1
+        self._called_s = -math.inf
 
     def next_steps(self) -> int:
         """Return the number of steps of the next call, from the duration of the last one."""
@@ -340,7 +397,10 @@ def _decode_stops(
 ) -> Iterator[tuple[int, bool]]:
     """Yield the slots at which decoding returns to the host, and whether the cache is recomputed up to the slot."""
     slot = first_slot
-    for recompute_slot in (*sorted(s for s in recompute_slots if first_slot < s <= last_slot), None):
+    for recompute_slot in (
+        *sorted(s for s in recompute_slots if first_slot < s <= last_slot),
+        None,
+    ):
         last_decoded = last_slot if recompute_slot is None else recompute_slot - 1
         while slot < last_decoded:
             slot = min(slot + next_steps(), last_decoded)

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Option, text, usage_error
 
-MAX_TEMPERATURE = 3.4e38  # logits are divided in float32
-MIN_TEMPERATURE = 1e-30  # smaller positive temperatures are raised to it, so that scaled logits stay finite
+# Logits are divided in float32, and its largest number is 3.4028e38.
+MAX_TEMPERATURE = 3.4e38
+# Smaller positive temperatures are raised to it, so that scaled logits stay finite: a difference of
+# logits below 3.4e8 divided by 1e-30 is a float32.
+MIN_TEMPERATURE = 1e-30
 MAX_SEED = (1 << 32) - 1
 
 
@@ -23,9 +26,9 @@ class Sampling:
     """The options of sampling.
 
     Attributes:
-        temperature: Divisor of logits; 0 takes the most likely token.
-        top_k: Sample from the k most likely tokens; 0 for all.
-        top_p: Sample from the most likely tokens whose probabilities add up to p; 1 for all.
+        temperature: Divisor of logits. 0 takes the most likely token.
+        top_k: Sample from the k most likely tokens. 0 means all.
+        top_p: Sample from the most likely tokens with a total probability of p. 1 means all.
         seed: Seed of the random key.
 
     Raises:
@@ -41,15 +44,27 @@ class Sampling:
         """Check the ranges of all values."""
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             why = "it must be at least 0, where 0 takes the most likely token"
-            raise usage_error(f"temperature {self.temperature:g} is out of range", why, "`--temperature 0`")
+            raise usage_error(
+                f"temperature {self.temperature:g} is out of range",
+                why,
+                text("{}", Option("temperature", 0)),
+            )
         if self.top_k < 0:
             why = "it must be at least 0, where 0 takes all tokens"
-            raise usage_error(f"top_k {self.top_k} is out of range", why, "`--top-k 0`")
+            raise usage_error(
+                f"top_k {self.top_k} is out of range", why, text("{}", Option("top_k", 0))
+            )
         if not 0 < self.top_p <= 1:
             why = "it must be above 0 and at most 1, where 1 takes all tokens"
-            raise usage_error(f"top_p {self.top_p:g} is out of range", why, "`--top-p 1`")
+            raise usage_error(
+                f"top_p {self.top_p:g} is out of range", why, text("{}", Option("top_p", 1))
+            )
         if not 0 <= self.seed <= MAX_SEED:
-            raise usage_error(f"seed {self.seed} is out of range", f"it must be from 0 to {MAX_SEED:,}", "`--seed 0`")
+            raise usage_error(
+                f"seed {self.seed} is out of range",
+                f"it must be from 0 to {MAX_SEED:,}",
+                text("{}", Option("seed", 0)),
+            )
 
 
 def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Sampling) -> Array:
@@ -84,22 +99,27 @@ def warp_logits(logits: Array, sampling: Sampling) -> Array:
 
     Args:
         logits: float32 [B, V].
-        sampling: Options of sampling; the temperature is above 0.
+        sampling: Options of sampling. The temperature is above 0.
 
     Returns:
         float32 [B, V], -inf for filtered tokens.
     """
+    # Subtracting the maximum changes no probability, and bounds the scores by 0 from above.
     scores = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < scores.shape[-1]:
         kth_score = lax.top_k(scores, sampling.top_k)[0][:, -1:]
         scores = jnp.where(scores < kth_score, -jnp.inf, scores)
-    return jax.vmap(lambda row: _top_p_filter(row, sampling.top_p))(scores) if sampling.top_p < 1 else scores
+    if sampling.top_p < 1:
+        scores = jax.vmap(lambda row: _top_p_filter(row, sampling.top_p))(scores)
+    return scores
 
 
 def _top_p_filter(scores: Array, top_p: float) -> Array:
-    """Set scores [V] to -inf for tokens whose more likely tokens have a total probability of at least `top_p`."""
+    """Set scores [V] to -inf for tokens after more likely ones with a total probability of at least `top_p`."""
     order = jnp.argsort(scores, descending=True)
     probabilities = jax.nn.softmax(scores[order])
+    # The probability of all more likely tokens, e.g. 0.5 0.3 0.2 -> 0 0.5 0.8: top-p 0.6 keeps two.
     is_kept = probabilities.cumsum() - probabilities < top_p
-    is_kept = is_kept.at[0].set(True)  # even if `top_p` underflows in float32
+    # The most likely token is kept even if `top_p` underflows to 0 in float32.
+    is_kept = is_kept.at[0].set(True)
     return jnp.where(jnp.zeros_like(is_kept).at[order].set(is_kept), scores, -jnp.inf)

@@ -12,7 +12,9 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 TextMetric = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 
 
-def score_texts(names: Sequence[str], texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+def score_texts(
+    names: Sequence[str], texts: Sequence[str], references: Sequence[str]
+) -> dict[str, float]:
     """Compute metrics of texts.
 
     Args:
@@ -42,6 +44,7 @@ def check_metrics(names: Sequence[str]) -> None:
     for name in names:
         if name not in METRICS:
             raise usage_error(f"unknown metric `{name}`", f"known: {', '.join(METRICS)}")
+        # A call without texts only imports the package of the metric.
         METRICS[name]((), ())
 
 
@@ -51,7 +54,9 @@ def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     except ImportError as error:
         raise _missing_package("rouge", "rouge-score") from error
     scorer: Any = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
-    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    scores = [
+        scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)
+    ]
     return {name: _mean([score[name].fmeasure for score in scores]) for name in ROUGE_TYPES}
 
 
@@ -60,20 +65,31 @@ def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         import sacrebleu
     except ImportError as error:
         raise _missing_package("bleu", "sacrebleu") from error
-    return {"bleu": sacrebleu.corpus_bleu(list(texts), [list(references)]).score if texts else math.nan}
+    if not texts:
+        return {"bleu": math.nan}
+    return {"bleu": sacrebleu.corpus_bleu(list(texts), [list(references)]).score}
 
 
 def _exact_match(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    matches = [float(text.strip() == reference.strip()) for text, reference in zip(texts, references, strict=True)]
+    matches = [
+        float(text.strip() == reference.strip())
+        for text, reference in zip(texts, references, strict=True)
+    ]
     return {"exact_match": _mean(matches)}
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+    if not values:
+        return math.nan
+    return math.fsum(values) / len(values)
 
 
 def _missing_package(metric: str, package: str) -> PrepError:
-    return PrepError(f"metric `{metric}` needs {package}", "it is not installed", "`pip install 'prepcli[metrics]'`")
+    return PrepError(
+        f"metric `{metric}` needs {package}",
+        "it is not installed",
+        "`pip install 'prepcli[metrics]'`",
+    )
 
 
 METRICS: Mapping[str, TextMetric] = {"rouge": _rouge, "bleu": _bleu, "exact_match": _exact_match}

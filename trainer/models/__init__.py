@@ -1,1 +1,1 @@
-"""Pure descriptions of models: architectures, parameters and where each one lies in a checkpoint. No jax."""
+"""Pure descriptions of models: architectures, parameters and their place in checkpoints. No jax."""

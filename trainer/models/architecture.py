@@ -12,15 +12,34 @@ from typing import Any, Literal
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu")
-FULL_ATTENTION = 0  # a sliding window without a limit
-MAX_WINDOW = 1 << 30  # wider windows fit no int32 and no sequence is that long
+ACTIVATIONS = (
+    "gelu",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "quick_gelu",
+    "silu",
+    "swish",
+    "relu",
+)
+# A sliding window without a limit.
+FULL_ATTENTION = 0
+# Wider windows fit no int32 and no sequence is that long.
+MAX_WINDOW = 1 << 30
 NO_SOFTCAP = 0.0
-MAX_RELATIVE_DISTANCE = 1 << 20  # longer than any sequence; bounds the memory that an invalid config can ask for
-LAYER_TYPES = ("full_attention", "sliding_attention")  # values in `layer_types`
+# Longer than any sequence. Bounds the memory that an invalid config can ask for.
+MAX_RELATIVE_DISTANCE = 1 << 20
+# Values in `layer_types`.
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
-ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "feed_forward_proj")
+ACTIVATION_FIELDS = (
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "dense_act_fn",
+    "feed_forward_proj",
+)
 EQUIVALENT_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
 # Config fields with an effect on some decoder of transformers -> values without effect. A family lists the fields it
@@ -57,12 +76,13 @@ SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
 class RelativePositionBias:
     """T5's bias of attention scores by relative position (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, 2.1).
 
-    Half of the buckets hold one distance each; the rest grow logarithmically up to `max_distance`.
+    Half of the buckets hold one distance each. The rest grow logarithmically up to `max_distance`.
 
     Attributes:
         num_buckets: Number of biases per head.
         max_distance: Distance from which on all keys share the last bucket.
-        bidirectional: Whether keys after the query have half of the buckets (encoder), or none (decoder).
+        bidirectional: Whether keys after the query have half of the buckets (encoder), or none
+            (decoder).
 
     Raises:
         PrepError: A size is out of range.
@@ -76,7 +96,9 @@ class RelativePositionBias:
         exact = self.num_buckets // 2
         if self.num_buckets < 4 or not exact < self.max_distance <= MAX_RELATIVE_DISTANCE:
             why = f"it has {self.num_buckets} buckets of distances up to {self.max_distance}"
-            allowed = f"4 or more buckets, and a distance from {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
+            allowed = (
+                f"4 or more buckets, and a distance from {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
+            )
             raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
 
 
@@ -85,29 +107,35 @@ class ArchConfig:
     """The architecture of a decoder, or of the encoder before it.
 
     Attributes:
-        norm: Type of the norms; "rms_offset" scales by 1 + weight, all of it in float32.
+        norm: Type of the norms. "rms_offset" scales by 1 + weight, all of it in float32.
         norm_eps: Epsilon of the norms.
         activation: Activation of the MLP, one of ACTIVATIONS.
         has_gated_mlp: Whether the MLP has a gate matrix.
         attn_scale: Factor of the query-key products.
-        sliding_windows: Window of each layer: a number of positions, that of the token included, or FULL_ATTENTION.
-        rope: Rotary embedding. If it and `relative_position_bias` are None, the model has learned positions.
+        sliding_windows: Window of each layer: a number of positions, that of the token included, or
+            FULL_ATTENTION.
+        rope: Rotary embedding. If it and `relative_position_bias` are None, the model has learned
+            positions.
         max_positions: Number of learned positions.
         init_std: Standard deviation of the initial matrices and embeddings.
-        block_type: Residual connections and norms of a layer; `trainer.nn.block` has a case for each.
+        block_type: Residual connections and norms of a layer. `trainer.nn.block` has a function for
+            each.
         has_final_norm: Whether a norm follows the last layer.
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
-        rotary_pairs: The elements of a head that rotate together: element i of each half, or neighbouring elements.
+        rotary_pairs: The elements of a head that rotate together: element i of each half, or
+            neighbouring elements.
         position_offset: Row of the first learned position.
         embed_scale: Factor of the token embeddings.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
-        experts_per_token: Number of experts per token; 0 for a dense MLP.
+        experts_per_token: Number of experts per token, or 0 for a dense MLP.
         norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one.
-        scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are divided by i.
+        scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
+            divided by i.
         relative_position_bias: Bias of attention scores by relative position.
         lm_head_input_scale: Factor of the hidden states before the head.
-        encoder: Architecture of the encoder whose output the layers attend to; its attention is bidirectional.
+        encoder: Architecture of the encoder. The layers attend to its output. Its attention is
+            bidirectional.
         leaf_init_stds: End of a leaf's path -> its standard deviation, for leaves with another one.
     """
 
@@ -143,16 +171,22 @@ class ArchConfig:
 
     def leaf_init_std(self, path: str) -> float:
         """Return the standard deviation of the initial values of a matrix or an embedding."""
-        return next((std for suffix, std in self.leaf_init_stds if path.endswith(suffix)), self.init_std)
+        return next(
+            (std for suffix, std in self.leaf_init_stds if path.endswith(suffix)), self.init_std
+        )
 
     def rope_for(self, window: int) -> Rope | None:
         """Return the rotary embedding of layers with this sliding window."""
-        return self.local_rope if self.local_rope and window != FULL_ATTENTION else self.rope
+        if self.local_rope and window != FULL_ATTENTION:
+            return self.local_rope
+        return self.rope
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """All rotary embeddings of the layers, without repetition."""
-        return tuple(dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope))
+        return tuple(
+            dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope)
+        )
 
 
 def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
@@ -172,7 +206,11 @@ def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str)
             and isinstance(value, list)
             and all(layer_type == LAYER_TYPES[0] for layer_type in value)
         )
-        if field not in supported_fields and not is_full_attention and not any(value == v for v in neutral_values):
+        if (
+            field not in supported_fields
+            and not is_full_attention
+            and not any(value == v for v in neutral_values)
+        ):
             why = f"config.json has {value!r:.60}, which changes what the model computes"
             raise PrepError(f"`{field}` is not supported for this family", why)
 
@@ -189,7 +227,8 @@ def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
         One of ACTIVATIONS.
 
     Raises:
-        PrepError: The activation is not supported, or a field of other families names another activation.
+        PrepError: The activation is not supported, or a field of other families names another
+            activation.
     """
     name = config.get(key) or default
     if name not in ACTIVATIONS:
@@ -198,7 +237,8 @@ def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
     for field in ACTIVATION_FIELDS:
         value = config.get(field) or name
         if value != name and (
-            not isinstance(value, str) or _canonical_activation(value) != _canonical_activation(name)
+            not isinstance(value, str)
+            or _canonical_activation(value) != _canonical_activation(name)
         ):
             why = f"config.json has {value!r:.60}; this family reads `{key}`, which is {name}"
             raise PrepError(f"`{field}` is not supported for this family", why)
@@ -217,7 +257,11 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT32:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value <= MAX_FLOAT32
+    ):
         raise invalid_config_error(f"{key} is {value!r:.60}, it must be a number above 0")
     return float(value)
 
@@ -228,7 +272,9 @@ def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> 
     Raises:
         PrepError: The value is not a number above 0.
     """
-    return NO_SOFTCAP if config.get(key, default) is None else read_positive(config, key, default or NO_SOFTCAP)
+    if config.get(key, default) is None:
+        return NO_SOFTCAP
+    return read_positive(config, key, default or NO_SOFTCAP)
 
 
 def read_sliding_windows(
@@ -240,7 +286,8 @@ def read_sliding_windows(
         config: Content of a config.json.
         layers: Number of layers.
         window: Width of the layers with a sliding window, or None if no layer has one.
-        is_sliding: Whether the layer of an index has a sliding window, for configs without `layer_types`.
+        is_sliding: Whether the layer of an index has a sliding window, for configs without
+            `layer_types`.
 
     Returns:
         For each layer a width or FULL_ATTENTION.
@@ -248,12 +295,19 @@ def read_sliding_windows(
     Raises:
         PrepError: The width is not a positive integer, or `layer_types` is invalid.
     """
-    width, layer_types = _read_window(window), config.get("layer_types")
+    width = _read_window(window)
+    layer_types = config.get("layer_types")
     if layer_types is None:
-        layer_types = [LAYER_TYPES[window is not None and is_sliding(layer)] for layer in range(layers)]
+        layer_types = [
+            LAYER_TYPES[window is not None and is_sliding(layer)] for layer in range(layers)
+        ]
     elif window is None and isinstance(layer_types, list) and LAYER_TYPES[1] in layer_types:
-        raise invalid_config_error(f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window")
-    return windows_by_layer_type(layer_types, LAYER_TYPES, layers=layers, window=width, field="layer_types")
+        raise invalid_config_error(
+            f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window"
+        )
+    return windows_by_layer_type(
+        layer_types, LAYER_TYPES, layers=layers, window=width, field="layer_types"
+    )
 
 
 def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
@@ -271,7 +325,9 @@ def _read_window(window: Any) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise invalid_config_error(f"sliding_window is {window!r:.60}, it must be a positive integer")
+        raise invalid_config_error(
+            f"sliding_window is {window!r:.60}, it must be a positive integer"
+        )
     return min(window, MAX_WINDOW)
 
 
@@ -294,13 +350,17 @@ def windows_by_layer_type(
         PrepError: The list has another length or other names.
     """
     is_list = isinstance(layer_types, list)
-    if not is_list or len(layer_types) != layers or any(name not in type_names for name in layer_types):
+    if (
+        not is_list
+        or len(layer_types) != layers
+        or any(name not in type_names for name in layer_types)
+    ):
         why = f"{field} gives the layers {layer_types!r:.80}, it must give {layers} of {' and '.join(type_names)}"
         raise invalid_config_error(why)
     return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
 
 
 def window_period(windows: Sequence[int]) -> int:
-    """Return the period of the pattern of windows, in layers; the last period may be incomplete."""
+    """Return the period of the pattern of windows, in layers. The last period may be incomplete."""
     lengths = range(1, len(windows) + 1)
     return next(n for n in lengths if all(a == b for a, b in zip(windows, windows[n:])))

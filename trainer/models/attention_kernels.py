@@ -9,16 +9,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.remat import SAVES_INPUT, SAVES_SCORES, RematPolicy
 
 AUTO = "auto"
-# Tokens up to which dense attention is preferred to blockwise attention
-MAX_DENSE_LENGTH = 1024  # it is at least as fast as tiles of 512, the default of accelerators
-CPU_MAX_DENSE_LENGTH = 255  # tiles of 64, the default of CPUs, save little, and take longer to compile
-HOPPER = (9, 0)  # compute capability
+# Tokens up to which dense attention is preferred to blockwise attention.
+# It is at least as fast as tiles of 512, the default of accelerators.
+MAX_DENSE_LENGTH = 1024
+# Tiles of 64, the default of CPUs, save little memory up to this length, and take longer to
+# compile.
+CPU_MAX_DENSE_LENGTH = 255
+# Compute capability of the Hopper generation.
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class DeviceKind:
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        compute_capability: Of NVIDIA GPUs; None for other devices, and if it is unknown.
+        compute_capability: Of NVIDIA GPUs, or None for other devices, and if it is unknown.
     """
 
     platform: str
@@ -35,7 +39,8 @@ class DeviceKind:
 
 
 CPU = DeviceKind("cpu")
-ANY_ACCELERATOR = DeviceKind("accelerator")  # for estimates: an accelerator without a kernel of its own
+# For estimates: an accelerator without a specific kernel.
+ANY_ACCELERATOR = DeviceKind("accelerator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class HeadDims:
 
     Attributes:
         multiple_of: Divisor of the width.
-        maximum: Largest width; None for no limit.
+        maximum: Largest width, or None for no limit.
         hopper_maximum: Largest width on GPUs of compute capability 9.0 or later.
     """
 
@@ -53,8 +58,10 @@ class HeadDims:
     hopper_maximum: int | None = None
 
     def limit(self, device: DeviceKind) -> int | None:
-        """Return the largest width on a device; None for no limit."""
-        return self.hopper_maximum if (device.compute_capability or (0, 0)) >= HOPPER else self.maximum
+        """Return the largest width on a device, or None for no limit."""
+        if (device.compute_capability or (0, 0)) >= HOPPER:
+            return self.hopper_maximum
+        return self.maximum
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +72,18 @@ class KernelSpec:
         name: Name in recipes.
         summary: What it computes, for the documentation.
         features: Supported features.
-        platforms: Platforms that it runs on; empty for all.
+        platforms: Platforms that it runs on. Empty for all.
         dtypes: Supported dtypes.
         head_dims: Supported head widths.
-        has_tiles: Whether `q_chunk_size` and `k_chunk_size` set the scores that exist at the same time.
-        runs_per_device: Whether each device calls it for its own rows and heads, because XLA cannot split it.
+        has_tiles: Whether `q_chunk_size` and `k_chunk_size` set the scores that exist at the same
+            time.
+        runs_per_device: Whether each device calls it for its own rows and heads, because XLA cannot
+            split it.
     """
 
     name: str
     summary: str
-    features: frozenset[Feature]
+    features: frozenset[AttentionFeature]
     platforms: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: HeadDims = HeadDims()
@@ -82,16 +91,23 @@ class KernelSpec:
     runs_per_device: bool = False
 
     def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
-        """Return the queries and keys whose scores exist in memory at the same time; None if all do."""
+        """Return the queries and keys of a tile of scores, or None if all scores exist at once."""
         if self.runs_per_device:
             return NO_SCORES
-        return (q_chunk_size, k_chunk_size) if self.has_tiles else None
+        if self.has_tiles:
+            return (q_chunk_size, k_chunk_size)
+        return None
 
 
 ACCELERATOR_FEATURES = frozenset(
     {
-        *(Feature.CAUSAL, Feature.WINDOW, Feature.MIXED_WINDOWS, Feature.GROUPED_HEADS),
-        *(Feature.LAYER_SCALE, Feature.SAVED_SCORES),
+        *(
+            AttentionFeature.CAUSAL,
+            AttentionFeature.WINDOW,
+            AttentionFeature.MIXED_WINDOWS,
+            AttentionFeature.GROUPED_HEADS,
+        ),
+        *(AttentionFeature.LAYER_SCALE, AttentionFeature.SAVED_SCORES),
     }
 )
 KERNEL_SPECS: Mapping[str, KernelSpec] = {
@@ -100,12 +116,12 @@ KERNEL_SPECS: Mapping[str, KernelSpec] = {
         KernelSpec(
             "reference",
             "the scores of all queries and keys at once",
-            frozenset(Feature) - {Feature.SPLIT_SEQUENCE},
+            frozenset(AttentionFeature) - {AttentionFeature.SPLIT_SEQUENCE},
         ),
         KernelSpec(
             "blockwise",
             "tile by tile, with memory linear in the length",
-            frozenset(Feature) - {Feature.SAVED_SCORES},
+            frozenset(AttentionFeature) - {AttentionFeature.SAVED_SCORES},
             has_tiles=True,
         ),
         KernelSpec(
@@ -120,7 +136,7 @@ KERNEL_SPECS: Mapping[str, KernelSpec] = {
         KernelSpec(
             "pallas-splash",
             "splash attention, a Pallas kernel for TPUs",
-            ACCELERATOR_FEATURES | {Feature.SOFTCAP, Feature.SEGMENTS},
+            ACCELERATOR_FEATURES | {AttentionFeature.SOFTCAP, AttentionFeature.SEGMENTS},
             platforms=("tpu",),
             dtypes=("float32", "bfloat16"),
             runs_per_device=True,
@@ -146,12 +162,14 @@ class KernelChoice:
         return f"attention {self.name} ({self.reason})"
 
 
-def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, length: int) -> tuple[KernelChoice, ...]:
+def rank_kernels(
+    requested: str, needs: AttentionNeeds, *, device: DeviceKind, length: int
+) -> tuple[KernelChoice, ...]:
     """Return the kernels that can compute the attention of a run, the best first.
 
-    `auto` prefers the kernels made for the platform. Without one it prefers blockwise attention for sequences of more
-    than MAX_DENSE_LENGTH tokens, on CPUs of more than CPU_MAX_DENSE_LENGTH. The choice does not depend on the mesh, so
-    that a run that resumes on another one keeps its kernel.
+    `auto` prefers the kernels made for the platform. Without one it prefers blockwise attention for
+    sequences of more than MAX_DENSE_LENGTH tokens, on CPUs of more than CPU_MAX_DENSE_LENGTH. The
+    choice does not depend on the mesh, so that a run that resumes on another one keeps its kernel.
 
     Args:
         requested: A name, or `auto`.
@@ -160,21 +178,28 @@ def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, l
         length: Tokens of the longest sequence.
 
     Returns:
-        The choices; one if a name is requested.
+        The choices. One if a name is requested.
 
     Raises:
-        UsageError: The requested kernel is unknown or cannot compute the attention of the run, or no kernel can.
+        UsageError: The requested kernel is unknown or cannot compute the attention of the run, or
+            no kernel can.
     """
     if requested != AUTO:
         spec = find_kernel(requested)
         if reasons := [*missing(spec, needs, device)]:
             raise unsupported_error(spec, reasons)
         return (KernelChoice(spec.name, "set by the recipe"),)
+    # The kernels of other platforms are not in the list, so their reasons are not in the message.
     accelerated = [spec for spec in KERNEL_SPECS.values() if device.platform in spec.platforms]
     max_dense_length = CPU_MAX_DENSE_LENGTH if device.platform == CPU.platform else MAX_DENSE_LENGTH
     is_long = length > max_dense_length
-    general = [KERNEL_SPECS[name] for name in (("blockwise", "reference") if is_long else ("reference", "blockwise"))]
-    length_reason = f"sequences of {'more than' if is_long else 'up to'} {max_dense_length:,} tokens"
+    general = [
+        KERNEL_SPECS[name]
+        for name in (("blockwise", "reference") if is_long else ("reference", "blockwise"))
+    ]
+    length_reason = (
+        f"sequences of {'more than' if is_long else 'up to'} {max_dense_length:,} tokens"
+    )
     choices: list[KernelChoice] = []
     skipped = [] if accelerated else [f"no kernel for {device.platform}"]
     for spec in (*accelerated, *general):
@@ -197,7 +222,9 @@ def find_kernel(name: str) -> KernelSpec:
     """
     if name not in KERNEL_SPECS:
         what = f"unknown `model.attention_kernel` {name!r:.60}"
-        raise usage_error(what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`')
+        raise usage_error(
+            what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`'
+        )
     return KERNEL_SPECS[name]
 
 
@@ -215,9 +242,13 @@ def missing(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> Iter
         yield f"supports heads of up to {limit} elements, not {needs.head_dim}"
 
 
-def missing_features(spec: KernelSpec, features: frozenset[Feature]) -> Iterator[str]:
+def missing_features(spec: KernelSpec, features: frozenset[AttentionFeature]) -> Iterator[str]:
     """Yield a phrase for each feature that a kernel does not support."""
-    yield from (f"does not support {feature}" for feature in Feature if feature in features - spec.features)
+    yield from (
+        f"does not support {feature}"
+        for feature in AttentionFeature
+        if feature in features - spec.features
+    )
 
 
 def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
@@ -225,20 +256,26 @@ def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
 
     Args:
         policy: `model.remat_policy`.
-        kernel: `model.attention_kernel`; `auto` takes a kernel that fits the policy.
+        kernel: `model.attention_kernel`. `auto` takes a kernel that fits the policy.
     """
-    if kernel != AUTO and policy in SAVES_SCORES and Feature.SAVED_SCORES not in find_kernel(kernel).features:
-        what = f'`model.remat_policy` is {json.dumps(policy)}, and `model.attention_kernel` "{kernel}"'
+    if (
+        kernel != AUTO
+        and policy in SAVES_SCORES
+        and AttentionFeature.SAVED_SCORES not in find_kernel(kernel).features
+    ):
+        what = (
+            f'`model.remat_policy` is {json.dumps(policy)}, and `model.attention_kernel` "{kernel}"'
+        )
         hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
         raise usage_error(what, "the policy saves the scores of all tiles", hint)
 
 
 def check_split_sequence(spec: KernelSpec, num_shards: int) -> None:
     """Raise UsageError if the mesh splits sequences, and the kernel needs whole ones."""
-    check_features(spec, frozenset({Feature.SPLIT_SEQUENCE} if num_shards > 1 else ()))
+    check_features(spec, frozenset({AttentionFeature.SPLIT_SEQUENCE} if num_shards > 1 else ()))
 
 
-def check_features(spec: KernelSpec, features: frozenset[Feature]) -> None:
+def check_features(spec: KernelSpec, features: frozenset[AttentionFeature]) -> None:
     """Raise UsageError if a kernel does not support a feature of a run."""
     if reasons := [*missing_features(spec, features)]:
         raise unsupported_error(spec, reasons)

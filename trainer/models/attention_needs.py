@@ -12,8 +12,8 @@ from trainer.models.param_tree import ParamLeaf, dim_extent
 from trainer.models.remat import SAVES_SCORES, RematPolicy
 
 
-class Feature(StrEnum):
-    """A feature of attention; the value is its name in messages and in the documentation."""
+class AttentionFeature(StrEnum):
+    """A feature of attention. The value is its name in messages and in the documentation."""
 
     CAUSAL = "causal masks"
     WINDOW = "sliding windows"
@@ -43,12 +43,14 @@ class AttentionNeeds:
         head_dim: Width of a head.
     """
 
-    features: frozenset[Feature]
+    features: frozenset[AttentionFeature]
     dtype: str
     head_dim: int
 
 
-def model_features(arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]) -> frozenset[Feature]:
+def model_features(
+    arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]
+) -> frozenset[AttentionFeature]:
     """Return the features that the attention of a model needs for whole sequences in order.
 
     Args:
@@ -56,25 +58,32 @@ def model_features(arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]) -> 
         leaves: Parameters by path.
     """
     num_heads = dim_extent(leaves, "heads")
-    num_kv_heads = dim_extent(leaves, "kv_heads") or num_heads  # families without grouped heads have only `heads`
-    return frozenset(_arch_features(arch_config)) | ({Feature.GROUPED_HEADS} if num_kv_heads != num_heads else set())
+    # Families without grouped heads have only `heads`.
+    num_kv_heads = dim_extent(leaves, "kv_heads") or num_heads
+    return frozenset(_arch_features(arch_config)) | (
+        {AttentionFeature.GROUPED_HEADS} if num_kv_heads != num_heads else set()
+    )
 
 
-def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:
-    yield Feature.CAUSAL
+def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
+    yield AttentionFeature.CAUSAL
     if any(window != FULL_ATTENTION for window in arch_config.sliding_windows):
-        yield Feature.WINDOW
+        yield AttentionFeature.WINDOW
     if len({*arch_config.sliding_windows}) > 1:
-        yield Feature.MIXED_WINDOWS
+        yield AttentionFeature.MIXED_WINDOWS
     if arch_config.encoder is not None:
-        yield from (Feature.BIDIRECTIONAL, Feature.CROSS, Feature.KEY_PADDING)
+        yield from (
+            AttentionFeature.BIDIRECTIONAL,
+            AttentionFeature.CROSS,
+            AttentionFeature.KEY_PADDING,
+        )
         yield from _arch_features(arch_config.encoder)
     if arch_config.relative_position_bias is not None:
-        yield Feature.SCORE_BIAS
+        yield AttentionFeature.SCORE_BIAS
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
-        yield Feature.SOFTCAP
+        yield AttentionFeature.SOFTCAP
     if arch_config.scale_attn_by_inverse_layer_idx:
-        yield Feature.LAYER_SCALE
+        yield AttentionFeature.LAYER_SCALE
 
 
 def run_features(
@@ -83,7 +92,7 @@ def run_features(
     num_sequence_shards: int,
     dropout: DropoutConfig = NO_DROPOUT,
     has_segments: bool = False,
-) -> frozenset[Feature]:
+) -> frozenset[AttentionFeature]:
     """Return the features that a run needs in addition to those of its model.
 
     Args:
@@ -93,10 +102,10 @@ def run_features(
         has_segments: Whether documents share a sequence and do not attend to each other.
     """
     is_needed = {
-        Feature.SEGMENTS: has_segments,
-        Feature.SAVED_SCORES: remat_policy in SAVES_SCORES,
-        Feature.SPLIT_SEQUENCE: num_sequence_shards > 1,
-        Feature.DROPOUT: dropout.attention > 0,
-        Feature.FCM: max(dropout.fcm_ratio) > 0,
+        AttentionFeature.SEGMENTS: has_segments,
+        AttentionFeature.SAVED_SCORES: remat_policy in SAVES_SCORES,
+        AttentionFeature.SPLIT_SEQUENCE: num_sequence_shards > 1,
+        AttentionFeature.DROPOUT: dropout.attention > 0,
+        AttentionFeature.FCM: max(dropout.fcm_ratio) > 0,
     }
     return frozenset(feature for feature, needed in is_needed.items() if needed)

@@ -1,9 +1,10 @@
-"""Axis maps: where each element of a parameter lies in the source tensors, as one row of text per parameter.
+"""Axis maps: the place of each element of a parameter in the source tensors, as one line of text.
 
     layers heads head_dim embed <- h.{layers}.attn.q_proj.weight: (heads head_dim) embed
 
-The left side lists the dims of the leaf in the parameter tree; the right side gives the tensor's name and its dims.
-An *atom* is a named axis with an extent. A dim on either side is one atom, several merged atoms `(a b)`, or `1`.
+The left side lists the dims of the leaf in the parameter tree. The right side gives the tensor's
+name and its dims. An *atom* is a named axis. A dim on either side is one atom, several merged atoms
+`(a b)`, or `1`.
 
 On the right side:
 
@@ -11,9 +12,26 @@ On the right side:
 - `{a b=1}` in a name: the merged index of several atoms, some of them fixed.
 - `{a@list}` in a name: `a` counts through the index list `list` of the sizes.
 - `a=i`: fixes an atom at one index.
-- `(>a b | c b)`: a dim of unequal parts, one after another; `>` marks the part of this row.
+- `(>a b | c b)`: a dim of unequal parts, one after another. `>` marks the part of this axis map.
 
-If the left side lacks an atom in braces, there is one leaf per index of it. No I/O, no jax.
+If an atom in braces is missing on the left side, there is one leaf per index of it. No I/O, no jax.
+
+Example: a tensor `w` of shape [2, 3] and a leaf that is its transpose, of shape [3, 2].
+
+1. The text is `b a <- w: a b`. `parse_row` makes a `ParsedAxisMap` of it, without sizes: the leaf
+   has the dims (b) and (a), the tensor has (a) and (b).
+2. `bind_row` adds the sizes a = 2 and b = 3. The `AxisMap` has the shape [3, 2] on the left and
+   [2, 3] on the right.
+3. The element [2, 0] of the leaf has the index 2 along b and 0 along a. In the tensor it is the
+   element [0, 2]: element 0 * 3 + 2 = 2 in row-major order, and 2 * 2 + 0 = 4 of the leaf.
+
+>>> axis_map = bind_row(parse_row("b a <- w: a b"), {"a": 2, "b": 3})
+>>> axis_map.leaf_shape, axis_map.source_shape
+((3, 2), (2, 3))
+
+A merged dim is in row-major order of its atoms. In
+`heads head_dim embed <- q: (heads head_dim) embed` with 4 elements per head, head 1 and element 3
+of a leaf are row 1 * 4 + 3 = 7 of the tensor.
 """
 
 from __future__ import annotations
@@ -26,21 +44,34 @@ from dataclasses import dataclass
 
 from trainer.models.errors import PrepError
 
-AtomDims = tuple[tuple[str, ...], ...]  # the atoms of each dim
-Sizes = Mapping[str, int | Sequence[int]]  # atom -> extent, or name of an index list -> indices
-LAYERS = "layers"  # path part and atom of the layers (of the decoder, if the model has an encoder)
-ENCODER_LAYERS = "encoder_layers"  # atom of the encoder's layers
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)  # atoms that count layers; a leaf has at most one of them
+# The atoms of each dim.
+AtomDims = tuple[tuple[str, ...], ...]
+# Atom -> extent, or name of an index list -> indices.
+Sizes = Mapping[str, int | Sequence[int]]
+# Path part and atom of the layers (of the decoder, if the model has an encoder).
+LAYERS = "layers"
+# Atom of the encoder's layers.
+ENCODER_LAYERS = "encoder_layers"
+# Atoms that count layers. A leaf has at most one of them.
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
     """Return the axis of a leaf that stacks layers, or None."""
-    return next((axis for axis, dim in enumerate(dims) if len(dim) == 1 and dim[0] in LAYER_ATOMS), None)
+    for axis, dim in enumerate(dims):
+        if len(dim) == 1 and dim[0] in LAYER_ATOMS:
+            return axis
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An atom in a merged dim or in braces: `fixed` at one index, or free (None)."""
+    """An atom in a merged dim or in braces.
+
+    Attributes:
+        atom: Its name.
+        fixed: The only index used, or None for all indices.
+    """
 
     atom: str
     fixed: int | None = None
@@ -48,7 +79,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class SourceDim:
-    """A parsed dim of a source tensor: the merged terms of its consecutive parts; the row maps only part `selected`."""
+    """A parsed dim of a source tensor.
+
+    Attributes:
+        parts: Merged terms of each part, e.g. two parts for `(>a b | c b)`.
+        selected: Index of the part that the axis map uses.
+    """
 
     parts: tuple[tuple[Term, ...], ...]
     selected: int = 0
@@ -56,15 +92,20 @@ class SourceDim:
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """Parsed braces in a tensor name: the terms that form one merged index, and the name of an index list (or "")."""
+    """Parsed braces in a tensor name.
+
+    Attributes:
+        terms: Atoms that form one merged index.
+        index_list: Name of the list of the numbers in the tensor names, or "".
+    """
 
     terms: tuple[Term, ...]
     index_list: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A parsed row without extents."""
+class ParsedAxisMap:
+    """The axis map as written, before its axes have sizes."""
 
     text: str
     leaf_dims: AtomDims
@@ -73,8 +114,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
-    """An atom of a dim with its extent: `fixed` at one index, or free (None). The outermost factor comes first."""
+class SizedAxis:
+    """A named axis and its size.
+
+    Attributes:
+        atom: Name of the axis.
+        extent: Its size.
+        fixed: The only index used, or None for all indices.
+    """
 
     atom: str
     extent: int
@@ -83,16 +130,25 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDim:
-    """A dim of a source tensor with `extent` elements; the row maps those from `start` on, shaped as `factors`."""
+    """A dim of a source tensor and the part of it that the axis map uses.
+
+    For `(>a b | c b)` with a = 2, b = 3, c = 4 the extent is 6 + 12 = 18. The first part starts at
+    0 and the second one at 6.
+
+    Attributes:
+        extent: Elements of the whole dim.
+        start: First element of the part.
+        factors: Axes that the elements of the part are the merged index of, outermost first.
+    """
 
     extent: int
     start: int
-    factors: tuple[Factor, ...]
+    factors: tuple[SizedAxis, ...]
 
     @property
     def selected_extent(self) -> int:
-        """Number of elements from `start` on, over all factors, fixed ones included."""
-        return math.prod(f.extent for f in self.factors)
+        """Number of elements of the part. A fixed axis counts with its whole size."""
+        return _merged_extent(self.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +157,48 @@ class TensorIndex:
 
     Attributes:
         factors: Atoms in the braces, outermost first. Their indices form one merged index.
-        listed_indices: Number in the name for each merged index; empty if the merged index itself is the number.
+        listed_indices: Number in the name for each merged index. Empty if the merged index is the
+            number itself.
     """
 
-    factors: tuple[Factor, ...]
+    factors: tuple[SizedAxis, ...]
     listed_indices: tuple[int, ...] = ()
 
     def resolve(self, atom_indices: Mapping[str, int]) -> int:
         """Return the number that replaces the braces, given the index of each free atom."""
+        # Horner's rule for a row-major index: (i, j) in extents (m, n) is i * n + j.
         index = 0
         for factor in self.factors:
-            index = index * factor.extent + (atom_indices[factor.atom] if factor.fixed is None else factor.fixed)
-        return self.listed_indices[index] if self.listed_indices else index
+            if factor.fixed is None:
+                axis_index = atom_indices[factor.atom]
+            else:
+                axis_index = factor.fixed
+            index = index * factor.extent + axis_index
+        if self.listed_indices:
+            return self.listed_indices[index]
+        return index
 
 
 @dataclass(frozen=True, slots=True)
 class AxisMap:
-    """A row with extents: the correspondence between elements of a leaf and elements of source tensors."""
+    """The correspondence between the elements of a leaf and the elements of source tensors.
+
+    Attributes:
+        text: The axis map as written, for errors.
+        leaf_dims: Axes of each dim of the leaf, outermost first, with padding in their sizes.
+        name_parts: Pieces of the tensor's name and the indices between them.
+        source_dims: Dims of the tensor, without padding.
+    """
 
     text: str
-    leaf_dims: tuple[tuple[Factor, ...], ...]  # extents in the tree, padding included
+    leaf_dims: tuple[tuple[SizedAxis, ...], ...]
     name_parts: tuple[str | TensorIndex, ...]
-    source_dims: tuple[TensorDim, ...]  # extents in the tensor, without padding
+    source_dims: tuple[TensorDim, ...]
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
         """Shape of the leaf in the tree, padding included."""
-        return tuple(math.prod(f.extent for f in dim) for dim in self.leaf_dims)
+        return tuple(_merged_extent(dim) for dim in self.leaf_dims)
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -135,45 +206,60 @@ class AxisMap:
         return tuple(dim.extent for dim in self.source_dims)
 
     @property
-    def stacked_factors(self) -> tuple[Factor, ...]:
-        """Free atoms in braces; their indices select the tensor."""
-        tensor_indices = [part for part in self.name_parts if isinstance(part, TensorIndex)]
-        return tuple(f for tensor_index in tensor_indices for f in tensor_index.factors if f.fixed is None)
+    def stacked_factors(self) -> tuple[SizedAxis, ...]:
+        """Axes in braces that are not fixed. Their indices select the tensor."""
+        factors: list[SizedAxis] = []
+        for part in self.name_parts:
+            if isinstance(part, TensorIndex):
+                factors += [f for f in part.factors if f.fixed is None]
+        return tuple(factors)
 
     @property
-    def unscanned_factors(self) -> tuple[Factor, ...]:
-        """Stacked atoms without a dim of the leaf; each of their indices has a leaf of its own."""
-        leaf_atoms = {f.atom for dim in self.leaf_dims for f in dim}
+    def unscanned_factors(self) -> tuple[SizedAxis, ...]:
+        """Stacked axes that no dim of the leaf has. There is one leaf per index of them."""
+        leaf_atoms = {f.atom for f in itertools.chain.from_iterable(self.leaf_dims)}
         return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 
     def tensors(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yield the name of each source tensor with the index of each stacked atom."""
-        for indices in itertools.product(*(range(f.extent) for f in self.stacked_factors)):
-            atom_indices = {f.atom: i for f, i in zip(self.stacked_factors, indices)}
+        """Yield the name of each source tensor with the index of each stacked axis."""
+        atoms = [f.atom for f in self.stacked_factors]
+        extents = [f.extent for f in self.stacked_factors]
+        for indices in itertools.product(*map(range, extents)):
+            atom_indices = dict(zip(atoms, indices))
             yield self.tensor_name(atom_indices), atom_indices
 
     def tensor_name(self, atom_indices: Mapping[str, int]) -> str:
-        """Return the name of the tensor at these indices of the stacked atoms."""
-        return "".join(part if isinstance(part, str) else str(part.resolve(atom_indices)) for part in self.name_parts)
+        """Return the name of the tensor at these indices of the stacked axes."""
+        name = ""
+        for part in self.name_parts:
+            if isinstance(part, TensorIndex):
+                name += str(part.resolve(atom_indices))
+            else:
+                name += part
+        return name
 
 
-def parse_row(text: str) -> Row:
+def _merged_extent(factors: Iterable[SizedAxis]) -> int:
+    return math.prod(f.extent for f in factors)
+
+
+def parse_row(text: str) -> ParsedAxisMap:
     """Parse `leaf dims <- name: tensor dims`.
 
     Args:
-        text: A row in the notation of this module.
+        text: An axis map in the notation of this module.
 
     Returns:
-        The row, without extents.
+        The axis map without sizes.
 
     Raises:
-        PrepError: The row is malformed; the error quotes the row and the reason.
+        PrepError: The text is malformed. The error quotes it and the reason.
     """
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise _row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
     name, dims = right.rsplit(":", 1)
-    row = Row(
+    row = ParsedAxisMap(
         text=text,
         leaf_dims=_parse_leaf_dims(text, left),
         name_parts=_parse_name(text, name.strip()),
@@ -183,42 +269,52 @@ def parse_row(text: str) -> Row:
     return row
 
 
-def bind_row(row: Row, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
-    """Combine a row with the extents of its atoms.
+def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
+    """Give the axes of an axis map their sizes.
 
     Args:
-        row: A parsed row.
-        sizes: Atom -> extent, and name of an index list -> indices.
-        padded: Atom -> extent in the tree, for atoms with padding.
+        row: The axis map without sizes.
+        sizes: Size of each atom, and the indices of each index list, by name.
+        padded: Size in the tree of each atom with padding, e.g. {"vocab": 50304}.
 
     Returns:
-        The row with extents.
+        The axis map with sizes.
 
     Raises:
-        PrepError: An atom has no size, its padded size is smaller than its size, or a fixed index is out of range.
+        PrepError: An atom has no size, its padded size is smaller than its size, or a fixed index
+            is out of range.
     """
     lookup = _SizeLookup(row.text, sizes)
-    leaf_extents = {
-        a: lookup.padded_extent(a, padded or {}) for dim in row.leaf_dims for a in dim if not _uses_index_list(row, a)
-    }
-    name_parts = tuple(part if isinstance(part, str) else _tensor_index(part, lookup) for part in row.name_parts)
-    leaf_extents |= {
-        f.atom: f.extent
-        for part in name_parts
-        if isinstance(part, TensorIndex) and part.listed_indices
-        for f in part.factors
-    }
+    # Padding is only in the tree: the leaf has the padded extent, the tensor the extent of `sizes`.
+    leaf_extents: dict[str, int] = {}
+    for atom in itertools.chain.from_iterable(row.leaf_dims):
+        if not _uses_index_list(row, atom):
+            leaf_extents[atom] = lookup.padded_extent(atom, padded or {})
+    name_parts: list[str | TensorIndex] = []
+    for part in row.name_parts:
+        if isinstance(part, str):
+            name_parts.append(part)
+            continue
+        index = _tensor_index(part, lookup)
+        name_parts.append(index)
+        # `sizes` has no entry for an atom with an index list. Its size is the length of the list.
+        if index.listed_indices:
+            leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
-        leaf_dims=tuple(tuple(Factor(a, leaf_extents[a]) for a in dim) for dim in row.leaf_dims),
-        name_parts=name_parts,
+        leaf_dims=tuple(_sized_axes(dim, leaf_extents) for dim in row.leaf_dims),
+        name_parts=tuple(name_parts),
         source_dims=tuple(_tensor_dim(dim, lookup) for dim in row.source_dims),
     )
 
 
+def _sized_axes(atoms: Iterable[str], extents: Mapping[str, int]) -> tuple[SizedAxis, ...]:
+    return tuple(SizedAxis(atom, extents[atom]) for atom in atoms)
+
+
 @dataclass(frozen=True, slots=True)
 class _SizeLookup:
-    """The sizes for one row, with errors that quote the row."""
+    """The sizes of one axis map, with errors that quote its text."""
 
     row: str
     sizes: Sizes
@@ -234,7 +330,9 @@ class _SizeLookup:
         """Return the extent of an atom in the tree."""
         size = self.extent(atom)
         if padded.get(atom, size) < size:
-            why = f"`{atom}` has size {size} and cannot be padded to {padded[atom]}, which is smaller"
+            why = (
+                f"`{atom}` has size {size} and cannot be padded to {padded[atom]}, which is smaller"
+            )
             raise _row_error(self.row, why)
         return padded.get(atom, size)
 
@@ -245,40 +343,50 @@ class _SizeLookup:
             raise _row_error(self.row, f"the sizes have no index list `{name}`")
         return tuple(indices)
 
-    def factors(self, terms: Iterable[Term]) -> tuple[Factor, ...]:
+    def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:
         """Return the terms with their extents."""
-        factors = tuple(Factor(t.atom, self.extent(t.atom), t.fixed) for t in terms)
+        factors = tuple(SizedAxis(t.atom, self.extent(t.atom), t.fixed) for t in terms)
         for factor in factors:
             if factor.fixed is not None and factor.fixed >= factor.extent:
                 raise _row_error(
-                    self.row, f"`{factor.atom}={factor.fixed}` is out of range: the size is {factor.extent}"
+                    self.row,
+                    f"`{factor.atom}={factor.fixed}` is out of range: the size is {factor.extent}",
                 )
         return factors
 
 
-def _uses_index_list(row: Row, atom: str) -> bool:
-    return any(isinstance(p, NamePattern) and p.index_list and atom == p.terms[0].atom for p in row.name_parts)
+def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
+    for part in row.name_parts:
+        if isinstance(part, NamePattern) and part.index_list and part.terms[0].atom == atom:
+            return True
+    return False
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
     if not pattern.index_list:
         return TensorIndex(lookup.factors(pattern.terms))
     indices = lookup.index_list(pattern.index_list)
-    return TensorIndex((Factor(pattern.terms[0].atom, len(indices)),), indices)
+    return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 
 
 def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
     parts = [lookup.factors(terms) for terms in dim.parts]
-    lengths = [math.prod(f.extent for f in part) for part in parts]
-    return TensorDim(extent=sum(lengths), start=sum(lengths[: dim.selected]), factors=parts[dim.selected])
+    lengths = [_merged_extent(part) for part in parts]
+    return TensorDim(
+        extent=sum(lengths), start=sum(lengths[: dim.selected]), factors=parts[dim.selected]
+    )
 
 
 def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
-    leaf_dims = tuple(tuple(a for a in item.strip("()").split() if a != "1") for item in _split_dims(text, dims))
-    for atom in (a for dim in leaf_dims for a in dim):
+    leaf_dims: list[tuple[str, ...]] = []
+    for item in _split_dims(text, dims):
+        # A dim written as `1` has no atoms. Its extent is the empty product, 1.
+        atoms = tuple(word for word in item.strip("()").split() if word != "1")
+        leaf_dims.append(atoms)
+    for atom in itertools.chain.from_iterable(leaf_dims):
         if not atom.isidentifier():
             raise _row_error(text, f"`{atom}` is not a valid atom name")
-    return leaf_dims
+    return tuple(leaf_dims)
 
 
 def _split_dims(text: str, dims: str) -> list[str]:
@@ -291,11 +399,13 @@ def _split_dims(text: str, dims: str) -> list[str]:
 def _parse_source_dim(text: str, item: str) -> SourceDim:
     parts = [part.strip() for part in item.strip("()").split("|")]
     marked = [i for i, part in enumerate(parts) if part.startswith(">")]
+    # One part needs no mark, several need exactly one.
     if len(marked) != (len(parts) > 1):
         raise _row_error(text, "exactly one of several parts of a dim must be marked with `>`")
     if len(parts) > 1 and not all(part.strip("> ") for part in parts):
         raise _row_error(text, "a part of a dim is empty")
-    return SourceDim(tuple(_parse_terms(text, part.lstrip(">")) for part in parts), marked[0] if marked else 0)
+    terms = tuple(_parse_terms(text, part.lstrip(">")) for part in parts)
+    return SourceDim(terms, selected=marked[0] if marked else 0)
 
 
 def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
@@ -311,33 +421,54 @@ def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
 
 
 def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
-    pieces = re.split(r"{([^{}]*)}", name)  # plain text at even positions, the content of braces at odd ones
+    # Plain text is at even positions, the content of braces at odd ones.
+    pieces = re.split(r"{([^{}]*)}", name)
     if any(re.search(r"[{}\s]", piece) for piece in pieces[::2]) or not name:
         raise _row_error(text, "its tensor name is empty, has a space, or braces that do not match")
-    return tuple(p if i % 2 == 0 else _parse_name_pattern(text, p) for i, p in enumerate(pieces) if p or i % 2)
+    parts: list[str | NamePattern] = []
+    for position, piece in enumerate(pieces):
+        if position % 2:
+            parts.append(_parse_name_pattern(text, piece))
+        elif piece:
+            parts.append(piece)
+    return tuple(parts)
 
 
 def _parse_name_pattern(text: str, content: str) -> NamePattern:
     words, _, index_list = content.partition("@")
     pattern = NamePattern(_parse_terms(text, words), index_list.strip())
-    if not pattern.terms or (pattern.index_list and (len(pattern.terms) != 1 or pattern.terms[0].fixed is not None)):
-        raise _row_error(text, f"`{{{content}}}` has no atom, or an index list for anything but one free atom")
+    if not pattern.terms or (
+        pattern.index_list and (len(pattern.terms) != 1 or pattern.terms[0].fixed is not None)
+    ):
+        raise _row_error(
+            text, f"`{{{content}}}` has no atom, or an index list for anything but one free atom"
+        )
     return pattern
 
 
-def _check_atoms(row: Row) -> None:
-    """Raise PrepError unless both sides have the same free atoms, once each; the leaf may lack atoms in braces."""
-    leaf_atoms = [a for dim in row.leaf_dims for a in dim]
-    name_atoms = [
-        t.atom for part in row.name_parts if isinstance(part, NamePattern) for t in part.terms if t.fixed is None
-    ]
-    dim_atoms = [t.atom for dim in row.source_dims for t in dim.parts[dim.selected] if t.fixed is None]
+def _check_atoms(row: ParsedAxisMap) -> None:
+    """Raise PrepError unless both sides have the same atoms, once each, without the fixed ones.
+
+    The leaf may lack atoms in braces.
+    """
+    leaf_atoms = [*itertools.chain.from_iterable(row.leaf_dims)]
+    name_atoms: list[str] = []
+    for part in row.name_parts:
+        if isinstance(part, NamePattern):
+            name_atoms += _free_atoms(part.terms)
+    dim_atoms: list[str] = []
+    for dim in row.source_dims:
+        dim_atoms += _free_atoms(dim.parts[dim.selected])
     source_atoms = name_atoms + dim_atoms
     for atoms in (leaf_atoms, source_atoms):
         if repeated := {a for a in atoms if atoms.count(a) > 1}:
             raise _row_error(row.text, f"`{min(repeated)}` appears twice on one side")
     if unmatched := set(leaf_atoms) ^ set(source_atoms) - (set(name_atoms) - set(leaf_atoms)):
         raise _row_error(row.text, f"`{min(unmatched)}` appears on one side only")
+
+
+def _free_atoms(terms: Iterable[Term]) -> list[str]:
+    return [term.atom for term in terms if term.fixed is None]
 
 
 def _row_error(row: str, why: str) -> PrepError:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.models.partition import Box
+from trainer.models.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class LeafSpec:
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        read_unit: Shape of the boxes that are read as a whole, on a grid that begins at index 0; () if every element
-            can be read alone.
+        read_unit: Shape of the boxes that are read as a whole, on a grid that begins at index 0. ()
+            if every element can be read alone.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,8 @@ class HostShard:
 
     Attributes:
         box: Its box of the leaf.
-        fetch: Copies it to the host, in C order. Later training steps do not change the result. Called once.
+        fetch: Copies it to the host, in C order. Later training steps do not change the result.
+            Called once.
     """
 
     box: Box
@@ -52,7 +53,8 @@ class HostLeaf:
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        shards: The parts that this process saves. The shards of all processes cover every element once.
+        shards: The parts that this process saves. The shards of all processes cover every element
+            once.
     """
 
     shape: tuple[int, ...]
@@ -60,17 +62,22 @@ class HostLeaf:
     shards: tuple[HostShard, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...], dtype: str, *, fetch: Callable[[], np.ndarray]) -> HostLeaf:
+    def whole(
+        cls, shape: tuple[int, ...], dtype: str, *, fetch: Callable[[], np.ndarray]
+    ) -> HostLeaf:
         """Return a leaf that this process saves as one shard."""
         return cls(shape, dtype, (HostShard(tuple((0, extent) for extent in shape), fetch),))
 
     @property
     def num_elements(self) -> int:
         """Number of elements in the shards of this process."""
-        return sum(math.prod(stop - start for start, stop in shard.box) for shard in self.shards)
+        total = 0
+        for shard in self.shards:
+            total += math.prod(stop - start for start, stop in shard.box)
+        return total
 
     def fetch(self) -> np.ndarray:
-        """Copy the whole leaf to the host; its shards must cover it."""
+        """Copy the whole leaf to the host. Its shards must cover it."""
         first, *others = self.shards
         values = first.fetch()
         if not others:
@@ -82,7 +89,7 @@ class HostLeaf:
         return leaf
 
     def on_host(self) -> HostLeaf:
-        """Fetch all shards; return a leaf that hands the results over."""
+        """Fetch all shards. Return a leaf that hands the results over."""
         shards = tuple(HostShard(shard.box, [shard.fetch()].pop) for shard in self.shards)
         return HostLeaf(self.shape, self.dtype, shards)
 
@@ -110,7 +117,7 @@ class CheckpointReader(Protocol):
         ...
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
-        """Fill each array with its box of the leaf, cast to the array's dtype; no stored byte is read twice."""
+        """Fill each array with its box of the leaf, cast to the array's dtype. No stored byte is read twice."""
         ...
 
 
@@ -123,7 +130,7 @@ class PendingSave(Protocol):
         ...
 
     def wait(self) -> float:
-        """Wait until the checkpoint is complete and durable; return the seconds that the save took.
+        """Wait until the checkpoint is complete and durable. Return the seconds that the save took.
 
         Raises:
             PrepError: The checkpoint cannot be written.
@@ -139,10 +146,12 @@ class CheckpointStore(Protocol):
         ...
 
     def open(self, step: int) -> CheckpointReader:
-        """Open the checkpoint of a step; raise PrepError if it is damaged."""
+        """Open the checkpoint of a step. Raise PrepError if it is damaged."""
         ...
 
-    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+    def start_save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> PendingSave:
         """Begin to save a checkpoint. The leaves may change after the call.
 
         Args:
@@ -151,7 +160,7 @@ class CheckpointStore(Protocol):
             manifest_fields: Extra entries for the manifest.
 
         Returns:
-            The save, which may go on in the background. The next one begins after its end.
+            The save, which may continue in the background. The next one begins after its end.
 
         Raises:
             PrepError: The checkpoint cannot be written.

@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from trainer.models.partition import Spec, shard_shape
 from trainer.models.rules import STACKED_DIMS, LeafDims
 
-UNSHARDED_CHUNK_BYTES = 4 << 20  # largest chunk of a leaf that is written without a mesh
+# Largest chunk of a leaf that is written without a mesh.
+UNSHARDED_CHUNK_BYTES = 4 << 20
+# Leaves below this size per layer have one chunk per layer even on a mesh, e.g. norms and biases.
 MIN_SPLIT_NBYTES = 1 << 20
 
 
@@ -21,10 +23,10 @@ def chunk_shape(
     min_split_bytes: int = MIN_SPLIT_NBYTES,
     stacked_dims: Collection[str] = STACKED_DIMS,
 ) -> tuple[int, ...]:
-    """Return the chunk shape of a stored leaf; it divides the shape of the leaf.
+    """Return the chunk shape of a stored leaf. It divides the shape of the leaf.
 
-    With a mesh a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is a run of
-    consecutive elements of at most UNSHARDED_CHUNK_BYTES.
+    With a mesh a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is
+    a run of consecutive elements of at most UNSHARDED_CHUNK_BYTES.
 
     Args:
         dims: Atoms of each dim of the leaf.
@@ -32,12 +34,15 @@ def chunk_shape(
         spec: Sharding of the leaf on a mesh, or None.
         itemsize: Bytes of an element.
         min_split_bytes: Size per layer below which a leaf is not split.
-        stacked_dims: Logical dims with one source tensor per index; chunks have extent 1 there.
+        stacked_dims: Logical dims with one source tensor per index. Chunks have extent 1 there.
 
     Returns:
         The shape of a chunk.
     """
-    one_layer = tuple(1 if {*dim[:1]} & {*stacked_dims} else extent for dim, extent in zip(dims, shape, strict=True))
+    one_layer = tuple(
+        1 if {*dim[:1]} & {*stacked_dims} else extent
+        for dim, extent in zip(dims, shape, strict=True)
+    )
     if spec is None:
         return _contiguous_chunk(one_layer, UNSHARDED_CHUNK_BYTES // itemsize)
     if math.prod(one_layer) * itemsize < min_split_bytes:
@@ -52,10 +57,13 @@ def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:
     for extent in reversed(shape):
         length = _largest_divisor(extent, remaining)
         chunk.append(length)
+        # Once a dim is cut, outer dims have extent 1. Otherwise the elements are not consecutive.
         remaining = remaining // length if length == extent else 1
     return tuple(reversed(chunk))
 
 
 def _largest_divisor(extent: int, limit: int) -> int:
     small_divisors = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
-    return max(d for i in small_divisors for d in (i, extent // i) if d <= max(limit, 1))
+    # Each divisor up to the square root has a partner above it, e.g. 3 and 4 for 12.
+    divisors = [*small_divisors, *(extent // i for i in small_divisors)]
+    return max(divisor for divisor in divisors if divisor <= max(limit, 1))

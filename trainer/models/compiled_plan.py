@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-# A started operation is counted when it is done, because only then its type is that of the result. A TPU reduces and
-# scatters in a fusion named after both; the all-reduce in the fusion has the operand's type.
+# An asynchronous operation is counted at its `-done` line, because only this line has the type of
+# the result. A TPU reduces and scatters in a fusion named after both. The all-reduce inside that
+# fusion has the operand's type, so `read_collectives` skips the fusion's body.
 _COLLECTIVE = re.compile(
     rf"^ +(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) "
     rf"(?:(?P<kind>{_KINDS})(?:-done)?\(|fusion\(.*calls=%?all-reduce-scatter)"
 )
 _FUSED_REDUCE_SCATTER = re.compile(r"^%?all-reduce-scatter[\w.-]* \(")
-_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\]")  # bits of an element, and the extents
+# Type and extents of an array in HLO text, e.g. `bf16[8,128]`: bits of an element, and the extents.
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Collective:
 
     Attributes:
         kind: Name of the operation in HLO, such as all-gather.
-        count: Operations in the program; one in a loop counts once.
+        count: Operations in the program. One in a loop counts once.
         nbytes: Bytes of their results on one device.
     """
 
@@ -36,12 +38,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """The compiler's plan of a training step; bytes are those of one device.
+    """The compiler's plan of a training step. Bytes are per device.
 
     Attributes:
         target: The devices, such as `v5p:8x8x4` or `8 CPU devices`.
         kernel: Name of the attention kernel.
-        is_upper_bound: Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs, and keeps both.
+        is_upper_bound: Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs,
+            and keeps both.
         temp_nbytes: Temporary arrays.
         argument_nbytes: The training state and the batch.
         output_nbytes: The new training state and the metrics.
@@ -64,7 +67,7 @@ class CompiledPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Bytes that the step needs: temporary arrays, arguments, and outputs in places of their own."""
+        """Bytes that the step needs: temporary arrays, arguments, and outputs that do not alias them."""
         return self.temp_nbytes + self.argument_nbytes + self.output_nbytes - self.alias_nbytes
 
     def to_json(self) -> dict[str, Any]:
@@ -86,8 +89,12 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
         if not line.startswith(" "):
             is_fused = bool(_FUSED_REDUCE_SCATTER.match(line))
         elif not is_fused and (match := _COLLECTIVE.match(line)):
-            sizes.setdefault(match["kind"] or "reduce-scatter", []).append(_type_nbytes(match["type"]))
-    return tuple(Collective(kind, len(nbytes), sum(nbytes)) for kind, nbytes in sorted(sizes.items()))
+            sizes.setdefault(match["kind"] or "reduce-scatter", []).append(
+                _type_nbytes(match["type"])
+            )
+    return tuple(
+        Collective(kind, len(nbytes), sum(nbytes)) for kind, nbytes in sorted(sizes.items())
+    )
 
 
 def _type_nbytes(hlo_type: str) -> int:

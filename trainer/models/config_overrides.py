@@ -13,10 +13,18 @@ from trainer.models.registry import family_of, fields_read
 from trainer.models.suggest import did_you_mean
 
 OVERRIDES_KEY = "model.overrides"
-END_TOKEN_FIELD = "eos_token_id"  # a token id, or a list of them
+# Fields with a token id, or a list of them.
+END_TOKEN_FIELD = "eos_token_id"
 TOKEN_ID_FIELDS = ("bos_token_id", END_TOKEN_FIELD, "pad_token_id", "decoder_start_token_id")
 ROTARY_BASES = dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0)
-TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a table",
+}
 
 
 def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -24,10 +32,12 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
 
     Args:
         config: Content of a config.json.
-        overrides: Field -> value, of the type that the field has in the config or in published configs of its family.
+        overrides: Field -> value, of the type that the field has in the config or in published
+            configs of its family.
 
     Raises:
-        UsageError: Neither the config nor its family has such a field, or the value has another type or is invalid.
+        UsageError: Neither the config nor its family has such a field, or the value has another
+            type or is invalid.
         PrepError: The family is not supported, or the config is invalid without the overrides.
     """
     changed = {**config, **(overrides or {})}
@@ -39,7 +49,10 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
 
 
 def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
-    """Raise UsageError if a config is invalid because of its overrides; PrepError if it is without them."""
+    """Raise UsageError if a config is invalid because of its overrides.
+
+    Raise PrepError if it is invalid without them as well.
+    """
     read_architecture = family_of(config).arch_config
     try:
         read_architecture({**config, **overrides})
@@ -53,7 +66,11 @@ def _check_field(config: HFConfig, field: str, value: Any) -> None:
     known = _known_fields(config)
     if field not in known:
         why = f"neither the config.json nor the family {config.get('model_type')} has this field"
-        raise usage_error(f"`{OVERRIDES_KEY}` has the unknown field `{field:.60}`", why, did_you_mean(field, known))
+        raise usage_error(
+            f"`{OVERRIDES_KEY}` has the unknown field `{field:.60}`",
+            why,
+            did_you_mean(field, known),
+        )
     if field == "model_type" and value != config.get(field):
         why = f"the config is of {config.get(field)}"
         raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", why, "another config")
@@ -67,13 +84,16 @@ def _check_field(config: HFConfig, field: str, value: Any) -> None:
 def _known_fields(config: HFConfig) -> set[str]:
     """Return the fields of a config, of its family, and of published configs of the family."""
     family = family_of(config)
-    return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(*_published(family))
+    return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(
+        *_published(family)
+    )
 
 
 def _example_value(config: HFConfig, field: str) -> Any:
-    """Return a value of a field: of the config, else of a published config of its family; None for unknown types."""
+    """Return a value of a field: of the config, else of a published config of its family, or None."""
     family = family_of(config)
-    numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES  # configs may have integers
+    # Configs may have integers.
+    numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES
     configs: list[HFConfig] = [{**numbers, END_TOKEN_FIELD: 0}, config, *_published(family)]
     configs.append(dict.fromkeys(TOKEN_ID_FIELDS, 0))
     return next((fields[field] for fields in configs if fields.get(field) is not None), None)
@@ -89,7 +109,7 @@ def _dropout_fields(family: Family) -> set[str]:
 
 
 def _has_type_of(value: Any, example: Any) -> bool:
-    """Return whether a value has the type of an example; an integer is also a number."""
+    """Return whether a value has the type of an example. An integer is also a number."""
     if isinstance(example, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is type(example)

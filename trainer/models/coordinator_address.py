@@ -1,4 +1,4 @@
-"""Address of process 0, from the environment variables of launchers. Pure, no jax. The ports are those of jax."""
+"""Address of process 0, from the environment variables of launchers. Pure, no jax. Jax uses the same ports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from collections.abc import Mapping
 
 from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import usage_error
-from trainer.models.launchers import COMPLETION_INDEX, KUBERNETES, OPEN_MPI, SLURM, TPU_HOST_VARIABLES, TPU_POD
+from trainer.models.launchers import (
+    COMPLETION_INDEX,
+    KUBERNETES,
+    OPEN_MPI,
+    SLURM,
+    TPU_HOST_VARIABLES,
+    TPU_POD,
+)
 
 TPU_PORT = 8482
 KUBERNETES_PORT = 1234
-FIRST_DYNAMIC_PORT, NUM_DYNAMIC_PORTS = 61440, 4096  # ports derived from a job's number
+# Ports derived from a job's number.
+FIRST_DYNAMIC_PORT = 61440
+NUM_DYNAMIC_PORTS = 4096
 
 
-def coordinator_address(launcher: str, environ: Mapping[str, str], *, default_port: int) -> tuple[str, str]:
+def coordinator_address(
+    launcher: str, environ: Mapping[str, str], *, default_port: int
+) -> tuple[str, str]:
     """Return `HOST:PORT` of process 0, and the variable that names the host.
 
     JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT win over the variables of the launcher.
@@ -29,7 +40,9 @@ def coordinator_address(launcher: str, environ: Mapping[str, str], *, default_po
         UsageError: No variable names the host.
     """
     text = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    host, port, variable = text, default_port, "JAX_COORDINATOR_ADDRESS"
+    host = text
+    port = default_port
+    variable = "JAX_COORDINATOR_ADDRESS"
     if match := re.fullmatch(r"(\[.*\]|[^:]*):([0-9]{1,5})", text):
         return join_host_port(match[1], int(match[2])), variable
     if not host:
@@ -37,7 +50,9 @@ def coordinator_address(launcher: str, environ: Mapping[str, str], *, default_po
     if not host:
         why = f"{variable} is not set" if variable else "no variable names the host of process 0"
         raise usage_error(
-            "the address of process 0 is unknown", why, "set JAX_COORDINATOR_ADDRESS or `cluster.host0_address`"
+            "the address of process 0 is unknown",
+            why,
+            "set JAX_COORDINATOR_ADDRESS or `cluster.host0_address`",
         )
     named_port = parse_decimal(environ.get("JAX_COORDINATOR_PORT", ""))
     return join_host_port(host, port if named_port is None else named_port), variable
@@ -45,7 +60,9 @@ def coordinator_address(launcher: str, environ: Mapping[str, str], *, default_po
 
 def join_host_port(host: str, port: int) -> str:
     """Return `HOST:PORT`, with the brackets of an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    if ":" in host and not host.startswith("["):
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"
 
 
 def split_host_port(address: str) -> tuple[str, int]:
@@ -63,13 +80,18 @@ def is_loopback(host: str) -> bool:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """Return the first host of SLURM's compact form: that of `rack[1-2]n[003-005,9],x` is `rack1n003`."""
+    """Return the first host of SLURM's compact form, e.g. `rack[1-2]n[003-005,9],x` -> `rack1n003`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+    if first:
+        return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+    return ""
 
 
 def _launcher_host(launcher: str, environ: Mapping[str, str]) -> tuple[str, int, str]:
-    """Return the host and the port of process 0, and the variable of the host; an empty host if it is not set."""
+    """Return the host and the port of process 0, and the variable of the host.
+
+    The host is "" if no variable has it.
+    """
     if launcher == SLURM:
         port = _dynamic_port(environ.get("SLURM_JOB_ID", ""))
         return first_slurm_host(environ.get("SLURM_STEP_NODELIST", "")), port, "SLURM_STEP_NODELIST"
@@ -91,19 +113,26 @@ def _dynamic_port(job: str) -> int:
 def _open_mpi_host(uri: str) -> tuple[str, int, str]:
     """Return the address of `mpirun`, which runs rank 0 on its own host, from its URI.
 
-    Examples: `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` and `1314521088.0;tcp6://[fe80::b9b,2620::2]:43370`.
+    Examples are `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` and
+    `1314521088.0;tcp6://[fe80::b9b,2620::2]:43370`.
     """
     match = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
     job = parse_decimal(uri.partition(".")[0]) or 0
-    port = _dynamic_port(str(job >> 12))  # the low 12 bits are 0
+    # The low 12 bits of the job's number are 0.
+    port = _dynamic_port(str(job >> 12))
     return (match[1] or match[2]) if match else "", port, "OMPI_MCA_orte_hnp_uri"
 
 
 def _job_set_host(environ: Mapping[str, str]) -> str:
-    """Return the host name of the first pod of this pod's job, whose service a JobSet names after itself.
+    """Return the host name of the first pod of this pod's job.
 
-    The host name of a pod is that of its job and the index of the pod.
+    The host name of a pod is the name of its job and the index of the pod. The service has the name
+    of the JobSet, e.g. `train-workers-0.train` for pod 0 of job `train-workers` in JobSet `train`.
     """
-    job_set, pod, index = (environ.get(name, "") for name in ("JOBSET_NAME", "HOSTNAME", COMPLETION_INDEX))
+    job_set, pod, index = (
+        environ.get(name, "") for name in ("JOBSET_NAME", "HOSTNAME", COMPLETION_INDEX)
+    )
     job = pod.removesuffix(f"-{index}")
-    return f"{job}-0.{job_set}" if job_set and job != pod else ""
+    if job_set and job != pod:
+        return f"{job}-0.{job_set}"
+    return ""

@@ -8,8 +8,11 @@ _NUMBER = re.compile("[0-9]{1,19}")
 
 
 def parse_decimal(text: str) -> int | None:
-    """Return the number of a text of at most 19 digits; None for any other text.
+    """Return the number of a text of at most 19 digits, or None for any other text.
 
-    `int` refuses more than 4,300 digits, and `str.isdecimal` accepts them and digits of other scripts.
+    `int` refuses more than 4,300 digits, and `str.isdecimal` accepts them and digits of other
+    scripts.
     """
-    return int(text) if _NUMBER.fullmatch(text) else None
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return None

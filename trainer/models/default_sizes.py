@@ -1,7 +1,7 @@
 """The sizes of attention tiles and of head chunks that a recipe does not set, by the kind of the devices. Pure.
 
-On an accelerator large tiles and chunks keep the matrix units busy. On a CPU the scores and the logits must stay in the
-caches; `python -m bench.cpu_step` measures a step.
+On an accelerator large tiles and chunks keep the matrix units busy. On a CPU the scores and the
+logits must stay in the caches. `python -m bench.cpu_step` measures a step.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 from trainer.models.attention_kernels import CPU, DeviceKind
 
-ACCELERATOR_SIZE = 512  # tokens of a tile and of a head chunk
+# Tokens of a tile and of a head chunk.
+ACCELERATOR_SIZE = 512
 CPU_TILE_SIZE = 64
-CPU_LONG_TILE_SIZE = 128  # for sequences of more than CPU_LONG_LENGTH tokens
+# For sequences of more than CPU_LONG_LENGTH tokens.
+CPU_LONG_TILE_SIZE = 128
 CPU_LONG_LENGTH = 1024
-CPU_HEAD_TOKENS = 256  # of a head chunk, over all rows of a micro-batch on a device
+# Tokens of a head chunk, over all rows of a micro-batch on a device.
+CPU_HEAD_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,9 @@ class ChunkSizes:
     """The sizes of the chunks in which a step computes attention and head.
 
     Attributes:
-        queries: Queries of a tile of blockwise attention; -1 for all.
-        keys: Keys of a tile of blockwise attention; -1 for all.
-        head: Tokens of a device per row whose logits exist at the same time; -1 for all.
+        queries: Queries of a tile of blockwise attention. -1 for all.
+        keys: Keys of a tile of blockwise attention. -1 for all.
+        head: Tokens of a device per row with logits in memory at the same time. -1 for all.
     """
 
     queries: int

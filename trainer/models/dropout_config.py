@@ -9,8 +9,10 @@ from typing import Any
 from trainer.models.errors import invalid_config_error, usage_error
 from trainer.models.suggest import did_you_mean
 
-DROPOUT_KEY, FCM_KEY = "model.dropout", "model.fcm_ratio"
-ConfigField = tuple[str, float] | None  # name of a config field and its default; None: transformers does not drop there
+DROPOUT_KEY = "model.dropout"
+FCM_KEY = "model.fcm_ratio"
+# Name of a config field and its default. None: transformers does not drop there.
+ConfigField = tuple[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,11 @@ class DropoutConfig:
 
     Attributes:
         attention: Rate of dropout of attention probabilities.
-        residual: Rate of dropout of the outputs of attention and MLP, before they are added to the residual stream.
+        residual: Rate of dropout of the outputs of attention and MLP, before they are added to the
+            residual stream.
         embedding: Rate of dropout of the input of the first layer.
-        fcm_ratio: Smallest and largest fraction of the keys that forgetful causal masking hides in a row.
+        fcm_ratio: Smallest and largest fraction of the keys that forgetful causal masking hides in
+            a row.
     """
 
     attention: float = 0.0
@@ -48,11 +52,12 @@ class DropoutFields:
     embedding: ConfigField = None
 
 
-ATTENTION_DROPOUT = DropoutFields()  # of families that drop attention probabilities only
+# Fields of families that drop attention probabilities only.
+ATTENTION_DROPOUT = DropoutFields()
 
 
 def read_dropout(config: Mapping[str, Any], dropout_fields: DropoutFields) -> dict[str, float]:
-    """Return the dropout rate of each site in a config.json; a field that is absent or null has its default.
+    """Return the dropout rate of each site in a config.json. A field that is absent or null has its default.
 
     Raises:
         PrepError: A rate is not a number from 0 to below 1.
@@ -68,7 +73,9 @@ def _read_rate(config: Mapping[str, Any], config_field: ConfigField) -> float:
     if value is None:
         return default
     if not _is_rate(value):
-        raise invalid_config_error(f"{name} is {value!r:.60}, it must be a number from 0 to below 1")
+        raise invalid_config_error(
+            f"{name} is {value!r:.60}, it must be a number from 0 to below 1"
+        )
     return float(value)
 
 
@@ -86,7 +93,8 @@ def resolve_dropout(
     """Return the rates of a run.
 
     Args:
-        value: `model.dropout`: one rate, the rates of some sites, or "config" for those of the config.
+        value: `model.dropout`: one rate, the rates of some sites, or "config" for those of the
+            config.
         fcm_ratio: `model.fcm_ratio`.
         config: Content of the checkpoint's config.json.
         dropout_fields: Its fields with dropout rates.
@@ -110,10 +118,14 @@ def check_dropout_table(table: Mapping[str, Any]) -> None:
     for site, rate in table.items():
         if site not in DROPOUT_SITES:
             what = f"`{DROPOUT_KEY}` has the unknown key `{site:.60}`"
-            raise usage_error(what, f"the keys are {', '.join(DROPOUT_SITES)}", did_you_mean(site, DROPOUT_SITES))
+            raise usage_error(
+                what, f"the keys are {', '.join(DROPOUT_SITES)}", did_you_mean(site, DROPOUT_SITES)
+            )
         if not _is_rate(rate):
             what = f"`{site}` of `{DROPOUT_KEY}` is {rate!r:.60}"
-            raise usage_error(what, "a rate is a number from 0 to below 1", f"`{DROPOUT_KEY} = {{{site} = 0.1}}`")
+            raise usage_error(
+                what, "a rate is a number from 0 to below 1", f"`{DROPOUT_KEY} = {{{site} = 0.1}}`"
+            )
 
 
 def check_fcm_ratio(ratio: tuple[float, float]) -> None:

@@ -1,20 +1,253 @@
-"""The errors with a message for the user, and the exit codes."""
+"""The errors with a message for the user, their references to options and keys, and the exit codes.
+
+One error is read in two places: in a terminal, where `--memory 1GiB` fixes it, and in a Python program, where
+`memory="1GiB"` does. A message therefore refers to an option instead of quoting it, and each place renders the
+reference in its own words.
+
+>>> hint = text("{} or more", Option("memory", "1GiB"))
+>>> hint
+'`--memory 1GiB` or more'
+>>> hint.render(PYTHON)
+'`memory="1GiB"` or more'
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import json
+import shlex
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
 
-OK, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
+OK = 0
+FAILED = 1
+USAGE = 2
+STOPPED = 75
+INTERRUPTED = 130
 
 GET_AGAIN_HINT = "get or create the checkpoint again"
 INVALID_CONFIG = "config.json is invalid"  # a value in it is
 RERUN_HINT = "run the same command again"
 RESUME_HINT = f"{RERUN_HINT} to resume"
 
+# Options of the command line whose argument in Python has another name: several values are given by repeating one
+# option, but by one argument with a list.
+OPTION_NAMES = {"overrides": "set", "prompts": "prompt", "rules": "rule"}
+# Commands that are functions too. Others, such as `prep demo`, are the same text for both readers.
+FUNCTION_NAMES = {
+    "eval": "evaluate",
+    "export": "export",
+    "generate": "generate",
+    "inspect": "inspect",
+    "merge": "merge",
+    "pad-vocab": "pad_vocab",
+    "report": "report",
+    "reshard": "reshard",
+    "save-init": "save_init",
+    "train": "train",
+    "verify": "verify",
+}
 
-@dataclass(eq=False)  # eq=True would make it unhashable, and tracebacks hash their exceptions
+
+class NoValue:
+    """Type of `NO_VALUE`: a reference names an option or a key without a value."""
+
+
+NO_VALUE = NoValue()
+
+
+class Reference(Protocol):
+    """Part of a message that has different words for different readers."""
+
+    def render(self, style: Style, /) -> str:
+        """Return the words for the readers of `style`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The words of one kind of reader.
+
+    Attributes:
+        language: `terminal` for options, `python` for arguments.
+        variables: Environment variables that gave the values of options, by the option's name in Python: a reference
+            to such an option names the variable, e.g. `PREP_MEMORY=abc` instead of `--memory abc`.
+        rename_key: Function from a recipe key to the reference that replaces it, or None to keep the key. Commands
+            without a recipe have it, e.g. `data.fields` is `--fields` for `prep eval`.
+    """
+
+    language: Literal["terminal", "python"]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    rename_key: Callable[[Key], Reference | None] = lambda key: None
+
+
+TERMINAL = Style("terminal")
+PYTHON = Style("python")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Reference to an option of a command, or to the same argument of its function.
+
+    >>> str(text("{}", Option("keep_padding", True))), str(text("{}", Option("verify", False)))
+    ('`--keep-padding`', '`--no-verify`')
+
+    Attributes:
+        name: Name of the argument in Python, e.g. `keep_padding`.
+        value: Its value, or a placeholder in capitals, e.g. `FOLDER`. True and False are flags.
+    """
+
+    name: str
+    value: object = NO_VALUE
+
+    def render(self, style: Style, /) -> str:
+        """Return the option in backticks, e.g. `--memory 1GiB` or `memory="1GiB"`."""
+        return f"`{self.words(style)}`"
+
+    def words(self, style: Style) -> str:
+        """Return the option without backticks."""
+        if style.language == "python":
+            return self.name if self.value is NO_VALUE else f"{self.name}={_literal(self.value)}"
+        if variable := style.variables.get(self.name):
+            return variable if self.value is NO_VALUE else f"{variable}={self.value}"
+        flag = OPTION_NAMES.get(self.name, self.name).replace("_", "-")
+        if self.value is False:
+            return f"--no-{flag}"
+        if self.value is True or self.value is NO_VALUE:
+            return f"--{flag}"
+        return f"--{flag} {shlex.quote(str(self.value))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Reference to a key of a recipe.
+
+    >>> text("{} or {}", Key("train.steps", 10), Key("mesh", "1,8,1", is_override=True))
+    '`train.steps = 10` or `--set mesh=1,8,1`'
+
+    Attributes:
+        name: The key with its table, e.g. `train.steps`.
+        value: Its value.
+        is_override: Whether the value comes from `--set` or `overrides` instead of the recipe.
+    """
+
+    name: str
+    value: object = NO_VALUE
+    is_override: bool = False
+
+    def render(self, style: Style, /) -> str:
+        """Return the key or its line of a recipe in backticks, or what `style` has in its place."""
+        replacement = style.rename_key(self)
+        if replacement is not None:
+            return replacement.render(style)
+        if self.is_override:
+            return Option("overrides", f"{self.name}={self.value}").render(style)
+        if self.value is NO_VALUE:
+            return f"`{self.name}`"
+        return f"`{self.name} = {_toml_literal(self.value)}`"
+
+
+class Command:
+    """Reference to a command, or to a call of its function.
+
+    >>> command = Command("pad-vocab", "./m", Option("multiple", 8))
+    >>> command.render(TERMINAL), command.render(PYTHON)
+    ('`prep pad-vocab ./m --multiple 8`', '`prep.pad_vocab("./m", multiple=8)`')
+    """
+
+    def __init__(self, name: str, *arguments: str | Option):
+        """Refer to a command.
+
+        Args:
+            name: Name of the command, e.g. `pad-vocab`.
+            *arguments: Its arguments and options, in their order.
+        """
+        self.name = name
+        self.arguments = arguments
+
+    def render(self, style: Style, /) -> str:
+        """Return the command line or the call in backticks."""
+        if style.language == "python" and self.name in FUNCTION_NAMES:
+            return f"`prep.{FUNCTION_NAMES[self.name]}({', '.join(self._words(style))})`"
+        return f"`{' '.join(['prep', self.name, *self._words(TERMINAL)])}`"
+
+    def _words(self, style: Style) -> list[str]:
+        words: list[str] = []
+        for argument in self.arguments:
+            if isinstance(argument, Option):
+                words.append(argument.words(style))
+            elif style.language == "python":
+                words.append(_literal(argument))
+            else:
+                words.append(shlex.quote(argument))
+        return words
+
+
+class Text(str):
+    """Text with references. As a `str` it is the text for a terminal.
+
+    Attributes:
+        parts: The pieces of the text and the references between them.
+    """
+
+    parts: tuple[str | Reference, ...]
+
+    def __new__(cls, *parts: str | Reference) -> Self:
+        """Return a text of pieces and references."""
+        instance = super().__new__(cls, _render(parts, TERMINAL))
+        instance.parts = parts
+        return instance
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str | Reference, ...]]:
+        # pickle and copy make the text again from its parts
+        return type(self), self.parts
+
+    def render(self, style: Style) -> str:
+        """Return the text for the readers of `style`."""
+        return _render(self.parts, style)
+
+
+def text(template: str, *values: object) -> Text:
+    """Return a text from a template and the values of its braces.
+
+    A value with a name or a number from a user's file belongs into `values`, never into the template, which would
+    read its braces.
+
+    >>> text("{} has {:,} rows, {} needs another number", "w", 50257, Option("mesh", "1,8,1"))
+    'w has 50,257 rows, `--mesh 1,8,1` needs another number'
+
+    Args:
+        template: Text with `{}` or `{:FORMAT}` for each value, as in `str.format`.
+        *values: References, texts with references, and other values.
+    """
+    parts: list[str | Reference] = []
+    remaining = iter(values)
+    for literal, name, spec, _ in string.Formatter().parse(template):
+        if literal:
+            parts.append(literal)
+        if name is None:
+            continue
+        value = next(remaining)
+        if isinstance(value, Text):
+            parts.extend(value.parts)
+        elif isinstance(value, Option | Key | Command):
+            parts.append(value)
+        else:
+            parts.append(format(value, spec or ""))
+    return Text(*parts)
+
+
+def join_texts(separator: str, texts: list[str]) -> Text:
+    """Return texts with a separator between them. Keep the references of each."""
+    return text(separator.join(["{}"] * len(texts)), *texts)
+
+
 class PrepError(Exception):
     """An error with a message for the user.
+
+    `str(error)` is the message for Python programs. The command line renders the same error for a terminal.
 
     Attributes:
         what: What failed.
@@ -23,13 +256,71 @@ class PrepError(Exception):
         code: Exit code of the process.
     """
 
-    what: str
-    why: str = ""
-    hint: str = ""
-    code: int = FAILED
+    def __init__(self, what: str, why: str = "", hint: str = "", code: int = FAILED):
+        super().__init__(
+            what, why, hint, code
+        )  # in `args`, from which pickle makes the error again
+
+    @property
+    def what(self) -> str:
+        """What failed."""
+        return self.args[0]
+
+    @property
+    def why(self) -> str:
+        """The cause."""
+        return self.args[1]
+
+    @property
+    def hint(self) -> str:
+        """The command or key that fixes it."""
+        return self.args[2]
+
+    @property
+    def code(self) -> int:
+        """Exit code of the process."""
+        return self.args[3]
+
+    @property
+    def message(self) -> Text:
+        """The whole message with its references, for another message that contains it."""
+        return join_texts(" - ", [part for part in (self.what, self.why, self.hint) if part])
 
     def __str__(self) -> str:
-        return " - ".join(part for part in (self.what, self.why, self.hint) if part)
+        return self.message.render(PYTHON)
+
+    def with_texts(
+        self, *, what: str | None = None, why: str | None = None, hint: str | None = None
+    ) -> Self:
+        """Return the same error with other texts, with its class, code, notes, cause and traceback."""
+        error = copy.copy(self)
+        error.args = (
+            self.what if what is None else what,
+            self.why if why is None else why,
+            self.hint if hint is None else hint,
+            self.code,
+        )
+        error.__cause__ = self.__cause__
+        error.__context__ = self.__context__
+        error.__suppress_context__ = self.__suppress_context__
+        return error.with_traceback(self.__traceback__)
+
+    def rendered(self, style: Style) -> Self:
+        """Return the same error with its texts in the words of `style`."""
+        return self.with_texts(
+            what=render_text(self.what, style),
+            why=render_text(self.why, style),
+            hint=render_text(self.hint, style),
+        )
+
+    def fields(self) -> dict[str, str | int]:
+        """Return the texts for a terminal and the code, by name, as JSON has them."""
+        return {
+            "what": str(self.what),
+            "why": str(self.why),
+            "hint": str(self.hint),
+            "code": self.code,
+        }
 
 
 class UsageError(PrepError):
@@ -56,3 +347,32 @@ def usage_error(what: str, why: str = "", hint: str = "") -> UsageError:
 def invalid_config_error(why: str) -> PrepError:
     """Return the error of a value in a config.json."""
     return PrepError(INVALID_CONFIG, why)
+
+
+def render_text(message: str, style: Style) -> str:
+    """Return a message in the words of `style`. A plain `str` has no references and stays as it is."""
+    return message.render(style) if isinstance(message, Text) else message
+
+
+def _render(parts: tuple[str | Reference, ...], style: Style) -> str:
+    words: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            words.append(render_text(part, style))
+        else:
+            words.append(part.render(style))
+    return "".join(words)
+
+
+def _literal(value: object) -> str:
+    """Return a value as Python writes it, with texts in double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _toml_literal(value: object) -> str:
+    """Return a value as TOML writes it: like Python, but with `true` and `false`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _literal(value)

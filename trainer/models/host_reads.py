@@ -7,8 +7,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from trainer.models.boxes import Box
 from trainer.models.mesh import Mesh
-from trainer.models.partition import Box, Spec, device_boxes, shard_shape
+from trainer.models.partition import Spec, device_boxes, shard_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,13 @@ class HostReads:
 
 
 def reads_per_host(
-    shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, spec: Spec, mesh: Mesh, devices_per_host: int
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    *,
+    itemsize: int,
+    spec: Spec,
+    mesh: Mesh,
+    devices_per_host: int,
 ) -> list[HostReads]:
     """Return the bytes of a leaf that each host needs and reads.
 
@@ -31,35 +38,54 @@ def reads_per_host(
         chunk: Shape of its stored chunks. Chunks at the edge have their full size.
         itemsize: Bytes of an element.
         spec: Sharding of the leaf.
-        mesh: Device mesh; consecutive devices share a host.
+        mesh: Device mesh. Consecutive devices share a host.
         devices_per_host: Number of devices of a host.
 
     Returns:
         One entry per host, in the order of the devices.
     """
     boxes = device_boxes(spec, mesh, shape)
-    box_bytes, chunk_bytes = math.prod(shard_shape(spec, shape)) * itemsize, math.prod(chunk) * itemsize
+    box_bytes = math.prod(shard_shape(spec, shape)) * itemsize
+    chunk_bytes = math.prod(chunk) * itemsize
     reads = []
     for first in range(0, len(boxes), devices_per_host):
         host_boxes = set(boxes[first : first + devices_per_host])
-        # Ranges of chunk indices that overlap each box.
-        chunk_boxes = {tuple((low // c, -(-high // c)) for (low, high), c in zip(box, chunk)) for box in host_boxes}
-        reads.append(HostReads(len(host_boxes) * box_bytes, _union_volume(chunk_boxes) * chunk_bytes))
+        # Two shards may need the same chunk. The union counts it once per host.
+        chunk_boxes = {_overlapping_chunks(box, chunk) for box in host_boxes}
+        reads.append(
+            HostReads(len(host_boxes) * box_bytes, _union_volume(chunk_boxes) * chunk_bytes)
+        )
     return reads
+
+
+def _overlapping_chunks(box: Box, chunk: Sequence[int]) -> Box:
+    """Return the chunk indices that a box overlaps, e.g. [3, 9) with chunks of 4 -> [0, 3)."""
+    return tuple((low // length, -(-high // length)) for (low, high), length in zip(box, chunk))
 
 
 def _union_volume(boxes: Collection[Box]) -> int:
     """Return the number of grid cells in the union of the boxes."""
-    edges = [sorted({edge for ends in column for edge in ends}) for column in zip(*boxes)]
-    edge_indices = [{edge: i for i, edge in enumerate(line)} for line in edges]
+    # All edges of the boxes cut each axis into intervals. A box covers whole cells of this irregular
+    # grid, e.g. [0, 4) and [2, 6) have the edges 0, 2, 4, 6 and cover cells {0, 1} and {1, 2}.
+    edges = [sorted(set(itertools.chain.from_iterable(column))) for column in zip(*boxes)]
+    edge_indices = [dict(zip(line, itertools.count())) for line in edges]
     covered: set[tuple[int, ...]] = set()
     for box in boxes:
-        ranges = (range(indices[low], indices[high]) for indices, (low, high) in zip(edge_indices, box))
+        ranges = (
+            range(indices[low], indices[high]) for indices, (low, high) in zip(edge_indices, box)
+        )
         covered.update(itertools.product(*ranges))
-    return sum(math.prod(line[i + 1] - line[i] for line, i in zip(edges, cell)) for cell in covered)
+    volume = 0
+    for cell in covered:
+        volume += math.prod(line[i + 1] - line[i] for line, i in zip(edges, cell))
+    return volume
 
 
 def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
     """Return the bytes read per byte needed, over all leaves, of the host with the highest ratio."""
-    hosts = zip(*leaves, strict=True)
-    return max(sum(r.read_bytes for r in host) / sum(r.needed_bytes for r in host) for host in hosts)
+    # `leaves` has one entry per leaf with one item per host. `zip` groups the items by host.
+    return max(_amplification(host) for host in zip(*leaves, strict=True))
+
+
+def _amplification(reads: Sequence[HostReads]) -> float:
+    return sum(r.read_bytes for r in reads) / sum(r.needed_bytes for r in reads)

@@ -1,4 +1,7 @@
-"""The memory of the layers of a decoder or an encoder; `trainer.models.memory_estimate` has the formula."""
+"""The memory of the layers of a decoder or an encoder.
+
+The docstring of `trainer.models.memory_estimate` has the formula and its symbols.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,29 @@ from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
-ROW_COPIES = 2  # outputs of experts, and their gradients
-TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
-FUSED_TILE_COPIES = 1  # on accelerators, where XLA computes most of these arrays in the products that read them
-RING_COPIES = 2  # of keys and values, and of their gradients: those on a device, and those on their way to it
-ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
-    "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
-}  # fmt: skip
-NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # by `block_type`
-OUTPUT_NORMS_PER_BLOCK = {"post": 2, "sandwich": 2}  # norms that are not before a projection
+# Outputs of experts, and their gradients.
+ROW_COPIES = 2
+# Arrays of a tile of blockwise attention: scores, probabilities, and the gradients of both.
+TILE_COPIES = 4
+# On accelerators XLA fuses three of them into the products that read them.
+FUSED_TILE_COPIES = 1
+# Ring attention holds the keys and values of one device and the next ones, in transfer to it.
+RING_COPIES = 2
+# Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
+# XLA's memory plans (`python -m bench.memory_points`).
+ACTIVATION_ARRAYS = {
+    "gelu": 4,
+    "gelu_new": 6,
+    "gelu_pytorch_tanh": 6,
+    "gelu_fast": 6,
+    "quick_gelu": 4,
+    "silu": 4,
+    "swish": 4,
+    "relu": 3,
+}
+# Norms of a layer by `block_type`, and how many of them follow a projection.
+NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}
+OUTPUT_NORMS_PER_BLOCK = {"post": 2, "sandwich": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +80,30 @@ class LayerStack:
         """Bytes that one layer saves on the device for its backward pass by the policy, without weights."""
         policy = self.inputs.remat_policy
         if policy in SAVES_ALL:
-            return self._backward_inputs_nbytes() if policy == "everything_saveable" else self._kept_nbytes()
+            if policy == "everything_saveable":
+                return self._backward_inputs_nbytes()
+            return self._kept_nbytes()
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
-        score_size = sum(map(self._score_size, self.kv_lengths.values())) if policy in SAVES_DOTS else 0
+        if policy in SAVES_DOTS:
+            score_size = sum(map(self._score_size, self.kv_lengths.values()))
+        else:
+            score_size = 0
         activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
         return self._input_nbytes() - self.offloaded_nbytes + activations
 
     @property
     def offloaded_nbytes(self) -> int:
         """Bytes that one layer saves in host memory."""
-        return 0 if self.inputs.offload == OFFLOAD_NONE else self._input_nbytes()
+        if self.inputs.offload == OFFLOAD_NONE:
+            return 0
+        return self._input_nbytes()
 
     @property
     def working_set_nbytes(self) -> int:
         """Bytes of the working set of a layer's backward pass.
 
-        When attention has its transient scores, norms and activation functions are not computed again yet.
+        While attention holds its transient scores, the norms and activation functions that the
+        backward pass computes again do not exist yet.
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
@@ -94,14 +119,20 @@ class LayerStack:
 
     def _input_nbytes(self) -> int:
         """Return the bytes of the residual stream before a layer."""
-        return self._residual_size() * self.inputs.itemsize // self.inputs.num_residual_shards(self.seq_length)
+        return (
+            self._residual_size()
+            * self.inputs.itemsize
+            // self.inputs.num_residual_shards(self.seq_length)
+        )
 
     def _activation_nbytes(self, name: str) -> int:
         """Return the bytes that saving a named activation takes in all attentions of a layer.
 
-        The output of a block takes none if no norm reads it, because then the backward pass does not either.
+        A block's output is saved only if a norm follows it. Only this norm's backward pass reads it.
         """
-        itemsize, num_attentions, block_type = self.inputs.itemsize, len(self.kv_lengths), self.arch_config.block_type
+        itemsize = self.inputs.itemsize
+        num_attentions = len(self.kv_lengths)
+        block_type = self.arch_config.block_type
         match name:
             case "q":
                 return itemsize * self._query_size() * num_attentions
@@ -124,38 +155,67 @@ class LayerStack:
         if inputs.blocks_overlap or inputs.remat_policy in SAVES_ALL:
             return 0
         attention = self._transient_scores_nbytes()
-        mlp = self._mlp_nbytes(self._mlp_hidden_size()) if not self.arch_config.experts_per_token else 0
+        if not self.arch_config.experts_per_token:
+            mlp = self._mlp_nbytes(self._mlp_hidden_size())
+        else:
+            mlp = 0
         block_input = self._residual_size() * inputs.itemsize + self._norm_nbytes() // 2
         return block_input + min(attention, mlp + self._expert_nbytes())
 
     def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
-        heads = 2 * self.inputs.itemsize * (self._query_size() + self._kv_size() // 2) * len(self.kv_lengths)
-        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size())
-        return self._saved_scores_nbytes() + heads + self._norm_nbytes() + self._block_inputs_nbytes() + hidden
+        heads = (
+            2
+            * self.inputs.itemsize
+            * (self._query_size() + self._kv_size() // 2)
+            * len(self.kv_lengths)
+        )
+        if self.arch_config.experts_per_token:
+            hidden = 0
+        else:
+            hidden = self._mlp_nbytes(self._mlp_hidden_size())
+        return (
+            self._saved_scores_nbytes()
+            + heads
+            + self._norm_nbytes()
+            + self._block_inputs_nbytes()
+            + hidden
+        )
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the unsplit inputs of attentions and MLP."""
         return (1 + len(self.kv_lengths)) * self._residual_size() * self.inputs.itemsize
 
+    # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
+    # units, all on one device.
+
     def _kept_nbytes(self) -> int:
         """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
-        gathered_nbytes = self._block_inputs_nbytes() * (1 - 1 / self.inputs.num_residual_shards(self.seq_length))
+        gathered_nbytes = self._block_inputs_nbytes() * (
+            1 - 1 / self.inputs.num_residual_shards(self.seq_length)
+        )
         return self._backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
     def _overlapping_nbytes(self) -> int:
         """Return the working set of another layer of the same period while one layer is computed."""
-        has_transient_scores = self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
+        has_transient_scores = (
+            self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
+        )
         scores_nbytes = self._transient_scores_nbytes() if has_transient_scores else 0
         return self._backward_inputs_nbytes() - self._recomputed_nbytes() + scores_nbytes
 
     def _recomputed_nbytes(self) -> int:
-        """Return the bytes of the activations that every policy may compute again; chunks save none of them."""
+        """Return the bytes of the activations that every policy may compute again. Chunks save none of them."""
         if self._chunk_length() != self.seq_length:
             return 0
+        # The outputs of the up and gate projections are not among them, only activation functions
+        # are.
         num_products = 1 + self.arch_config.has_gated_mlp
         products = num_products * self.inputs.itemsize * self._mlp_hidden_size()
-        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size()) - products
+        if self.arch_config.experts_per_token:
+            hidden = 0
+        else:
+            hidden = self._mlp_nbytes(self._mlp_hidden_size()) - products
         return self._input_norm_nbytes() + hidden
 
     def _norm_nbytes(self) -> int:
@@ -166,33 +226,51 @@ class LayerStack:
     def _input_norm_nbytes(self) -> int:
         """Return the bytes that the derivatives of norms before projections need, which run in chunks of tokens."""
         block_type = self.arch_config.block_type
-        num_norms = NORMS_PER_BLOCK[block_type] - OUTPUT_NORMS_PER_BLOCK.get(block_type, 0) + len(self.kv_lengths) - 1
+        num_norms = (
+            NORMS_PER_BLOCK[block_type]
+            - OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
+            + len(self.kv_lengths)
+            - 1
+        )
+        # Norms before projections run chunk by chunk, so only one chunk counts: [B, chunk, D].
         size = self.inputs.local_batch_size * self._chunk_length() * self.inputs.embed_size
         return self._norm_size_nbytes(num_norms * size)
 
     def _norm_size_nbytes(self, size: int) -> int:
         """Return the bytes that the derivatives of norms of `size` elements need."""
-        return (2 * FLOAT32 + self.inputs.itemsize) * size // self.inputs.num_residual_shards(self.seq_length)
+        return (
+            (2 * FLOAT32 + self.inputs.itemsize)
+            * size
+            // self.inputs.num_residual_shards(self.seq_length)
+        )
 
     def _residual_gradient_nbytes(self) -> int:
-        """Return the bytes of gradients of the residual stream; without chunks they take the place of norms."""
+        """Return the bytes of gradients of the residual stream. Without chunks they take the place of norms."""
         if self._chunk_length() == self.seq_length:
             return 0
-        return 2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
+        return (
+            2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
+        )
 
     def _saved_scores_nbytes(self) -> int:
-        """Return the bytes of attention scores saved for the backward pass; in tiles, of their log-sum-exp."""
+        """Return the bytes of attention scores saved for the backward pass. In tiles, of their log-sum-exp."""
         if self.inputs.attention_tile is not None:
             return self._normalizer_nbytes()
+        # The softmax in float32 and in the dtype of the products, and the capped scores before it.
         num_scores = sum(map(self._score_size, self.kv_lengths.values()))
         softcap_nbytes = FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0
         return num_scores * (FLOAT32 + self.inputs.itemsize + softcap_nbytes)
 
     def _normalizer_nbytes(self) -> int:
-        """Return the bytes of the log-sum-exp of the scores of each query, in all attentions; 0 without tiles."""
+        """Return the bytes of the log-sum-exp of the scores of each query, in all attentions, or 0 without tiles."""
         if self.inputs.attention_tile is None:
             return 0
-        return FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim") * len(self.kv_lengths)
+        return (
+            FLOAT32
+            * self._query_size()
+            // self.inputs.local_extent("head_dim")
+            * len(self.kv_lengths)
+        )
 
     def _transient_scores_nbytes(self) -> int:
         """Return the bytes of scores that exist only during a layer's backward pass."""
@@ -210,10 +288,16 @@ class LayerStack:
         return copies_nbytes + FLOAT32 * self._query_size()
 
     def _expert_nbytes(self) -> int:
-        """Return the working set of an MoE layer's experts, of which one is computed at a time; 0 without experts."""
-        inputs, top_k = self.inputs, self.arch_config.experts_per_token
+        """Return the working set of an MoE layer's experts, or 0 without experts.
+
+        One expert is computed at a time.
+        """
+        inputs = self.inputs
+        top_k = self.arch_config.experts_per_token
         if not top_k:
             return 0
+        # Each token is a row of `top_k` experts. Weights are gathered in the dtype of the
+        # computation, twice, and their gradient is float32 until it is reduced.
         num_tokens = inputs.local_batch_size * self._chunk_length()
         num_rows = expert_block_length(num_tokens, top_k, inputs.num_experts)
         rows = ROW_COPIES * num_tokens * top_k * inputs.embed_size * inputs.itemsize
@@ -222,7 +306,9 @@ class LayerStack:
 
     def _mlp_nbytes(self, hidden_size: int) -> int:
         """Return the bytes that the backward pass of one MLP needs."""
-        num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
+        num_arrays = (
+            ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
+        )
         return num_arrays * self.inputs.itemsize * hidden_size
 
     def _mlp_gradient_nbytes(self) -> int:
@@ -274,7 +360,13 @@ class LayerStack:
         is_repeated = inputs.num_shards("kv_heads") != inputs.num_shards("heads")
         kv_heads = 0 if is_repeated else inputs.local_extent("kv_heads")
         num_heads = kv_heads or inputs.local_extent("heads")
-        return 2 * inputs.local_batch_size * self.seq_length * num_heads * inputs.local_extent("head_dim")
+        return (
+            2
+            * inputs.local_batch_size
+            * self.seq_length
+            * num_heads
+            * inputs.local_extent("head_dim")
+        )
 
     def _mlp_hidden_size(self) -> int:
         """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""

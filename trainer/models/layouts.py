@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from trainer.models.parameters import ALWAYS, EMBEDDING_PATH_PARTS, Condition, Parameter, TreeLayout, condition_holds
+from trainer.models.parameters import (
+    ALWAYS,
+    EMBEDDING_PATH_PARTS,
+    Condition,
+    Parameter,
+    TreeLayout,
+    condition_holds,
+)
 from trainer.models.rows import split_dims, split_row
 
 NO_OVERRIDES: Mapping[Condition, bool] = MappingProxyType({})
@@ -24,15 +31,16 @@ def hf_flax_layout(
 ) -> dict[str, TreeLayout]:
     """Return the parameter tree of the Flax classes in transformers 4, as a dict of layout name -> layout.
 
-    Its paths follow the tensor names of PyTorch files. Matrices are transposed. A fused tensor is one leaf.
+    Its paths follow the tensor names of PyTorch files. Matrices are transposed. A fused tensor is
+    one leaf.
 
     Args:
         parameters: Parameters of the family.
         prefix: Prefix of all paths except the head's.
         norm_name: Leaf name of a norm's weight.
         allows_tied_head: Whether the tree of a model with a tied head has no leaf for the head.
-        condition_overrides: Condition -> true if the Flax class has the parameters with this condition in every model,
-            false if in none.
+        condition_overrides: Condition -> true if the Flax class has the parameters with this
+            condition in every model, false if in none.
         ignored_fields: Config fields without effect in the Flax class.
 
     Returns:
@@ -43,29 +51,41 @@ def hf_flax_layout(
         _, tensor, dims = split_row(row)
         stem, _, last = tensor.rpartition(".")
         leaf_name = last if last == "bias" else _flax_leaf_name(path, norm_name)
-        whole_dims = re.sub(r"=\d+", "", dims)  # the leaf of a fused tensor has all of its parts
+        # The leaf of a fused tensor has all of its parts.
+        whole_dims = re.sub(r"=\d+", "", dims)
         leaf = " ".join(reversed(split_dims(whole_dims))) if leaf_name == "kernel" else whole_dims
         if condition_overrides.get(condition, True):
             base = "" if path.startswith("head.") else prefix
             flax_parameters[f"{base}{stem}.{leaf_name}"] = Parameter(
-                f"{leaf} <- {tensor}: {whole_dims}", ALWAYS if condition in condition_overrides else condition
+                f"{leaf} <- {tensor}: {whole_dims}",
+                ALWAYS if condition in condition_overrides else condition,
             )
-    return {"hf-flax": TreeLayout(flax_parameters, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields)}
+    return {
+        "hf-flax": TreeLayout(
+            flax_parameters, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields
+        )
+    }
 
 
 def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str, Condition]]:
-    """Yield the path, row and condition of each `row` and `else_row` of the parameters; skip `alternate` rows."""
+    """Yield the path, row and condition of each `row` and `else_row` of the parameters. Skip `alternate` rows."""
     for path, parameter in parameters.items():
         condition = parameter.condition
         yield path, parameter.row, condition
         if parameter.else_row:
-            yield path, parameter.else_row, lambda config, condition=condition: not condition_holds(config, condition)
+            yield (
+                path,
+                parameter.else_row,
+                lambda config, condition=condition: not condition_holds(config, condition),
+            )
 
 
 def _flax_leaf_name(path: str, norm_name: str) -> str:
     if not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return "embedding"
-    return norm_name if path.endswith(".scale") else "kernel"
+    if path.endswith(".scale"):
+        return norm_name
+    return "kernel"
 
 
 _EASYLM_LAYER = {
@@ -90,5 +110,7 @@ EASYLM_LAYOUT = TreeLayout(
         "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
     },
     stacked_name="scan_decoder",
-    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},  # trees of models with a chunked head
+    path_aliases={
+        "lm_head.lm_head.kernel": "lm_head.kernel"
+    },  # trees of models with a chunked head
 )

@@ -1,10 +1,11 @@
-"""Parameters as matrices, layer by layer, and leaves of the optimizer state that lack some axes of a parameter.
+"""Parameters as matrices, layer by layer, and optimizer state without some axes of a parameter.
 
-Optimizers treat the weight of each layer as one matrix, whatever the dims of its leaf: `layers heads head_dim embed` is
-one matrix of heads * head_dim rows and embed columns per layer. Rows are output dims, as in PyTorch.
+Optimizers treat the weight of each layer as one matrix, whatever the dims of its leaf:
+`layers heads head_dim embed` is one matrix of heads * head_dim rows and embed columns per layer.
+Rows are output dims, as in PyTorch.
 
-A statistic over some axes of a parameter keeps these axes with extent 1, so that its other axes, and with them its
-shards and its layers, are those of the parameter.
+A statistic over some axes of a parameter keeps these axes with extent 1. Its other axes, its shards
+and its layers are therefore the same as for the parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 from trainer.models.axis_map import LAYER_ATOMS
 from trainer.models.param_tree import ParamLeaf
 
-HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim"})  # neighbours of them are one dim of a matrix
+# Adjacent axes of these names form one matrix dim.
+HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim"})
 EXPERTS = "experts"
-LAYER_PARTS = frozenset({"layers"})  # of the paths of parameters of layers
+# A parameter of a layer has one of these parts in its path.
+LAYER_PARTS = frozenset({"layers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,14 @@ class MatrixAxes:
 
 
 def matrix_axes(leaf: ParamLeaf) -> MatrixAxes | None:
-    """Return the axes of the matrices of a leaf; None if it has a vector per layer, or more than two dims."""
+    """Return the axes of the matrices of a leaf, or None if it has a vector per layer, or more than two dims."""
+    # layers heads head_dim embed -> batch (0), groups (1, 2) and (3): rows and columns.
+    # layers experts mlp embed -> experts count matrices too, and join the batch.
     batch = [leaf.stack_axis] if leaf.stack_axis is not None else []
     groups = _dim_groups(leaf, batch)
     if len(groups) == 3 and leaf.dims[groups[0][0]][:1] == (EXPERTS,):
-        batch, groups = [*batch, *groups[0]], groups[1:]
+        batch = [*batch, *groups[0]]
+        groups = groups[1:]
     if len(groups) != 2:
         return None
     return MatrixAxes(tuple(batch), tuple(groups[0]), tuple(groups[1]))
@@ -71,7 +77,7 @@ class FactoredAxes:
     """The axes that the two statistics of a factored second moment are means over.
 
     Attributes:
-        row_mean: Axes of the larger dim of the matrix; `v_row` has a value per index of the other.
+        row_mean: Axes of the larger dim of the matrix. `v_row` has a value per index of the other.
         col_mean: Axes of the smaller dim.
     """
 
@@ -80,7 +86,7 @@ class FactoredAxes:
 
 
 def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
-    """Return the axes of the statistics of a leaf's matrices; None if they are not factored.
+    """Return the axes of the statistics of a leaf's matrices, or None if they are not factored.
 
     Args:
         leaf: The parameter.
@@ -89,10 +95,14 @@ def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
     axes = matrix_axes(leaf)
     if axes is None:
         return None
-    rows, columns = (_extent(leaf, group) for group in (axes.rows, axes.columns))
+    rows = _extent(leaf, axes.rows)
+    columns = _extent(leaf, axes.columns)
     if min(rows, columns) < min_dim_size:
         return None
-    return FactoredAxes(axes.columns, axes.rows) if columns >= rows else FactoredAxes(axes.rows, axes.columns)
+    # `v_row` is a mean over the larger dim, as in optax: it has as many values as the smaller one.
+    if columns >= rows:
+        return FactoredAxes(axes.columns, axes.rows)
+    return FactoredAxes(axes.rows, axes.columns)
 
 
 def _extent(leaf: ParamLeaf, axes: Sequence[int]) -> int:
@@ -103,21 +113,24 @@ def _extent(leaf: ParamLeaf, axes: Sequence[int]) -> int:
 
 
 def reduce_leaf(leaf: ParamLeaf, axes: Collection[int]) -> ParamLeaf:
-    """Return the leaf of a statistic over some axes of a parameter; its other dims keep their names."""
+    """Return the leaf of a statistic over some axes of a parameter. Its other dims keep their names."""
     shape = tuple(1 if axis in axes else extent for axis, extent in enumerate(leaf.shape))
     dims = tuple(() if axis in axes else dim for axis, dim in enumerate(leaf.dims))
     return replace(leaf, shape=shape, dims=dims)
 
 
 def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes of a parameter that a leaf has with extent 1; None if it is no statistic of the parameter."""
+    """Return the axes of a parameter that a leaf has with extent 1, or None if it is no statistic of the parameter."""
     if len(shape) != len(param_shape):
         return None
+    # E.g. [12, 1, 64] of a parameter [12, 32, 64] -> axis 1. [12, 2, 64] is no statistic of it.
     differing = tuple(axis for axis, extent in enumerate(shape) if extent != param_shape[axis])
-    return differing if all(shape[axis] == 1 for axis in differing) else None
+    if all(shape[axis] == 1 for axis in differing):
+        return differing
+    return None
 
 
-def layer_number_path(path: str, layer: str) -> str:
+def unstacked_path(path: str, layer: str) -> str:
     """Return the path of a leaf of stacked layers with the number of a layer in it, as in a tree without stacking."""
     return path.replace("layers.", f"layers.{layer}.", 1)
 

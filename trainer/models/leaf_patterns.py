@@ -1,7 +1,7 @@
 """Patterns of leaves in a recipe: a path, or `re:` and a regular expression.
 
-A path stands for the leaf and for all leaves below it. Paths have no layer numbers, so that patterns do not depend on
-whether layers are stacked.
+A path selects the leaf and all leaves below it. Paths have no layer numbers, so that
+patterns do not depend on whether layers are stacked.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Command, text, usage_error
 from trainer.models.rules import LEAF_PREFIX, path_without_layers
 from trainer.models.suggest import did_you_mean
 
-PATTERN_KEYS = ("freeze", "decay_exclude", "decay_include")  # keys of the recipe's `[optimizer]`
+# Keys of the recipe's `[optimizer]`.
+PATTERN_KEYS = ("freeze", "decay_exclude", "decay_include")
 FREEZE_KEY = "optimizer.freeze"
 
 
@@ -43,8 +44,12 @@ def check_expressions(patterns: Iterable[str], key: str) -> None:
             try:
                 re.compile(pattern.removeprefix(LEAF_PREFIX))
             except re.error as error:
-                hint = f"`{LEAF_PREFIX}` and a regular expression, or a path without `{LEAF_PREFIX}`"
-                raise usage_error(f"`{key}` has the invalid pattern `{pattern}`", str(error), hint) from error
+                hint = (
+                    f"`{LEAF_PREFIX}` and a regular expression, or a path without `{LEAF_PREFIX}`"
+                )
+                raise usage_error(
+                    f"`{key}` has the invalid pattern `{pattern}`", str(error), hint
+                ) from error
 
 
 def check_used(patterns: Iterable[str], paths: Mapping[str, object], key: str) -> None:
@@ -61,7 +66,9 @@ def check_used(patterns: Iterable[str], paths: Mapping[str, object], key: str) -
     known = list(dict.fromkeys(map(path_without_layers, paths)))
     for pattern in patterns:
         if not any(_matches(pattern, path) for path in known):
-            hint = (
-                did_you_mean(pattern.removeprefix(LEAF_PREFIX), known) or "`prep inspect CHECKPOINT` lists the leaves"
+            hint = did_you_mean(pattern.removeprefix(LEAF_PREFIX), known) or text(
+                "{} lists the leaves", Command("inspect", "CHECKPOINT")
             )
-            raise usage_error(f"`{pattern}` of `{key}` matches no leaf", f"the first leaf is {known[0]}", hint)
+            raise usage_error(
+                f"`{pattern}` of `{key}` matches no leaf", f"the first leaf is {known[0]}", hint
+            )

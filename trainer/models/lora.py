@@ -1,14 +1,18 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): their leaves, and the names of their tensors in PEFT's files.
 
-An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves beside the weight, `lora_a` and
-`lora_b`, with axis-map rows that tie them to the tensors of PEFT. The weight's row determines theirs:
+An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves beside the
+weight, `lora_a` and `lora_b`, with axis-map rows that tie them to the tensors of PEFT. The weight's
+row determines theirs:
 
-    layers heads head_dim embed     <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed
-    layers lora_rank embed          <- layers.{layers}.self_attn.q_proj.lora_A.weight: lora_rank embed
-    layers heads head_dim lora_rank <- layers.{layers}.self_attn.q_proj.lora_B.weight: (heads head_dim) lora_rank
+    layers heads head_dim embed <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed
 
-Projections that a checkpoint stores as one tensor, such as GPT-2's queries, keys and values, have one matrix A. No I/O,
-no jax.
+    layers lora_rank embed
+        <- layers.{layers}.self_attn.q_proj.lora_A.weight: lora_rank embed
+    layers heads head_dim lora_rank
+        <- layers.{layers}.self_attn.q_proj.lora_B.weight: (heads head_dim) lora_rank
+
+Projections that a checkpoint stores as one tensor, such as GPT-2's queries, keys and values, have
+one matrix A. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -37,11 +41,14 @@ from trainer.models.rows import atoms_in, split_dims, split_row
 from trainer.models.suggest import suggest
 
 RANK_ATOM = "lora_rank"
-LORA_A, LORA_B = "lora_a", "lora_b"  # last path parts of the leaves
+# Last path parts of the leaves.
+LORA_A = "lora_a"
+LORA_B = "lora_b"
 PEFT_PREFIX = "base_model.model."
 DEFAULT_TARGETS = ("attn.q", "attn.v")
 WEIGHT = ".weight"
-MAX_ALPHA = 1e30  # far above any setting; larger numbers overflow float32
+# Far above any setting. Larger numbers overflow float32.
+MAX_ALPHA = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class LoraConfig:
 
 
 def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
-    """Return the settings of adapters in a manifest; None if it has none.
+    """Return the settings of adapters in a manifest, or None if it has none.
 
     Raises:
         PrepError: They are invalid.
@@ -76,26 +83,42 @@ def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
     if lora is None:
         return None
     if not _is_settings(lora):
-        raise PrepError("the manifest has invalid settings of adapters", f"`lora` is {ascii(lora)[:60]}")
-    return LoraConfig(lora["rank"], float(lora["alpha"]), targets=tuple(lora["targets"]), use_rslora=lora["use_rslora"])
+        raise PrepError(
+            "the manifest has invalid settings of adapters", f"`lora` is {ascii(lora)[:60]}"
+        )
+    return LoraConfig(
+        lora["rank"],
+        float(lora["alpha"]),
+        targets=tuple(lora["targets"]),
+        use_rslora=lora["use_rslora"],
+    )
 
 
 def _is_settings(value: Any) -> bool:
     """Return whether a value of a manifest has the keys of a `LoraConfig`, of its types and in its ranges."""
     if not isinstance(value, Mapping):
         return False
-    rank, alpha, targets = value.get("rank"), value.get("alpha"), value.get("targets")
+    rank = value.get("rank")
+    alpha = value.get("alpha")
+    targets = value.get("targets")
     is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 1 <= rank <= MAX_AXIS_SIZE
-    is_alpha = isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha <= MAX_ALPHA
-    is_targets = isinstance(targets, Sequence) and all(isinstance(target, str) for target in targets)
+    is_alpha = (
+        isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha <= MAX_ALPHA
+    )
+    is_targets = isinstance(targets, Sequence) and all(
+        isinstance(target, str) for target in targets
+    )
     return is_rank and is_alpha and is_targets and isinstance(value.get("use_rslora"), bool)
 
 
 def manifest_family(manifest: Mapping[str, Any]) -> Family:
-    """Return the family of a checkpoint's parameters: that of its model, or of its model's adapters."""
-    config, lora = manifest["config"], lora_from_manifest(manifest)
+    """Return the family of a checkpoint's parameters: the model's, or the adapters'."""
+    config = manifest["config"]
+    lora = lora_from_manifest(manifest)
     family = family_of(config)
-    return family if lora is None else lora_family(family, config, lora)
+    if lora is None:
+        return family
+    return lora_family(family, config, lora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +161,14 @@ class Projection:
 
 
 def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
-    """Yield the projections of a model's layers that can have an adapter; projections of experts cannot."""
+    """Yield the projections of a model's layers that can have an adapter. Projections of experts cannot."""
     for path, parameter in active_parameters(family.parameters, config):
         if projection := _projection(path, parameter):
             yield projection
 
 
 def _projection(path: str, parameter: Parameter) -> Projection | None:
-    """Return the projection of a parameter; None if the parameter is not the matrix of one."""
+    """Return the projection of a parameter, or None if the parameter is not the matrix of one."""
     leaf, tensor, dims = split_row(parameter.row)
     stack, *atoms = leaf.split() or [""]
     tensor_dims = split_dims(dims)
@@ -178,12 +201,14 @@ def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> 
     for pattern in targets:
         if not any(fnmatch.fnmatchcase(projection.name, pattern) for projection in every):
             raise _unknown_target_error(family, every, pattern)
-    matching = {p.module for p in every if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in targets)}
+    matching: set[str] = set()
+    for pattern in targets:
+        matching |= {p.module for p in every if fnmatch.fnmatchcase(p.name, pattern)}
     return [projection for projection in every if projection.module in matching]
 
 
 def _unknown_target_error(family: Family, every: Sequence[Projection], pattern: str) -> PrepError:
-    """Return the error of a target that no projection has; it suggests one, also for a name of a PyTorch module."""
+    """Return the error of a target that no projection has. It suggests one, also for a name of a PyTorch module."""
     names = {projection.name: projection.name for projection in every}
     for projection in every:
         names.setdefault(projection.module.rpartition(".")[2], projection.name)
@@ -194,7 +219,7 @@ def _unknown_target_error(family: Family, every: Sequence[Projection], pattern: 
 
 
 def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:
-    """Return a family whose parameters are the adapters of a model, and whose tensors have the names of PEFT."""
+    """Return a family of the adapters of a model. Its tensors have the names of PEFT."""
     parameters: dict[str, Parameter] = {}
     modules: set[str] = set()
     for projection in select_targets(family, config, lora.targets):
@@ -244,8 +269,11 @@ def build_adapters(
     Raises:
         UsageError: A target is unknown.
     """
-    leaves = param_leaves(lora_family(family, config, lora), config, True, scan=scan, scan_axis=scan_axis)
-    owners: dict[str, Projection] = {}  # module -> the projection that has its A
+    leaves = param_leaves(
+        lora_family(family, config, lora), config, True, scan=scan, scan_axis=scan_axis
+    )
+    # Module -> the projection that has its A.
+    owners: dict[str, Projection] = {}
     shared: dict[str, str] = {}
     for projection in select_targets(family, config, lora.targets):
         owner = owners.setdefault(projection.module, projection)
@@ -282,5 +310,10 @@ def _shortest_suffix(module: str, others: Collection[str]) -> str:
     parts = module.split(".")
     suffixes = (".".join(parts[-count:]) for count in range(1, len(parts)))
     return next(
-        (suffix for suffix in suffixes if not any(f".{other}".endswith(f".{suffix}") for other in others)), module
+        (
+            suffix
+            for suffix in suffixes
+            if not any(f".{other}".endswith(f".{suffix}") for other in others)
+        ),
+        module,
     )

@@ -1,13 +1,13 @@
 """Memory estimate of a training step on one device, from shapes alone, without JAX or allocation.
 
 Axes: B sequences of a micro-batch on one device, T tokens, S keys, H heads, E head width, D embedding width, F hidden
-units of the MLP, V vocabulary; T, S, H, F and V count one device's share. Sizes are in bytes; `c` is the size of an
+units of the MLP, V vocabulary. T, S, H, F and V count one device's share. Sizes are in bytes. `c` is the size of an
 element in the dtype of the computation.
 
 At its peak a step needs
 
     state                parameters and the optimizer state, split by the mesh: 12 bytes per parameter in float32 with
-                         two moments in float32, 10 in bfloat16. With LoRA the parameters besides the adapters keep
+                         two moments in float32, 10 in bfloat16. With LoRA the parameters except the adapters keep
                          their dtype
     gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
@@ -22,22 +22,22 @@ At its peak a step needs
                          with experts the rows of all assignments (below). The backward passes of the layers of one
                          period of the sliding window pattern overlap: each other layer of the period adds what a layer
                          saves without rematerialization, and with rematerialization its transient dense scores
-      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; with fsdp the gathered head, twice, and
+      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
                          its gradient before it is reduced: V*D*(2*c + 4)
 
 The derivative of each operation determines the activations that the backward pass of a layer reads:
 
-    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
-                         saves B*H*T*4; transient are the scores of a tile, four times (on accelerators once), the
-                         gradients of keys and values in float32, and copies of queries, keys, values and
-                         gradients in tiles
+    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`, and 4 more with a softcap.
+                         Blockwise attention saves B*H*T*4. Transient are the scores of a tile, four times (on
+                         accelerators once), the gradients of keys and values in float32, and
+                         copies of queries, keys, values and gradients in tiles
                          With sp, two copies of the keys and values of another device with their float32 gradients
                          are transient, and B*T*H*E*4 for the gradient of queries so far
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
-    residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
+    residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp,
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
-    experts              nothing but the input: K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
+    experts              only the input. K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
                          are the matrices of one expert, gathered, with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
@@ -53,7 +53,7 @@ With `offload` the inputs of layers are saved in host memory, which the peak doe
 The formula is fitted to XLA's memory plans for CPU devices. `python -m bench.memory_points` compares both. On a CPU
 bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` is 4 for it. XLA for TPUs orders the
 operations of a rematerialized layer so that attention and MLP are never in memory together: the smaller of transient
-scores and MLP, and the input and norms of one block, take no memory of their own (`python -m bench.compiled_step`).
+scores and MLP, and the input and norms of one block, take no additional memory (`python -m bench.compiled_step`).
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.parameters import DECODER, ENCODER
 
-MOMENTS = 2  # of a parameter, float32, if the inputs have no optimizer state
-GRADIENT_COPIES = 2  # a gradient and the update
+# Moments of a parameter in float32, if the inputs have no optimizer state.
+MOMENTS = 2
+# Copies of a gradient: itself and the update.
+GRADIENT_COPIES = 2
 LOGIT_COPIES = 2
 
 
@@ -83,9 +85,9 @@ class MemoryEstimate:
         saved: Activations saved by all layers for the backward pass, and the layers' weights.
         layer: Working set of one layer's backward pass.
         head: Working set of the LM head and the loss.
-        scores: Attention scores of one layer or tile, float32 [B, H, T, S]; part of `layer`.
+        scores: Attention scores of one layer or tile, float32 [B, H, T, S]. Part of `layer`.
         batch: Token ids, targets and weights of a step.
-        offloaded: Activations saved in host memory; not part of the peak.
+        offloaded: Activations saved in host memory. Not part of the peak.
     """
 
     parameters: int
@@ -141,12 +143,13 @@ def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
 
 
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of unsplit gradients and gathered parameters of an exact reduction; 0 for a fast one."""
+    """Return the bytes of unsplit gradients and gathered parameters of an exact reduction, or 0 for a fast one."""
     if not inputs.is_exact:
         return 0
     num_parameters = sum(math.prod(leaf.shape) for leaf in inputs.leaves.values())
     is_split = num_parameters > sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
-    num_sums = inputs.accumulate.bit_length()  # log2(shards of the device) + 1
+    # log2(shards of the device) + 1: one sum per level of the tree, and the running one.
+    num_sums = inputs.accumulate.bit_length()
     return FLOAT32 * num_parameters * (num_sums + is_split)
 
 
@@ -172,7 +175,8 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one."""
-    encoder, length = inputs.arch_config.encoder, inputs.local_length(inputs.seq_length)
+    encoder = inputs.arch_config.encoder
+    length = inputs.local_length(inputs.seq_length)
     source_length = inputs.local_length(inputs.source_length)
     yield LayerStack(
         inputs=inputs,

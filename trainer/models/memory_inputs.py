@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +11,18 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import RING_BLOCKS, WHOLE, chunk_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
-from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards, num_sequence_shards
+from trainer.models.partition import (
+    activation_spec,
+    leaf_spec,
+    num_batch_shards,
+    num_sequence_shards,
+)
 from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy
 from trainer.models.rules import Rules
 
 FLOAT32 = 4
-NO_SCORES = (0, 0)  # attention tile of a kernel that keeps scores on the chip
+# Attention tile of a kernel that keeps scores on the chip.
+NO_SCORES = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,10 @@ class StateLeaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf."""
-        return tuple(1 if axis in self.reduced_axes else extent for axis, extent in enumerate(self.param.shape))
+        return tuple(
+            1 if axis in self.reduced_axes else extent
+            for axis, extent in enumerate(self.param.shape)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +60,31 @@ class MemoryInputs:
     Attributes:
         arch_config: The choices of the layers.
         leaves: Parameters by path.
-        mesh: The mesh without open axes; None for one device.
+        mesh: The mesh without open axes, or None for one device.
         rules: Partition rules.
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.
-        source_length: Tokens of a source; 0 without an encoder.
-        has_segments: Whether sequences have segment ids and positions, because documents share them.
+        source_length: Tokens of a source, or 0 without an encoder.
+        has_segments: Whether sequences have segment ids and positions, because documents share
+            them.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         offload: "residuals" if the inputs of layers are saved in host memory, or "none".
-        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
-        attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
-            `NO_SCORES` if they are never in memory.
+        head_chunk_size: Tokens of a device per row with logits in memory at the same time. -1: all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's
+            projections. -1 for all.
+        attention_tile: Queries and keys with scores in memory at once, -1 for all, or None if
+            scores are not tiled, `NO_SCORES` if they are never in memory.
         accumulate: Micro-batches of a step.
-        is_exact: Whether gradients are summed in an order that does not depend on the mesh; `accumulate` is then the
-            number of logical shards of a device.
-        optimizer_state: Leaves of the optimizer state that belong to parameters; None for two float32 moments of each.
+        is_exact: Whether gradients are summed in an order that does not depend on the mesh.
+            `accumulate` is then the number of logical shards of a device.
+        optimizer_state: Leaves of the optimizer state that belong to parameters, or None for two
+            float32 moments of each.
         frozen: Paths of the parameters that are not trained.
-        blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
-            its backward pass, as XLA plans for CPUs.
-        adapters: Adapters by path, if only they are trained; they are not in `leaves`. None to train all parameters.
+        blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP
+            at the same time in its backward pass, as XLA plans for CPUs.
+        adapters: Adapters by path, if only they are trained. They are not in `leaves`. None to
+            train all parameters.
         stored_itemsize: Bytes per element of the parameters in `leaves`.
         adapter_itemsize: Bytes per element of the adapters.
     """
@@ -101,7 +115,9 @@ class MemoryInputs:
     @property
     def saved_leaves(self) -> Mapping[str, ParamLeaf]:
         """Parameters in the checkpoints of the run, by path."""
-        return self.leaves if self.adapters is None else self.adapters
+        if self.adapters is None:
+            return self.leaves
+        return self.adapters
 
     @property
     def trained_leaves(self) -> Mapping[str, ParamLeaf]:
@@ -110,16 +126,16 @@ class MemoryInputs:
 
     @property
     def num_experts(self) -> int:
-        """Experts per layer; 0 without experts."""
+        """Experts per layer, or 0 without experts."""
         return self.extent("experts")
 
     @property
     def embed_size(self) -> int:
-        """Width of the residual stream; the estimate has no split of it over mesh axes."""
+        """Width of the residual stream. The estimate has no split of it over mesh axes."""
         return self.extent("embed")
 
     def local_extent(self, dim: str) -> int:
-        """Return the extent of a logical dim of parameters on one device; 0 if no parameter has it."""
+        """Return the extent of a logical dim of parameters on one device, or 0 if no parameter has it."""
         return self.extent(dim) // self.num_shards(dim)
 
     def num_shards(self, dim: str) -> int:
@@ -141,10 +157,12 @@ class MemoryInputs:
         return length // self.num_sequence_shards
 
     def score_tile(self, local_queries: int, local_keys: int) -> tuple[int, int]:
-        """Return the number of queries and of keys whose scores exist at the same time on a device."""
+        """Return the number of queries and of keys of the scores that a device has in memory at once."""
         num_blocks = RING_BLOCKS if self.num_sequence_shards > 1 else 1
         q_size, k_size = self.attention_tile or (WHOLE, WHOLE)
-        return chunk_length(q_size, local_queries // num_blocks), chunk_length(k_size, local_keys // num_blocks)
+        return chunk_length(q_size, local_queries // num_blocks), chunk_length(
+            k_size, local_keys // num_blocks
+        )
 
     def num_residual_shards(self, local_length: int) -> int:
         """Return the number of shards of the residual stream along the `local_length` tokens of a device."""
@@ -153,12 +171,19 @@ class MemoryInputs:
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""
-        return self.mesh.size(axis) if self.mesh else 1
+        if self.mesh:
+            return self.mesh.size(axis)
+        return 1
 
     def local_leaf_size(self, leaf: ParamLeaf, is_gathered: bool = False) -> int:
         """Return the elements of a parameter on one device, after the all-gather over fsdp if `is_gathered`."""
-        spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=self.mesh, rules=self.rules) if self.mesh else None
-        axes = [axis for dim_axes in spec.mesh_axes for axis in dim_axes] if spec else []
+        if self.mesh:
+            spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=self.mesh, rules=self.rules)
+        else:
+            spec = None
+        axes: list[str] = []
+        if spec:
+            axes.extend(itertools.chain.from_iterable(spec.mesh_axes))
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
 
@@ -171,7 +196,7 @@ class MemoryInputs:
         return leaf.nbytes // math.prod(spec.without_axes(leaf.reduced_axes).shards_per_dim)
 
     def extent(self, dim: str) -> int:
-        """Return the extent of a logical dim of the parameters; 0 if no parameter has it."""
+        """Return the extent of a logical dim of the parameters, or 0 if no parameter has it."""
         return dim_extent(self.leaves, dim)
 
     def _num_shards(self, dim: str, extent: int) -> int:

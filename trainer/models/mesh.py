@@ -7,11 +7,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.suggest import did_you_mean
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
-MAX_DEVICES = 1 << 20  # above the size of any machine; rejects typing errors early
+# Above the size of any machine. Rejects typing errors early.
+MAX_DEVICES = 1 << 20
 
 MeshAxes = tuple[str, ...]
 
@@ -23,7 +24,8 @@ class Mesh:
     Attributes:
         names: Axes, outermost first.
         sizes: Size of each axis. One size may be -1, all remaining devices, until `resolve_mesh`.
-        plain_order: Whether the devices are in the order of the runtime instead of placed by topology.
+        plain_order: Whether the devices are in the order of the runtime instead of placed by
+            topology.
     """
 
     names: MeshAxes
@@ -32,31 +34,36 @@ class Mesh:
 
     def __str__(self) -> str:
         named = zip(self.names, self.sizes)
-        texts = (str(size) if self.names == MESH_AXES[:3] else f"{name}:{size}" for name, size in named)
+        texts = (
+            str(size) if self.names == MESH_AXES[:3] else f"{name}:{size}" for name, size in named
+        )
         return "!" * self.plain_order + ",".join(texts)
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis: 1 if the mesh lacks it; raise UsageError if the size is still -1."""
+        """Return the size of an axis, or 1 if it is not in the mesh. Raise UsageError if the size is still -1."""
         size = dict(zip(self.names, self.sizes)).get(axis, 1)
         if size == -1:
             what = f"mesh {self} has no size for {axis}"
-            raise usage_error(what, "the number of devices is not known here", f"give {axis} a number")
+            raise usage_error(
+                what, "the number of devices is not known here", f"give {axis} a number"
+            )
         return size
 
     @property
     def n_devices(self) -> int:
-        """Number of devices; raise UsageError if the size of an axis is still -1."""
+        """Number of devices. Raise UsageError if the size of an axis is still -1."""
         return math.prod(map(self.size, self.names))
 
 
 def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
     """Parse `1,64,4` (dp,fsdp,mp) or named axes such as `dp:1,fsdp:-1,mp:4,sp:2`.
 
-    Axes of size 1 do not affect the device order, so they are moved to their usual place (and sp is removed). All
-    spellings of a mesh therefore give equal objects.
+    Axes of size 1 do not affect the device order, so they are moved to their usual place (and sp is
+    removed). All spellings of a mesh therefore give equal objects.
 
     Args:
-        text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects the plain order.
+        text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects the
+            plain order.
         origin: Option or recipe key of the text, for the error.
 
     Returns:
@@ -69,7 +76,9 @@ def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
     entries = [entry.strip() for entry in body.removeprefix("!").split(",")]
     option = f"`{origin} {truncate(text)}`"
     if entries == [""]:
-        raise usage_error(f"`{origin}` is empty", "it takes dp,fsdp,mp, or names", f"`{origin} 1,64,4`")
+        raise usage_error(
+            f"`{origin}` is empty", "it takes dp,fsdp,mp, or names", f"`{origin} 1,64,4`"
+        )
     sizes = _parse_named(entries, option) if ":" in body else _parse_positional(entries, option)
     _check_sizes(sizes, option)
     return _normalize_mesh(sizes, body.startswith("!"))
@@ -90,13 +99,19 @@ def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
         UsageError: The sizes do not match the number of devices.
     """
     known_devices = math.prod(size for size in mesh.sizes if size != -1)
-    hint = f"`--set mesh=1,{n_devices},1`"
+    hint = text("{}", Key("mesh", f"1,{n_devices},1", is_override=True))
     is_open = -1 in mesh.sizes
-    if n_devices < known_devices or n_devices % known_devices or (not is_open and n_devices != known_devices):
+    if (
+        n_devices < known_devices
+        or n_devices % known_devices
+        or (not is_open and n_devices != known_devices)
+    ):
         needs = f"a multiple of {known_devices} devices" if is_open else f"{known_devices} devices"
         known_axes = [axis for axis, size in zip(mesh.names, mesh.sizes) if size != -1]
         arithmetic = f"{format_sizes(mesh, known_axes)} = {known_devices}"
-        raise usage_error(f"mesh {mesh} needs {needs}, there are {n_devices}", hardware or arithmetic, hint)
+        raise usage_error(
+            f"mesh {mesh} needs {needs}, there are {n_devices}", hardware or arithmetic, hint
+        )
     sizes = (n_devices // known_devices if size == -1 else size for size in mesh.sizes)
     return _normalize_mesh(dict(zip(mesh.names, sizes)), mesh.plain_order)
 
@@ -114,12 +129,22 @@ def folder_suffix(mesh: Mesh) -> str:
 
 def _parse_positional(entries: list[str], option: str) -> dict[str, int]:
     if len(entries) == 3:
-        return {axis: _parse_axis_size(axis, entry, option) for axis, entry in zip(MESH_AXES, entries)}
+        return {
+            axis: _parse_axis_size(axis, entry, option) for axis, entry in zip(MESH_AXES, entries)
+        }
     template = {1: "1,{},1", 2: "{},{},1", 4: "dp:{},fsdp:{},mp:{},sp:{}"}.get(len(entries))
-    are_sizes = all(re.fullmatch(r"-1|[1-9][0-9]{0,6}", entry) for entry in entries) and entries.count("-1") < 2
-    hint = f"did you mean `{template.format(*entries)}`?" if template and are_sizes else "three sizes, as in `1,64,4`"
+    are_sizes = (
+        all(re.fullmatch(r"-1|[1-9][0-9]{0,6}", entry) for entry in entries)
+        and entries.count("-1") < 2
+    )
+    if template and are_sizes:
+        hint = f"did you mean `{template.format(*entries)}`?"
+    else:
+        hint = "three sizes, as in `1,64,4`"
     count = "1 axis" if len(entries) == 1 else f"{len(entries)} axes"
-    raise usage_error(f"{option} has {count}", "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`", hint)
+    raise usage_error(
+        f"{option} has {count}", "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`", hint
+    )
 
 
 def _parse_named(entries: list[str], option: str) -> dict[str, int]:
@@ -128,12 +153,16 @@ def _parse_named(entries: list[str], option: str) -> dict[str, int]:
         axis, colon, number = (part.strip() for part in entry.partition(":"))
         if not colon:
             raise usage_error(
-                f"{option} mixes names and bare numbers", f"`{truncate(entry)}` has no name", "name every axis"
+                f"{option} mixes names and bare numbers",
+                f"`{truncate(entry)}` has no name",
+                "name every axis",
             )
         check_axis_name(axis, option)
         if axis in sizes:
             raise usage_error(
-                f"{option} names {axis} twice", f"{sizes[axis]} and {truncate(number)}", "each axis at most once"
+                f"{option} names {axis} twice",
+                f"{sizes[axis]} and {truncate(number)}",
+                "each axis at most once",
             )
         sizes[axis] = _parse_axis_size(axis, number, option)
     return sizes
@@ -145,9 +174,17 @@ def _parse_axis_size(axis: str, text: str, option: str) -> int:
     number = re.fullmatch(r"0*([1-9][0-9]*)", text)
     if not number:
         why = "a size is a number of devices, or -1 for all remaining devices"
-        raise usage_error(f"{option}: {axis} is `{truncate(text)}`", why, f"{axis} 1 if nothing is to be split over it")
+        raise usage_error(
+            f"{option}: {axis} is `{truncate(text)}`",
+            why,
+            f"{axis} 1 if nothing is to be split over it",
+        )
+    # MAX_DEVICES has 7 digits. The limit keeps `int` away from texts of thousands of digits.
     if len(number[1]) > 7:
-        raise usage_error(f"{option}: {axis} is {truncate(number[1])}", f"a mesh has at most {MAX_DEVICES:,} devices")
+        raise usage_error(
+            f"{option}: {axis} is {truncate(number[1])}",
+            f"a mesh has at most {MAX_DEVICES:,} devices",
+        )
     return int(number[1])
 
 
@@ -156,34 +193,56 @@ def _check_sizes(sizes: Mapping[str, int], option: str) -> None:
     if len(open_axes) > 1:
         why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
         raise usage_error(f"{option} has {len(open_axes)} axes of -1", why, "-1 at most once")
+    # `abs`: one size may be -1, which turns the sign of the product.
     if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
-        raise usage_error(f"{option} has {n_devices:,} devices", f"a mesh has at most {MAX_DEVICES:,}")
+        raise usage_error(
+            f"{option} has {n_devices:,} devices", f"a mesh has at most {MAX_DEVICES:,}"
+        )
 
 
 def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
     names = [axis for axis, size in sizes.items() if size != 1]
     for i, axis in enumerate(MESH_AXES[:3]):
         if axis not in names:
-            later = (names.index(later_axis) for later_axis in MESH_AXES[i + 1 :] if later_axis in names)
+            later = (
+                names.index(later_axis) for later_axis in MESH_AXES[i + 1 :] if later_axis in names
+            )
             names.insert(min(later, default=len(names)), axis)
     return Mesh(tuple(names), tuple(sizes.get(axis, 1) for axis in names), plain_order)
 
 
 def check_axis_name(axis: str, option: str) -> None:
     """Raise UsageError for an unknown mesh axis, with the standard name if there is one."""
-    standard_names = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp"}
+    standard_names = {
+        "tp": "mp",
+        "tensor": "mp",
+        "model": "mp",
+        "data": "dp",
+        "cp": "sp",
+        "context": "sp",
+        "seq": "sp",
+    }
     if axis not in MESH_AXES:
-        hint = f"did you mean `{standard_names[axis]}`?" if axis in standard_names else did_you_mean(axis, MESH_AXES)
+        if axis in standard_names:
+            hint = f"did you mean `{standard_names[axis]}`?"
+        else:
+            hint = did_you_mean(axis, MESH_AXES)
         raise usage_error(
-            f"{option}: unknown mesh axis `{truncate(axis)}`", f"the axes are {', '.join(MESH_AXES)}", hint
+            f"{option}: unknown mesh axis `{truncate(axis)}`",
+            f"the axes are {', '.join(MESH_AXES)}",
+            hint,
         )
 
 
 def truncate(text: str) -> str:
     """Shorten a text for an error message."""
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
 
 
 def format_sizes(mesh: Mesh, axes: Collection[str]) -> str:
     """Return the sizes of some axes as text, such as `fsdp 64 x mp 4`."""
-    return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.names, mesh.sizes) if axis in axes)
+    return " x ".join(
+        f"{axis} {size}" for axis, size in zip(mesh.names, mesh.sizes) if axis in axes
+    )

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from trainer.models.axis_map import AxisMap, bind_row, stack_axis
+from trainer.models.axis_map import AxisMap, SizedAxis, bind_row, stack_axis
 from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows
 
 T = TypeVar("T")
-Tree = dict[str, Any]  # nested dicts; every other value is a leaf
+# Nested dicts. Every other value is a leaf.
+Tree = dict[str, Any]
 Role = Literal["embedding", "matrix", "scale", "bias"]
 
 
@@ -21,10 +22,12 @@ class ParamLeaf:
 
     Attributes:
         path: Dotted path in the tree.
-        path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs to one layer.
+        path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs
+            to one layer.
         shape: Shape of the leaf.
-        dims: Atoms of each dim; the first atom is the logical name of the dim.
-        layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no layer.
+        dims: Atoms of each dim. The first atom is the logical name of the dim.
+        layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no
+            layer.
     """
 
     path: str
@@ -35,11 +38,15 @@ class ParamLeaf:
 
     @property
     def role(self) -> Role:
-        """Role of the leaf; it decides the initial values and whether weight decay applies."""
+        """Role of the leaf. It decides the initial values and whether weight decay applies."""
         if not EMBEDDING_PATH_PARTS.isdisjoint(self.path.split(".")):
             return "embedding"
         last = self.path.rpartition(".")[2]
-        return "scale" if last == "scale" else "bias" if last == "bias" else "matrix"
+        if last == "scale":
+            return "scale"
+        if last == "bias":
+            return "bias"
+        return "matrix"
 
     @property
     def stack_axis(self) -> int | None:
@@ -47,14 +54,18 @@ class ParamLeaf:
         return stack_axis(self.dims)
 
     def extent(self, dim_name: str) -> int:
-        """Return the extent of a logical dim; 1 if the leaf lacks it."""
-        return math.prod(extent for dim, extent in zip(self.dims, self.shape) if dim and dim[0] == dim_name)
+        """Return the extent of a logical dim, or 1 if the leaf does not have it."""
+        return math.prod(
+            extent for dim, extent in zip(self.dims, self.shape) if dim and dim[0] == dim_name
+        )
 
 
 def dim_extent(leaves: Mapping[str, ParamLeaf], dim_name: str) -> int:
-    """Return the extent of a logical dim in the first leaf that has it; 0 if no leaf has it."""
-    extents = (leaf.extent(dim_name) for leaf in leaves.values() if any(dim[:1] == (dim_name,) for dim in leaf.dims))
-    return next(extents, 0)
+    """Return the extent of a logical dim in the first leaf that has it, or 0 if no leaf has it."""
+    for leaf in leaves.values():
+        if any(dim[:1] == (dim_name,) for dim in leaf.dims):
+            return leaf.extent(dim_name)
+    return 0
 
 
 def param_leaves(
@@ -65,7 +76,7 @@ def param_leaves(
     Args:
         family: Family of the model.
         config: Content of its config.json.
-        tied: Whether the head is the token embedding; the tree then has no leaf for the head.
+        tied: Whether the head is the token embedding. The tree then has no leaf for the head.
         scan: Whether each leaf stacks all layers.
         scan_axis: Axis of the stacked layers.
 
@@ -81,19 +92,25 @@ def param_leaves(
     return leaves
 
 
+def _atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
+    return tuple(axis.atom for axis in dim)
+
+
 def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
-    dims = tuple(tuple(factor.atom for factor in dim) for dim in row.leaf_dims)
+    dims = tuple(_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
         return [ParamLeaf(path, path, shape=row.leaf_shape, dims=dims)]
     layers = row.unscanned_factors[0]
     return [
-        ParamLeaf(path.format(**{layers.atom: i}), path, shape=row.leaf_shape, dims=dims, layer_index=i)
+        ParamLeaf(
+            path.format(**{layers.atom: i}), path, shape=row.leaf_shape, dims=dims, layer_index=i
+        )
         for i in range(layers.extent)
     ]
 
 
 def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
-    """Return the longest parameter path at the end of the name of a state's leaf; None if there is none."""
+    """Return the longest parameter path at the end of the name of a state's leaf, or None if there is none."""
     parts = name.split(".")
     suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
     return next((suffix for suffix in suffixes if suffix in param_paths), None)
@@ -115,5 +132,9 @@ def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a dict with dotted paths, each after `prefix`, from nested dicts."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten_tree(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat

@@ -1,7 +1,7 @@
-"""Parameters and families: the parameter tree of a model and where each leaf lies in Hugging Face tensors.
+"""Parameters and families: the parameter tree of a model and its leaves in Hugging Face tensors.
 
-A family is data: rows of text, functions from a Hugging Face config to axis sizes and to an `ArchConfig`, and a few
-names. No I/O, no jax.
+A family is data: rows of text, functions from a Hugging Face config to axis sizes and to an
+`ArchConfig`, and a few names. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -12,24 +12,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.axis_map import LAYER_ATOMS, LAYERS, Row, Sizes, bind_row, parse_row, stack_axis
+from trainer.models.axis_map import (
+    LAYER_ATOMS,
+    LAYERS,
+    ParsedAxisMap,
+    Sizes,
+    bind_row,
+    parse_row,
+    stack_axis,
+)
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
 
-HFConfig = Mapping[str, Any]  # the content of a config.json
-Condition = str | Callable[[HFConfig], bool]  # name of a field that must be true, ALWAYS, or a predicate of the config
+# The content of a config.json.
+HFConfig = Mapping[str, Any]
+# Name of a field that must be true, ALWAYS, or a predicate of the config.
+Condition = str | Callable[[HFConfig], bool]
 ALWAYS: Condition = ""
-NEVER = None  # in place of a condition: the parameter does not exist
-LAYER_PLACEHOLDER = f"{{{LAYERS}}}"  # stands for the layer index in a name or path
-ENCODER, DECODER = "encoder", "decoder"  # path parts of a model with both
+# Stands in place of a condition if the parameter does not exist.
+NEVER = None
+# Stands for the layer index in a name or path.
+LAYER_PLACEHOLDER = f"{{{LAYERS}}}"
+# Path parts of a model with both.
+ENCODER = "encoder"
+DECODER = "decoder"
 MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
-EMBEDDING_PATH_PARTS = {"embed", "relative_positions"}  # path parts of token, position and relative position embeddings
+# Path parts of token, position and relative position embeddings.
+EMBEDDING_PATH_PARTS = {
+    "embed",
+    "relative_positions",
+}
 
 
 def condition_holds(config: HFConfig, condition: Condition) -> bool:
     """Return whether a config fulfils a condition."""
-    return condition(config) if callable(condition) else not condition or bool(config.get(condition))
+    if callable(condition):
+        return condition(config)
+    return not condition or bool(config.get(condition))
 
 
 def if_set(config_field: str) -> Condition:
@@ -44,8 +64,10 @@ class Parameter:
     Attributes:
         row: The parameter's axis map. Tensor names are without the family's prefix.
         condition: When the parameter exists with this row.
-        alternate: Row for files that store the tensors in another form, or "". The row whose tensors exist is used.
-        else_row: Row if the condition does not hold. If it is "", the parameter then does not exist.
+        alternate: Row for files that store the tensors in another form, or "". The row whose
+            tensors exist is used.
+        else_row: Row if the condition does not hold. If it is "", the parameter then does not
+            exist.
     """
 
     row: str
@@ -54,10 +76,12 @@ class Parameter:
     else_row: str = ""
 
     def resolve(self, config: HFConfig) -> Parameter | None:
-        """Return the parameter of a model with this config, or None if the model lacks it."""
+        """Return the parameter of a model with this config, or None if the model does not have it."""
         if condition_holds(config, self.condition):
             return self
-        return Parameter(self.else_row) if self.else_row else None
+        if self.else_row:
+            return Parameter(self.else_row)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +89,10 @@ class TreeLayout:
     """The parameter tree of another library for the same tensors.
 
     Attributes:
-        parameters: Path -> parameter. A path holds the placeholder of a layer atom, such as `{layers}`; its row has
-            no dim of the layers.
-        stacked_name: Path part in place of the placeholder in trees with stacked layers, or "" if there are none.
+        parameters: Path -> parameter. A path holds the placeholder of a layer atom, such as
+            `{layers}`. Its row has no dim of the layers.
+        stacked_name: Path part in place of the placeholder in trees with stacked layers, or "" if
+            there are none.
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
         path_aliases: Path that some trees use -> path in `parameters`.
         ignored_fields: Config fields without effect in that library.
@@ -89,8 +114,9 @@ class WeightTying:
         head_tensor: Tensor of the head.
         embedding_tensor: Tensor of the token embedding.
         tied_by_default: Whether the head is tied if the config has no `tie_word_embeddings`.
-        stored_head_unties: Whether, under this config, a stored head tensor overrides `tie_word_embeddings`.
-        untied_fields: Config fields to set when a tied head becomes a parameter of its own.
+        stored_head_unties: Whether, under this config, a stored head tensor overrides
+            `tie_word_embeddings`.
+        untied_fields: Config fields to set when a tied head becomes a separate parameter.
     """
 
     head_leaf: str
@@ -134,8 +160,12 @@ class Family:
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
         """Return whether the head is the token embedding, for a config and the tensors of its file."""
         tie_word_embeddings = config.get("tie_word_embeddings")
-        tied = bool(self.tying.tied_by_default if tie_word_embeddings is None else tie_word_embeddings)
-        return tied and not (self.tying.head_tensor in tensors and self.tying.stored_head_unties(config))
+        tied = bool(
+            self.tying.tied_by_default if tie_word_embeddings is None else tie_word_embeddings
+        )
+        return tied and not (
+            self.tying.head_tensor in tensors and self.tying.stored_head_unties(config)
+        )
 
 
 def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
@@ -154,17 +184,22 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
 
 
 def parameter_rows(
-    family: Family, config: HFConfig, scan: bool = True, scan_axis: int = 0, tensors: Collection[str] = ()
-) -> dict[str, Row]:
+    family: Family,
+    config: HFConfig,
+    scan: bool = True,
+    scan_axis: int = 0,
+    tensors: Collection[str] = (),
+) -> dict[str, ParsedAxisMap]:
     """Return the parsed axis-map row of each parameter of a model.
 
     Args:
         family: Family of the model.
         config: Content of its config.json.
-        scan: Whether each leaf stacks all layers. Otherwise the paths hold the placeholder of a layer atom, such as
-            `{layers}`, and such a row stands for one leaf per layer.
+        scan: Whether each leaf stacks all layers. Otherwise the paths hold the placeholder of a
+            layer atom, such as `{layers}`, and such a row stands for one leaf per layer.
         scan_axis: Axis of the stacked layers.
-        tensors: Names of the stored tensors, without prefix. They decide between a row and its alternate.
+        tensors: Names of the stored tensors, without prefix. They decide between a row and its
+            alternate.
 
     Returns:
         Path in the tree -> row.
@@ -182,7 +217,9 @@ def parameter_rows(
     return {path: _move_stack_axis(row, scan_axis) for path, row in rows.items()}
 
 
-def layout_rows(layout: TreeLayout, config: HFConfig, stack_axis_index: int | None = None) -> dict[str, Row]:
+def layout_rows(
+    layout: TreeLayout, config: HFConfig, stack_axis_index: int | None = None
+) -> dict[str, ParsedAxisMap]:
     """Return the parsed axis-map rows of a model in the tree of another library.
 
     Args:
@@ -193,13 +230,20 @@ def layout_rows(layout: TreeLayout, config: HFConfig, stack_axis_index: int | No
     Returns:
         Path in the tree -> row.
     """
-    rows = {path: parse_row(parameter.row) for path, parameter in active_parameters(layout.parameters, config)}
+    rows = {
+        path: parse_row(parameter.row)
+        for path, parameter in active_parameters(layout.parameters, config)
+    }
     if stack_axis_index is None:
         return rows
-    return dict(_stack_row(path, row, stack_axis_index, layout.stacked_name) for path, row in rows.items())
+    return dict(
+        _stack_row(path, row, stack_axis_index, layout.stacked_name) for path, row in rows.items()
+    )
 
 
-def active_parameters(parameters: Mapping[str, Parameter], config: HFConfig) -> Iterator[tuple[str, Parameter]]:
+def active_parameters(
+    parameters: Mapping[str, Parameter], config: HFConfig
+) -> Iterator[tuple[str, Parameter]]:
     """Yield path and parameter of each parameter of a model with this config."""
     for path, parameter in parameters.items():
         if resolved := parameter.resolve(config):
@@ -207,11 +251,13 @@ def active_parameters(parameters: Mapping[str, Parameter], config: HFConfig) -> 
 
 
 def layer_atom_in(path: str) -> str:
-    """Return the layer atom whose placeholder is in a path, or ""."""
+    """Return the layer atom of the placeholder in a path, or ""."""
     return next((atom for atom in LAYER_ATOMS if f"{{{atom}}}" in path), "")
 
 
-def _stack_row(path: str, row: Row, axis: int, stacked_name: str) -> tuple[str, Row]:
+def _stack_row(
+    path: str, row: ParsedAxisMap, axis: int, stacked_name: str
+) -> tuple[str, ParsedAxisMap]:
     atom = layer_atom_in(path)
     if not atom:
         return path, row
@@ -219,31 +265,41 @@ def _stack_row(path: str, row: Row, axis: int, stacked_name: str) -> tuple[str, 
     return path.replace(f"{{{atom}}}", stacked_name), _move_stack_axis(stacked, axis)
 
 
-def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:
+def _first_tensor(row: ParsedAxisMap, sizes: Sizes) -> str:
+    name, _ = next(bind_row(row, sizes).tensors())
+    return name
+
+
+def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> ParsedAxisMap:
     row = parse_row(parameter.row)
     if not parameter.alternate:
         return row
     alternate = parse_row(parameter.alternate)
-    row_tensor, alternate_tensor = (
-        next(name for name, _ in bind_row(form, sizes).tensors()) for form in (row, alternate)
-    )
+    row_tensor = _first_tensor(row, sizes)
+    alternate_tensor = _first_tensor(alternate, sizes)
     if row_tensor in tensors and alternate_tensor in tensors:
         raise PrepError(
-            "a parameter is stored in two forms", f"{row_tensor} and {alternate_tensor}", "keep one of them"
+            "a parameter is stored in two forms",
+            f"{row_tensor} and {alternate_tensor}",
+            "keep one of them",
         )
-    return alternate if alternate_tensor in tensors else row
+    if alternate_tensor in tensors:
+        return alternate
+    return row
 
 
-def _unstack_row(path: str, row: Row) -> tuple[str, Row]:
+def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return path, row
     (atom,) = row.leaf_dims[axis]
     layer_path = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{atom}}}.", 1)
-    return layer_path, dataclasses.replace(row, leaf_dims=(*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :]))
+    return layer_path, dataclasses.replace(
+        row, leaf_dims=(*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :])
+    )
 
 
-def _move_stack_axis(row: Row, axis: int) -> Row:
+def _move_stack_axis(row: ParsedAxisMap, axis: int) -> ParsedAxisMap:
     old_axis = stack_axis(row.leaf_dims)
     if old_axis is None:
         return row

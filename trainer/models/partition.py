@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.boxes import Box
+from trainer.models.errors import Command, Option, PrepError, text, usage_error
 from trainer.models.mesh import Mesh, MeshAxes, format_sizes
 from trainer.models.rules import (
     ACTIVATION_PREFIX,
@@ -25,8 +26,6 @@ from trainer.models.rules import (
     whole_if_indivisible,
 )
 
-Box = tuple[tuple[int, int], ...]  # range of indices in each dim
-
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
@@ -36,7 +35,7 @@ class Fallback:
         dim: Logical name of the dim.
         extent: Its extent.
         requested: Mesh axes of the first choice.
-        applied: Mesh axes that split it; () if it is not split.
+        applied: Mesh axes that split it. () if it is not split.
         why: The reason.
     """
 
@@ -80,7 +79,10 @@ class Spec:
         )
 
     def __str__(self) -> str:
-        texts = (f"({', '.join(axes)})" if len(axes) > 1 else "".join(axes) or "None" for axes in self.mesh_axes)
+        texts = (
+            f"({', '.join(axes)})" if len(axes) > 1 else "".join(axes) or "None"
+            for axes in self.mesh_axes
+        )
         return f"P({', '.join(texts)})"
 
 
@@ -93,7 +95,8 @@ class _SplitDim:
     choices: AxisChoices
 
 
-_Hint = Callable[[_SplitDim, MeshAxes], str]  # dim and mesh axes that do not divide it -> hint of the error
+# Dim and mesh axes that do not divide it -> hint of the error.
+_Hint = Callable[[_SplitDim, MeshAxes], str]
 
 
 def leaf_spec(
@@ -108,7 +111,8 @@ def leaf_spec(
     """Return the sharding of a parameter or of its moments.
 
     Args:
-        path: Dotted path of the parameter; None for state that belongs to no parameter, whose dims have no rules.
+        path: Dotted path of the parameter, or None for state that belongs to no parameter. Its
+            dims have no rules.
         dims: Atoms of each dim of the leaf.
         shape: Shape of the leaf.
         mesh: Device mesh.
@@ -119,13 +123,16 @@ def leaf_spec(
         The sharding.
 
     Raises:
-        UsageError: No choice of a dim's rule divides its extent, or the leaf's rule is for another number of dims.
+        UsageError: No choice of a dim's rule divides its extent, or the leaf's rule is for another
+            number of dims.
     """
     rule = None if path is None else find_leaf_rule(rules, path)
     if path is not None and rule is not None:
-        choices, hint = rule.choices_of_leaf(path, dims), partial(_leaf_hint, rule=rule)
+        choices = rule.choices_of_leaf(path, dims)
+        hint = partial(_leaf_hint, rule=rule)
     elif path is not None and rules.by_size:
-        choices, hint = _choices_by_size(dims, shape, mesh), partial(_param_hint, mesh=mesh, checkpoint=checkpoint)
+        choices = _choices_by_size(dims, shape, mesh)
+        hint = partial(_param_hint, mesh=mesh, checkpoint=checkpoint)
     else:
         return partition_spec(dims, shape, mesh, rules.params, checkpoint)
     split_dims = [_SplitDim(*dim) for dim in zip(_dim_names(dims), shape, choices, strict=True)]
@@ -157,7 +164,8 @@ def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -
 def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[AxisChoices]:
     """Return the choices of each dim: mp splits the largest dim that it divides, fsdp the largest other one.
 
-    Stacked layers and experts are not split, and neither are leaves with a single other dim, such as scales.
+    Stacked layers and experts are not split, and neither are leaves with a single other dim, such
+    as scales.
     """
     choices: list[AxisChoices] = [WHOLE] * len(dims)
     unstacked = [i for i, name in enumerate(_dim_names(dims)) if name not in STACKED_DIMS]
@@ -175,25 +183,34 @@ def activation_spec(shape: Sequence[int], dims: Sequence[str], mesh: Mesh, rules
     Raises:
         UsageError: No choice of a dim's rule divides its extent.
     """
-    return _spec_by_dim(dims, shape, mesh, rules=activation_rules(rules), hint=partial(_activation_hint, mesh=mesh))
+    return _spec_by_dim(
+        dims, shape, mesh, rules=activation_rules(rules), hint=partial(_activation_hint, mesh=mesh)
+    )
 
 
 def num_batch_shards(mesh: Mesh | None, rules: Rules) -> int:
     """Return the number of shards of a batch along its rows."""
-    return _num_shards(mesh, activation_rules(rules)["batch"][0]) if mesh else 1
+    if mesh:
+        return _num_shards(mesh, activation_rules(rules)["batch"][0])
+    return 1
 
 
 def num_sequence_shards(mesh: Mesh | None, rules: Rules) -> int:
-    """Return the number of shards of a sequence along its tokens; 1 if the rules do not split it over sp."""
+    """Return the number of shards of a sequence along its tokens, or 1 if the rules do not split it over sp."""
     axes = activation_rules(rules)["seq"][0]
-    return _num_shards(mesh, axes) if mesh and "sp" in axes else 1
+    if mesh and "sp" in axes:
+        return _num_shards(mesh, axes)
+    return 1
 
 
-def computed_spec(dims: LeafDims, shape: Sequence[int], *, stored: Spec, mesh: Mesh, rules: Rules) -> Spec:
+def computed_spec(
+    dims: LeafDims, shape: Sequence[int], *, stored: Spec, mesh: Mesh, rules: Rules
+) -> Spec:
     """Return the sharding that the computation gives a parameter.
 
-    Activations are split by the rules of dims, and XLA multiplies them with weights that are split alike. A parameter
-    whose own rule splits a dim over other mesh axes is therefore resharded by the rules of its dims.
+    Activations are split by the rules of dims, and XLA multiplies them with weights that are split
+    alike. A parameter whose own rule splits a dim over other mesh axes is therefore resharded by
+    the rules of its dims.
 
     Args:
         dims: Atoms of each dim of the parameter.
@@ -203,8 +220,13 @@ def computed_spec(dims: LeafDims, shape: Sequence[int], *, stored: Spec, mesh: M
         rules: Partition rules.
     """
     by_dim = partition_spec(dims, shape, mesh, whole_if_indivisible(rules.params))
-    is_part = all({*axes} <= {*dim_axes} for axes, dim_axes in zip(stored.mesh_axes, by_dim.mesh_axes))
-    return stored if is_part else by_dim
+    # The stored split is kept if each dim is split over a subset of the axes of its rule.
+    is_part = all(
+        {*axes} <= {*dim_axes} for axes, dim_axes in zip(stored.mesh_axes, by_dim.mesh_axes)
+    )
+    if is_part:
+        return stored
+    return by_dim
 
 
 def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rules) -> int:
@@ -213,7 +235,7 @@ def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rul
     Args:
         leaves: Dims of each parameter, by dotted path.
         mesh: Device mesh, or None.
-        rules: Partition rules; the first choice of each vocabulary dim counts.
+        rules: Partition rules. The first choice of each vocabulary dim counts.
     """
     if mesh is None:
         return 1
@@ -221,17 +243,27 @@ def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rul
     for path, dims in leaves.items():
         rule = find_leaf_rule(rules, path)
         choices = rule.choices_of_leaf(path, dims) if rule else [rules.params["vocab"]] * len(dims)
-        counts += [_num_shards(mesh, dim[0]) for name, dim in zip(_dim_names(dims), choices) if name == "vocab"]
+        counts += [
+            _num_shards(mesh, dim[0])
+            for name, dim in zip(_dim_names(dims), choices)
+            if name == "vocab"
+        ]
+    # Embedding and head may be split over different axes, and one padded size has to suit both.
     return math.lcm(*counts)
 
 
 def partition_spec(
-    dims: LeafDims, shape: Sequence[int], mesh: Mesh, rules: DimRules, checkpoint: str = "CHECKPOINT"
+    dims: LeafDims,
+    shape: Sequence[int],
+    mesh: Mesh,
+    rules: DimRules,
+    checkpoint: str = "CHECKPOINT",
 ) -> Spec:
     """Return the sharding of a leaf by its logical dims.
 
-    A mesh axis splits at most one dim of a leaf: the dim whose rule comes first. Matrices with the same dims in another
-    order, such as q and o, are therefore split alike. Dims without a rule are not split.
+    A mesh axis splits at most one dim of a leaf: the dim whose rule comes first. Matrices with the
+    same dims in another order, such as q and o, are therefore split alike. Dims without a rule are
+    not split.
 
     Args:
         dims: Atoms of each dim of the leaf.
@@ -250,17 +282,28 @@ def partition_spec(
     return _spec_by_dim(_dim_names(dims), shape, mesh, rules=rules, hint=hint)
 
 
-def _spec_by_dim(names: Sequence[str], shape: Sequence[int], mesh: Mesh, *, rules: DimRules, hint: _Hint) -> Spec:
-    """Return the sharding of an array whose dims get their mesh axes in the order of the rules."""
+def _spec_by_dim(
+    names: Sequence[str], shape: Sequence[int], mesh: Mesh, *, rules: DimRules, hint: _Hint
+) -> Spec:
+    """Assign mesh axes to the dims of an array in the order of the rules."""
     priority = {name: i for i, name in enumerate(rules)}
+    # Rules are in order of priority. The order of the dims in the leaf does not matter, so that q
+    # [heads, head_dim, embed] and o [embed, heads, head_dim] get the same axes. Dims without a rule
+    # come last.
     order = sorted(range(len(names)), key=lambda i: priority.get(names[i], len(priority)))
-    dims = [_SplitDim(name, extent, rules.get(name, WHOLE)) for name, extent in zip(names, shape, strict=True)]
+    dims = [
+        _SplitDim(name, extent, rules.get(name, WHOLE))
+        for name, extent in zip(names, shape, strict=True)
+    ]
     return _assign_axes(dims, order, mesh, hint=hint)
 
 
-def _assign_axes(dims: Sequence[_SplitDim], order: Iterable[int], mesh: Mesh, *, hint: _Hint) -> Spec:
-    """Return the sharding of an array whose dims get their mesh axes in an order of their indices."""
-    used: dict[str, str] = {}  # mesh axis -> the dim that it splits
+def _assign_axes(
+    dims: Sequence[_SplitDim], order: Iterable[int], mesh: Mesh, *, hint: _Hint
+) -> Spec:
+    """Assign mesh axes to the dims of an array in a given order of dim indices."""
+    # Mesh axis -> the dim that it splits.
+    used: dict[str, str] = {}
     chosen: dict[int, tuple[MeshAxes, Fallback | None]] = {}
     for i in order:
         chosen[i] = _choose_axes(dims[i], mesh, used, hint=hint)
@@ -279,8 +322,8 @@ def _choose_axes(
 ) -> tuple[MeshAxes, Fallback | None]:
     """Return the axes that split a dim, and the fallback if they are not the rule's first choice.
 
-    They are the first choice that divides the extent, without axes that split other dims. A choice whose axes are all
-    used is skipped.
+    They are the first choice that divides the extent, without axes that split other dims. A choice
+    is skipped if all its axes are used.
     """
     reasons: list[str] = []
     undivided: MeshAxes = ()
@@ -289,11 +332,17 @@ def _choose_axes(
         free = tuple(axis for axis in wanted if axis not in used)
         reasons += [f"{axis} splits {used[axis]}" for axis in wanted if axis in used]
         remainder = dim.extent % _num_shards(mesh, free)
+        # `not wanted`: all axes of the choice have size 1, or the choice is (), so it splits
+        # nothing.
         if not remainder and (free or not wanted):
-            return free, Fallback(dim.name, dim.extent, dim.choices[0], free, reasons[0]) if reasons else None
+            return free, Fallback(
+                dim.name, dim.extent, dim.choices[0], free, reasons[0]
+            ) if reasons else None
         if remainder:
             reasons.append(f"{dim.extent} mod {_num_shards(mesh, free)} = {remainder}")
             undivided = undivided or free
+    # An extent that no choice divides is an error. A dim that only lost its axes to other dims is
+    # not.
     if undivided:
         raise _indivisible_error(dim, undivided, mesh, hint(dim, undivided))
     return (), Fallback(dim.name, dim.extent, dim.choices[0], (), reasons[0])
@@ -317,8 +366,10 @@ def _indivisible_error(dim: _SplitDim, axes: MeshAxes, mesh: Mesh, hint: str) ->
 def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) -> str:
     if dim.name == "vocab":
         parts = _num_shards(mesh, axes)
+        # Round up to a multiple, e.g. 50257 rows in 4 parts -> 50260.
         padded = -(-dim.extent // parts) * parts
-        return f"`prep pad-vocab {checkpoint} --multiple {parts}` (to {padded}), or `--pad-vocab auto`"
+        command = Command("pad-vocab", checkpoint, Option("multiple", parts))
+        return text("{} (to {}), or {}", command, padded, Option("pad_vocab", "auto"))
     rule = format_rule(dim.name, (axes, ()))
     return _whole_hint(dim, rule, dim.name)
 
@@ -345,13 +396,14 @@ def shard_shape(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box:
-    """Return the box of a leaf that a device of the mesh holds; raise IndexError if there is no such device."""
+    """Return the box of a leaf that a device of the mesh holds. Raise IndexError if there is no such device."""
     if not 0 <= device < mesh.n_devices:
         raise IndexError(f"device {device} of {mesh.n_devices}")
     coordinates = dict(zip(mesh.names, _coordinates(device, mesh.sizes)))
     box = []
     for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
         shard = 0
+        # Mixed-radix number of the axes, major first: fsdp 1 of 4 and mp 2 of 8 -> 1 * 8 + 2 = 10.
         for axis in axes:
             shard = shard * mesh.size(axis) + coordinates[axis]
         box.append((shard * extent, (shard + 1) * extent))

@@ -1,6 +1,7 @@
 """Published configs of models, for plans without their checkpoints and for random starts: the fields without defaults.
 
-The names are the aliases of `prep models`. Source: the config.json of each model on the Hugging Face hub.
+The names are the aliases of `prep models`. Source: the config.json of each model on the Hugging
+Face hub.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from trainer.models.errors import usage_error
 from trainer.models.parameters import HFConfig
 from trainer.models.suggest import did_you_mean
 
-CHECKPOINT_SUFFIXES = ("-init", "-padded")  # of folders that prep makes from a model
+# Suffixes of the folders that prep makes from a model.
+CHECKPOINT_SUFFIXES = ("-init", "-padded")
 
 
 def _llama(hidden: int, layers: int, heads: int, mlp: int, **fields: Any) -> dict[str, Any]:
     """Return the config of a LLaMA model."""
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": mlp}
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+    }
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, **sizes,
@@ -62,7 +69,7 @@ def _t5(width: int, layers: int, heads: int, mlp: int, **fields: Any) -> dict[st
 
 
 def _gated_t5(width: int, layers: int, heads: int, mlp: int) -> dict[str, Any]:
-    """Return the config of a T5 v1.1 or Flan-T5 model: gated GELU and a head of its own."""
+    """Return the config of a T5 v1.1 or Flan-T5 model: gated GELU and an untied head."""
     return _t5(width, layers, heads, mlp, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 
 
@@ -116,11 +123,13 @@ PRESETS: Mapping[str, HFConfig] = {
 
 
 def preset_name(path: str) -> str | None:
-    """Return the preset whose checkpoint a path names, such as `llama-7b-init`; None if there is none."""
+    """Return the preset of a checkpoint path such as `llama-7b-init`, or None if there is none."""
     name = PurePath(path).name
     while suffix := next((suffix for suffix in CHECKPOINT_SUFFIXES if name.endswith(suffix)), ""):
         name = name.removesuffix(suffix)
-    return name if name in PRESETS else None
+    if name in PRESETS:
+        return name
+    return None
 
 
 def find_preset(name: str) -> HFConfig:

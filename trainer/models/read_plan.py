@@ -1,7 +1,8 @@
 """Plans of loading a sharded leaf in several processes such that each byte is read once in the whole job. Pure.
 
-A leaf is loaded slab by slab. The devices that need rows of the same slab read disjoint rows of it, and exchange them:
-a mesh axis that splits another dim of the leaf by all-to-all, an axis that replicates the leaf by all-gather.
+A leaf is loaded slab by slab. The devices that need rows of the same slab read disjoint rows of it,
+and exchange them: a mesh axis that splits another dim of the leaf by all-to-all, an axis that
+replicates the leaf by all-gather.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.models.boxes import Box
 from trainer.models.mesh import MeshAxes
-from trainer.models.partition import Box
 
-SLAB_NBYTES = 16 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
-MAX_SLAB_NBYTES = 2 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
+# Largest slab on a device after the exchange. One unit per device may be larger.
+SLAB_NBYTES = 16 << 20
+# Slabs are whole units that all devices divide evenly, up to this many bytes.
+MAX_SLAB_NBYTES = 2 * SLAB_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,9 @@ class ShardedLeaf:
         return self.rank(self.split_axes[dim], coordinates)
 
     def rank(self, axes: Iterable[str], coordinates: Mapping[str, int]) -> int:
-        """Return the rank of a device among those that differ in `axes` only; the first axis is the major one."""
-        sizes, rank = dict(self.mesh_sizes), 0
+        """Return the rank of a device among those that differ in `axes` only. The first axis is the major one."""
+        sizes = dict(self.mesh_sizes)
+        rank = 0
         for axis in axes:
             rank = rank * sizes[axis] + coordinates[axis]
         return rank
@@ -63,9 +67,9 @@ class RowSlab:
     """Rows of a leaf that are exchanged together: one slab of each shard along the axes that are not exchanged.
 
     Attributes:
-        start: Index of its first element; relative to the shard in the dims whose split is kept.
+        start: Index of its first element. Relative to the shard in `kept_dims`.
         rows: Number of rows.
-        rows_per_device: Number of rows that a device reads; the last devices may read fewer.
+        rows_per_device: Number of rows that a device reads. The last devices may read fewer.
     """
 
     start: tuple[int, ...]
@@ -82,8 +86,8 @@ class ReadPlan:
         row_dim: Dim along which devices divide a slab. Its indices are called rows.
         outer_dims: Dims with one index per slab.
         unit_rows: Rows that are read together.
-        keeps_rows: Whether a device reads only rows of its own shard. Otherwise the whole slab is gathered, because
-            shards begin within a unit.
+        keeps_rows: Whether a device reads only rows of its own shard. Otherwise the whole slab is
+            gathered, because shards begin within a unit.
     """
 
     leaf: ShardedLeaf
@@ -94,22 +98,27 @@ class ReadPlan:
 
     @property
     def kept_dims(self) -> tuple[int, ...]:
-        """Dims whose split is the same before and after the exchange."""
-        return (*self.outer_dims, self.row_dim) if self.keeps_rows else self.outer_dims
+        """Dims with the same split before and after the exchange."""
+        if self.keeps_rows:
+            return (*self.outer_dims, self.row_dim)
+        return self.outer_dims
 
     @property
     def exchanges(self) -> tuple[tuple[str, int | None], ...]:
-        """Mesh axes of the collectives in their order, each with the dim that it splits; None for an all-gather."""
-        kept = {axis for dim in self.kept_dims for axis in self.leaf.split_axes[dim]}
-        moved = [
-            (axis, dim)
-            for dim, axes in enumerate(self.leaf.split_axes)
-            if dim != self.row_dim
-            for axis in axes
-            if axis not in kept
-        ]
+        """Mesh axes of the collectives in their order, each with the dim that it splits, or None for an all-gather."""
+        kept: set[str] = set()
+        for dim in self.kept_dims:
+            kept.update(self.leaf.split_axes[dim])
+        moved: list[tuple[str, int]] = []
+        for dim, axes in enumerate(self.leaf.split_axes):
+            if dim != self.row_dim:
+                moved += [(axis, dim) for axis in axes if axis not in kept]
         moved_axes = {axis for axis, _ in moved}
-        gathered = [axis for axis, size in self.leaf.mesh_sizes if size > 1 and axis not in kept | moved_axes]
+        gathered = [
+            axis
+            for axis, size in self.leaf.mesh_sizes
+            if size > 1 and axis not in kept | moved_axes
+        ]
         return (*moved, *((axis, None) for axis in gathered))
 
     @property
@@ -126,7 +135,9 @@ class ReadPlan:
     @property
     def num_rows(self) -> int:
         """Number of rows that slabs divide."""
-        return self.leaf.shard_extent(self.row_dim) if self.keeps_rows else self.leaf.shape[self.row_dim]
+        if self.keeps_rows:
+            return self.leaf.shard_extent(self.row_dim)
+        return self.leaf.shape[self.row_dim]
 
     @property
     def num_units(self) -> int:
@@ -137,11 +148,17 @@ class ReadPlan:
         """Return the size of the smallest slab on a device after the exchange: one unit of each device."""
         sizes = dict(self.leaf.mesh_sizes)
         num_shards = math.prod(sizes[axis] for axis, dim in self.exchanges if dim is not None)
-        inner = (n for dim, n in enumerate(self.leaf.shape) if dim not in (*self.outer_dims, self.row_dim))
+        inner = (
+            n
+            for dim, n in enumerate(self.leaf.shape)
+            if dim not in (*self.outer_dims, self.row_dim)
+        )
         return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
 
     def slabs(self, itemsize: int) -> Iterator[RowSlab]:
         """Yield the slabs in the order of their elements."""
+        # Units of each reader per slab. The number of slabs is rounded up first, then the units are
+        # spread evenly over them, so that the last slab is not a small rest.
         max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
         num_slabs = -(-self.num_units // (self.num_readers * max_units))
         units = -(-self.num_units // (self.num_readers * num_slabs))
@@ -162,7 +179,9 @@ class ReadPlan:
 
     def part_shape(self, slab: RowSlab) -> tuple[int, ...]:
         """Return the shape of a device's part of a slab."""
-        shape = [1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)]
+        shape = [
+            1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)
+        ]
         shape[self.row_dim] = slab.rows_per_device
         return tuple(shape)
 
@@ -175,13 +194,20 @@ class ReadPlan:
         return tuple(shape)
 
     def box(self, slab: RowSlab, coordinates: Mapping[str, int]) -> Box:
-        """Return the box of the leaf that the device at some mesh coordinates reads of a slab; it may be empty."""
+        """Return the box of the leaf that the device at some mesh coordinates reads of a slab. It may be empty."""
         box = [(0, extent) for extent in self.leaf.shape]
         for dim in self.outer_dims:
-            index = self.leaf.shard_index(dim, coordinates) * self.leaf.shard_extent(dim) + slab.start[dim]
+            index = (
+                self.leaf.shard_index(dim, coordinates) * self.leaf.shard_extent(dim)
+                + slab.start[dim]
+            )
             box[dim] = (index, index + 1)
         first = slab.start[self.row_dim]
-        shard_start = self.leaf.shard_index(self.row_dim, coordinates) * self.num_rows if self.keeps_rows else 0
+        if self.keeps_rows:
+            shard_start = self.leaf.shard_index(self.row_dim, coordinates) * self.num_rows
+        else:
+            shard_start = 0
+        # The last readers may begin beyond the slab. `min` makes their box empty.
         low = min(slab.rows, self.leaf.rank(self.reading_axes, coordinates) * slab.rows_per_device)
         high = min(slab.rows, low + slab.rows_per_device)
         box[self.row_dim] = (shard_start + first + low, shard_start + first + high)
@@ -191,8 +217,9 @@ class ReadPlan:
 def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> ReadPlan | None:
     """Choose how devices divide a leaf.
 
-    The best dim has small slabs that all devices divide evenly. Of such dims, those whose shards begin with a unit need
-    the least communication, and the first one has the longest contiguous byte ranges.
+    The best dim has small slabs that all devices divide evenly. Among them, dims with shards
+    that begin with a unit need the least communication. The first dim has the longest contiguous
+    byte ranges.
 
     Args:
         leaf: The leaf.
@@ -200,7 +227,7 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
         itemsize: Bytes of an exchanged element.
 
     Returns:
-        The plan; None if one device should read the whole leaf, which is smaller than one slab.
+        The plan, or None if one device should read the whole leaf, which is smaller than one slab.
     """
     plans = list(_candidate_plans(leaf, unit))
     if not plans:
@@ -208,12 +235,16 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
 
     def cost(plan: ReadPlan) -> tuple[bool, bool, bool, int]:
         nbytes = plan.min_slab_nbytes(itemsize)
+        # With 4 or more units per reader the largest share is less than a quarter above the mean.
         is_even = plan.num_units % plan.num_readers == 0 or plan.num_units >= 4 * plan.num_readers
         is_small = nbytes <= MAX_SLAB_NBYTES
+        # False sorts before True: small slabs first, then even ones, then plans that keep rows.
         return (not is_small, not is_even, not plan.keeps_rows, 0 if is_small else nbytes)
 
     best = min(plans, key=cost)
-    return None if best.min_slab_nbytes(itemsize) > math.prod(leaf.shape) * itemsize else best
+    if best.min_slab_nbytes(itemsize) > math.prod(leaf.shape) * itemsize:
+        return None
+    return best
 
 
 def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPlan]:
@@ -224,6 +255,8 @@ def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPla
             continue
         is_aligned = leaf.num_shards(dim) == 1 or leaf.shard_extent(dim) % unit[dim] == 0
         yield ReadPlan(leaf, dim, tuple(outer), unit[dim], is_aligned)
+        # Dims before the row dim have one index per slab, so a unit must have extent 1 in each of
+        # them.
         if unit[dim] > 1:
             return
         outer.append(dim)
@@ -241,17 +274,23 @@ def aligned_slabs(box: Box, unit: Sequence[int], max_volume: int) -> Iterator[Bo
         Boxes that cover the box, each element once, in the order of their elements.
     """
     lengths = list(unit)
+    # From the innermost dim outwards: each dim takes as many units as `max_volume` allows and the
+    # box needs.
     for dim, (low, high) in reversed(list(enumerate(box))):
         num_units = max_volume // max(1, math.prod(lengths))
         lengths[dim] *= max(1, min(num_units, -(-high // unit[dim]) - low // unit[dim]))
+    # Slabs begin at multiples of their length, even if the box does not: [3, 9) by 4 -> 0, 4, 8.
     starts = [range(low // step * step, high, step) for (low, high), step in zip(box, lengths)]
     for corner in itertools.product(*starts):
         yield tuple(
-            (max(low, start), min(high, start + step)) for start, step, (low, high) in zip(corner, lengths, box)
+            (max(low, start), min(high, start + step))
+            for start, step, (low, high) in zip(corner, lengths, box)
         )
 
 
-def read_ratio(boxes_by_process: Mapping[int, Iterable[Box]], shape: Sequence[int], unit: Sequence[int]) -> float:
+def read_ratio(
+    boxes_by_process: Mapping[int, Iterable[Box]], shape: Sequence[int], unit: Sequence[int]
+) -> float:
     """Return the elements that all processes read, divided by the elements of the leaf, if each reads its own boxes.
 
     Boxes of one process that touch the same units share one read.
@@ -263,12 +302,16 @@ def read_ratio(boxes_by_process: Mapping[int, Iterable[Box]], shape: Sequence[in
     """
     total = 0
     for boxes in boxes_by_process.values():
-        widened = {
-            tuple(
-                (low // length * length, min(-(-high // length) * length, extent))
-                for (low, high), length, extent in zip(box, unit, shape, strict=True)
-            )
-            for box in boxes
-        }
-        total += sum(math.prod(high - low for low, high in box) for box in widened)
+        widened = {_widen_box(box, unit, shape) for box in boxes}
+        for box in widened:
+            total += math.prod(high - low for low, high in box)
     return total / max(1, math.prod(shape))
+
+
+def _widen_box(box: Box, unit: Sequence[int], shape: Sequence[int]) -> Box:
+    """Return the units that a box touches, e.g. [3, 9) with units of 4 -> [0, 12)."""
+    ranges: list[tuple[int, int]] = []
+    for (low, high), length, extent in zip(box, unit, shape, strict=True):
+        # The last unit may reach beyond the end of the leaf.
+        ranges.append((low // length * length, min(-(-high // length) * length, extent)))
+    return tuple(ranges)

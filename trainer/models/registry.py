@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from trainer.models.architecture import SEMANTIC_FIELDS
-from trainer.models.errors import PrepError
+from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
     gemma,
     gemma2,
@@ -32,9 +32,15 @@ _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
-ADD_FAMILY_HINT = "`prep docs add-a-family` explains how to add a family in one file"
-NEW_LAYER_HINT = "a family file cannot add it: the trainer needs a new layer; `prep inspect` shows the tensors"
-MIN_SHARED_FIELDS = 5  # number of shared config fields that makes two families similar
+ADD_FAMILY_HINT = text(
+    "{} explains how to add a family in one file", Command("docs", "add-a-family")
+)
+NEW_LAYER_HINT = text(
+    "a family file cannot add it: the trainer needs a new layer; {} shows the tensors",
+    Command("inspect"),
+)
+# Number of shared config fields that makes two families similar.
+MIN_SHARED_FIELDS = 5
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
 
 
@@ -48,7 +54,8 @@ def family_of(config: HFConfig) -> Family:
         The family that its `model_type` names.
 
     Raises:
-        PrepError: The family is not supported. The error lists the supported families and suggests a similar one.
+        PrepError: The family is not supported. The error lists the supported families and suggests
+            a similar one.
     """
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
@@ -56,7 +63,9 @@ def family_of(config: HFConfig) -> Family:
     supported = "supported: " + ", ".join(FAMILIES)
     what = f"model_type `{name}` is not supported"
     if mechanism := missing_mechanism(config):
-        raise PrepError(what, f"it needs {mechanism}, which prep does not support; {supported}", NEW_LAYER_HINT)
+        raise PrepError(
+            what, f"it needs {mechanism}, which prep does not support; {supported}", NEW_LAYER_HINT
+        )
     raise PrepError(what, supported, _nearest_family_hint(config))
 
 
@@ -66,11 +75,10 @@ def _nearest_family_hint(config: HFConfig) -> str:
     names = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
     words = [name.lower().partition("forc")[0][:60] for name in names if isinstance(name, str)]
     families = {name.replace("_", ""): name for name in FAMILIES}
-    similar = [
-        families[match]
-        for word in words
-        for match in difflib.get_close_matches(word.replace("_", ""), families, n=1, cutoff=0.7)
-    ]
+    similar: list[str] = []
+    for word in words:
+        matches = difflib.get_close_matches(word.replace("_", ""), families, n=1, cutoff=0.7)
+        similar += [families[match] for match in matches]
     fields = config.keys() - SEMANTIC_FIELDS.keys()
     shared_fields = {name: len(fields_read(family) & fields) for name, family in FAMILIES.items()}
     most_shared = max(shared_fields, key=lambda name: shared_fields[name])

@@ -21,20 +21,26 @@ PolicyName = Literal[
 ]
 ActivationName = Literal["q", "k", "v", "attention_output", "o", "mlp_hidden", "mlp_output"]
 Offload = Literal["none", "residuals"]
-RematPolicy = str | tuple[str, ...]  # a PolicyName, or ActivationNames to save besides the input of each layer
+# A PolicyName, or the ActivationNames to save in addition to the input of each layer.
+RematPolicy = str | tuple[str, ...]
 
-REMAT_NONE, SAVES_INPUT = "none", "nothing_saveable"
-REMAT_POLICIES = tuple(name for name in get_args(PolicyName) if name != REMAT_NONE)  # of jax.checkpoint_policies
+REMAT_NONE = "none"
+SAVES_INPUT = "nothing_saveable"
+# Names of jax.checkpoint_policies.
+REMAT_POLICIES = tuple(name for name in get_args(PolicyName) if name != REMAT_NONE)
 ACTIVATION_NAMES: tuple[str, ...] = get_args(ActivationName)
 OFFLOAD_NONE = "none"
 
 SAVES_ALL = (REMAT_NONE, "everything_saveable")
 SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
-SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
+# Policies that save attention scores. With blockwise attention they save the scores of all tiles.
+SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)
 SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
 
 
-def check_remat(policy: RematPolicy, offload: str = OFFLOAD_NONE, *, ffn_chunk_size: int = WHOLE) -> None:
+def check_remat(
+    policy: RematPolicy, offload: str = OFFLOAD_NONE, *, ffn_chunk_size: int = WHOLE
+) -> None:
     """Check a rematerialization policy, alone and with the options that it depends on.
 
     Args:
@@ -46,10 +52,15 @@ def check_remat(policy: RematPolicy, offload: str = OFFLOAD_NONE, *, ffn_chunk_s
         UsageError: The policy or one of its activations is unknown, or an option conflicts with it.
     """
     _check_names(policy)
-    what, hint = f"`model.remat_policy` is {json.dumps(policy)}", f'`model.remat_policy = "{SAVES_INPUT}"`'
+    what = f"`model.remat_policy` is {json.dumps(policy)}"
+    hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
     if ffn_chunk_size != WHOLE and "mlp_hidden" in _names(policy):
         what = f"{what}, and `model.ffn_chunk_size` {ffn_chunk_size}"
-        raise usage_error(what, "mlp_hidden exists for one chunk of tokens at a time", "`model.ffn_chunk_size = -1`")
+        raise usage_error(
+            what,
+            "mlp_hidden exists for one chunk of tokens at a time",
+            "`model.ffn_chunk_size = -1`",
+        )
     if offload != OFFLOAD_NONE and isinstance(policy, str) and policy != SAVES_INPUT:
         what = f'`model.offload` is "{offload}", and `model.remat_policy` {json.dumps(policy)}'
         raise usage_error(what, "it goes with nothing_saveable or a list of activations", hint)
@@ -64,11 +75,15 @@ def _check_names(policy: RematPolicy) -> None:
     for name in _names(policy):
         if name not in ACTIVATION_NAMES:
             what = f"unknown activation {name!r:.60} in `model.remat_policy`"
-            raise usage_error(what, f"known: {', '.join(ACTIVATION_NAMES)}", did_you_mean(name, ACTIVATION_NAMES))
+            raise usage_error(
+                what, f"known: {', '.join(ACTIVATION_NAMES)}", did_you_mean(name, ACTIVATION_NAMES)
+            )
 
 
 def _names(policy: RematPolicy) -> Sequence[str]:
-    return () if isinstance(policy, str) else policy
+    if isinstance(policy, str):
+        return ()
+    return policy
 
 
 def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[str]:
@@ -76,8 +91,8 @@ def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[st
 
     Args:
         policy: The policy.
-        has_experts: Whether the layers are MoE layers, whose matrix products no policy of `jax.checkpoint_policies`
-            saves.
+        has_experts: Whether the layers are MoE layers, whose matrix products no policy of
+            `jax.checkpoint_policies` saves.
     """
     if not isinstance(policy, str):
         return frozenset(policy)

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.models.errors import PrepError, invalid_config_error
 
+# Slightly below the largest float32, 3.40282e38: frequencies are computed in float32.
 MAX_FLOAT32 = 3.4e38
 DEFAULT_ROPE = {"rope_type": "default"}
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
@@ -18,17 +19,30 @@ ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", 
 class Rope:
     """The parameters of a rotary embedding, as in `modeling_rope_utils.py` of transformers.
 
+    Pair i of the d rotated elements turns by the angle p * theta^(-2i/d) at position p (RoFormer,
+    https://arxiv.org/abs/2104.09864, equation 15). The types change the frequencies
+    f = theta^(-2i/d), with s = `factor`:
+
+        linear    f / s for all pairs (https://arxiv.org/abs/2306.15595)
+        dynamic   theta grows with the length beyond `original_max_positions` (NTK-aware)
+        llama3    f / s for wavelengths above original / low_freq_factor, f below
+                  original / high_freq_factor, an interpolation of both between them
+        yarn      a ramp from f to f / s over the pairs that turn between `beta_fast` and `beta_slow`
+                  times in the original length (https://arxiv.org/abs/2309.00071, section 3.2)
+        longrope  f / factor_i with one factor per pair (https://arxiv.org/abs/2402.13753)
+
     Attributes:
-        rotary_dim: Number of rotated elements of a head; they are the first ones.
+        rotary_dim: Number of rotated elements of a head. They are the first ones.
         theta: Base of the frequencies.
         original_max_positions: Sequence length of pretraining.
         rope_type: One of ROPE_TYPES.
         factor: Factor by which positions are stretched (all types but default and longrope).
-        low_freq_factor: llama3: low_freq_factor; yarn: beta_slow.
-        high_freq_factor: llama3: high_freq_factor; yarn: beta_fast.
+        low_freq_factor: low_freq_factor of llama3, beta_slow of yarn.
+        high_freq_factor: high_freq_factor of llama3, beta_fast of yarn.
         attention_factor: Factor of cosine and sine (yarn, longrope).
         truncate: Whether the bounds of yarn's ramp are rounded to integers.
-        short_factors: longrope: factor of each frequency in sequences of up to `original_max_positions` tokens.
+        short_factors: longrope: factor of each frequency in sequences of up to
+            `original_max_positions` tokens.
         long_factors: longrope: factor of each frequency in longer sequences.
 
     Raises:
@@ -63,7 +77,9 @@ class Rope:
         }
         for key, value in positive.items():
             if value <= 0:
-                raise invalid_config_error(f"{key} of the rope scaling is {value:g}, it must be above 0")
+                raise invalid_config_error(
+                    f"{key} of the rope scaling is {value:g}, it must be above 0"
+                )
 
 
 def read_rope(
@@ -94,19 +110,16 @@ def read_rope(
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
-    type_name = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(type_name, str) or type_name not in rope_types:
-        what = f"rope type `{type_name!s:.60}` is not supported for this family"
-        raise PrepError(what, f"supported: {', '.join(rope_types)}")
-    rope_type = rope_types[type_name]
-    if nested := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
-        why = f"config.json has a rotary embedding for `{nested[0]:.60}`"
-        raise PrepError("rotary embeddings per layer type are not supported for this family", why)
-    rotary_share = _read_number(scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0))
+    rope_type = _read_rope_type(scaling, rope_types)
+    rotary_share = _read_number(
+        scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0)
+    )
     if rotary_share != 1 and not allow_partial:
         why = f"config.json has {rotary_share:g}; this family rotates whole heads"
         raise PrepError("`partial_rotary_factor` is not supported for this family", why)
-    rotary_dim = check_rotary_dim(int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}")
+    rotary_dim = check_rotary_dim(
+        int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}"
+    )
     theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
     if rope_type == "default":
         return Rope(rotary_dim, theta, max_positions)
@@ -132,7 +145,9 @@ def read_rope(
             theta,
             original,
             rope_type=rope_type,
-            attention_factor=_longrope_attention_factor(scaling, max_positions / original, original),
+            attention_factor=_longrope_attention_factor(
+                scaling, max_positions / original, original
+            ),
             short_factors=_read_factors(scaling, "short_factor", rotary_dim // 2),
             long_factors=_read_factors(scaling, "long_factor", rotary_dim // 2),
         )
@@ -149,6 +164,21 @@ def read_rope(
     )
 
 
+def _read_rope_type(scaling: Mapping[str, Any], rope_types: Mapping[str, str]) -> str:
+    # transformers 5 writes `rope_type`, older versions `type`.
+    type_name = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(type_name, str) or type_name not in rope_types:
+        what = f"rope type `{type_name!s:.60}` is not supported for this family"
+        raise PrepError(what, f"supported: {', '.join(rope_types)}")
+    for key, value in scaling.items():
+        if isinstance(value, Mapping):
+            why = f"config.json has a rotary embedding for `{key:.60}`"
+            raise PrepError(
+                "rotary embeddings per layer type are not supported for this family", why
+            )
+    return rope_types[type_name]
+
+
 def read_layer_rope(
     config: Mapping[str, Any],
     layer_type: str,
@@ -160,8 +190,8 @@ def read_layer_rope(
 ) -> Rope:
     """Read the rotary embedding of one layer type, for a family with one per layer type.
 
-    In transformers 5 `rope_parameters` has an object per layer type. In transformers 4 `rope_scaling` belongs to the
-    first layer type, and each layer type has its own field for theta.
+    In transformers 5 `rope_parameters` has an object per layer type. In transformers 4
+    `rope_scaling` belongs to the first layer type, and each layer type has its own field for theta.
 
     Args:
         config: Content of a config.json.
@@ -177,21 +207,29 @@ def read_layer_rope(
     Raises:
         PrepError: The config is invalid or the family does not support the rotary embedding.
     """
-    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
     has_known_keys = isinstance(parameters, dict) and {*parameters} <= {*layer_types, "truncate"}
     layer_parameters: Any = parameters.get(layer_type) if has_known_keys else 0
     if layer_parameters is None:
-        layer_parameters = DEFAULT_ROPE  # has a type, so that a scaling with the old key `type` does not change it
+        layer_parameters = (
+            DEFAULT_ROPE  # has a type, so that a scaling with the old key `type` does not change it
+        )
     if not isinstance(layer_parameters, dict) or not isinstance(scaling, dict):
         why = f"rope_parameters is {parameters!r:.60}, it must have an object for each of {' and '.join(layer_types)}"
         raise invalid_config_error(f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
     merged = {**layer_parameters, **scaling} if layer_type == layer_types[0] else layer_parameters
-    truncate = {"truncate": parameters.get("truncate", True)}  # transformers reads it from the outer object only
-    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, max_positions=max_positions)
+    # Transformers reads it from the outer object only.
+    truncate = {"truncate": parameters.get("truncate", True)}
+    return read_rope(
+        {"rope_theta": theta, "rope_parameters": merged | truncate},
+        head_dim,
+        max_positions=max_positions,
+    )
 
 
 def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
-    """Return the number of rotated elements of a head; raise PrepError if a head has fewer.
+    """Return the number of rotated elements of a head. Raise PrepError if a head has fewer.
 
     Args:
         rotary_dim: Number of elements to rotate.
@@ -220,13 +258,19 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     if scaling.get("attention_factor") is not None:
         return _read_number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        mscale, mscale_all_dim = (_read_number(scaling, key) for key in ("mscale", "mscale_all_dim"))
+        mscale, mscale_all_dim = (
+            _read_number(scaling, key) for key in ("mscale", "mscale_all_dim")
+        )
         return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    # sqrt(1/t) = 0.1 ln(s) + 1, the temperature of attention (YaRN, equation 22). DeepSeek scales
+    # the first term by mscale.
+    if factor > 1:
+        return 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0
 
 
 def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
@@ -236,7 +280,9 @@ def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[flo
         raise invalid_config_error(why)
     factors = tuple(_read_number({key: value}, key) for value in values)
     if (smallest := min(factors, default=1.0)) <= 0:
-        raise invalid_config_error(f"{key} of the rope scaling has {smallest:g}, it must be above 0")
+        raise invalid_config_error(
+            f"{key} of the rope scaling has {smallest:g}, it must be above 0"
+        )
     return factors
 
 
@@ -244,15 +290,24 @@ def _longrope_attention_factor(scaling: Mapping[str, Any], stretch: float, origi
     """Return the factor of cosine and sine in LongRoPE (https://arxiv.org/abs/2402.13753), as transformers has it."""
     if scaling.get("attention_factor") is not None:
         return _read_number(scaling, "attention_factor")
+    # sqrt(1 + ln(s) / ln(original)) for a stretch s of the context.
     factor = _read_number(scaling, "factor", stretch)
     if factor > 1 and original == 1:
         raise invalid_config_error("longrope cannot stretch a model with 1 original position")
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if factor > 1:
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0
 
 
 def _read_number(config: Mapping[str, Any], key: str, default: Any = None) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_FLOAT32:
-        raise invalid_config_error(f"{key} of the rope scaling is {value!r:.60}, it must be a number")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not abs(value) <= MAX_FLOAT32
+    ):
+        raise invalid_config_error(
+            f"{key} of the rope scaling is {value!r:.60}, it must be a number"
+        )
     return float(value)

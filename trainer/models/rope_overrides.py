@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.errors import INVALID_CONFIG, PrepError, usage_error
+from trainer.models.errors import INVALID_CONFIG, Command, PrepError, text, usage_error
 from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.rope_config import MAX_FLOAT32, ROPE_TYPES, Rope
 from trainer.models.suggest import did_you_mean
 
-SCALING_KEY, THETA_KEY, POSITIONS_KEY = "model.rope_scaling", "model.rope_theta", "model.max_position_embeddings"
+SCALING_KEY = "model.rope_scaling"
+THETA_KEY = "model.rope_theta"
+POSITIONS_KEY = "model.max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-KEPT_KEYS = ("rope_theta", "partial_rotary_factor")  # keys of the config that another scaling does not replace
-REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {  # by type, as transformers requires them
+# Keys of the config that another scaling does not replace.
+KEPT_KEYS = ("rope_theta", "partial_rotary_factor")
+# Keys of each type that transformers requires.
+REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -27,13 +31,25 @@ REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {  # by type, as transformers req
 }
 OPTIONAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "llama3": (ORIGINAL,),
-    "yarn": (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        ORIGINAL,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
     "longrope": (ORIGINAL, "factor", "attention_factor"),
 }
-ORDERED_KEYS = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))  # the first is the smaller one
+# Pairs of keys: the value of the first one must be the smaller one.
+ORDERED_KEYS = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
 THETA_FIELDS = ("rope_theta", "rotary_emb_base")
-VERSION_4_THETA = ("rope_theta", "rope_scaling")  # transformers 4 reads theta outside of the scaling
+# transformers 4 reads theta outside of the scaling, transformers 5 inside of `rope_parameters`.
+VERSION_4_THETA = ("rope_theta", "rope_scaling")
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
+# NTK-aware scaling stretches the lowest frequency theta^(-(d - 2)/d) by the factor and keeps the
+# highest one, which theta * factor^(d / (d - 2)) does.
 NTK_HINT = "`model.rope_theta` = theta * factor ** (d / (d - 2)), for heads with d rotated elements"
 
 ReadArch = Callable[[HFConfig], ArchConfig]
@@ -41,7 +57,7 @@ ReadArch = Callable[[HFConfig], ArchConfig]
 
 @dataclass(frozen=True, slots=True)
 class RopeOverrides:
-    """Values of a recipe that replace those of a config.json; None keeps that of the config.
+    """Values of a recipe that replace those of a config.json. None keeps the value of the config.
 
     Attributes:
         scaling: `model.rope_scaling`, as in `rope_scaling` or `rope_parameters` of a config.json.
@@ -56,7 +72,11 @@ class RopeOverrides:
     @property
     def keys(self) -> tuple[str, ...]:
         """The recipe keys that are set."""
-        values = {SCALING_KEY: self.scaling, THETA_KEY: self.theta, POSITIONS_KEY: self.max_positions}
+        values = {
+            SCALING_KEY: self.scaling,
+            THETA_KEY: self.theta,
+            POSITIONS_KEY: self.max_positions,
+        }
         return tuple(key for key, value in values.items() if value is not None)
 
 
@@ -74,11 +94,14 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> None:
     known = (*COMMON_KEYS, *required, *OPTIONAL_KEYS.get(rope_type, ()))
     for key in scaling:
         if key not in known:
-            why, hint = f"the keys of type {rope_type} are {', '.join(known)}", did_you_mean(key, known)
+            why = f"the keys of type {rope_type} are {', '.join(known)}"
+            hint = did_you_mean(key, known)
             raise usage_error(f"`{SCALING_KEY}` has the unknown key `{key:.60}`", why, hint)
     for key in required:
         if key not in scaling:
-            raise usage_error(f"`{SCALING_KEY}` has no `{key}`", f"type {rope_type} needs {', '.join(required)}")
+            raise usage_error(
+                f"`{SCALING_KEY}` has no `{key}`", f"type {rope_type} needs {', '.join(required)}"
+            )
     for what, why in _invalid_values(scaling):
         raise usage_error(f"`{SCALING_KEY}` has {what}", why)
 
@@ -87,7 +110,10 @@ def _read_type(scaling: Mapping[str, Any]) -> str:
     rope_type = scaling.get("rope_type", scaling.get("type"))
     if isinstance(rope_type, str) and rope_type in ROPE_TYPES:
         return rope_type
-    what = f"rope type `{rope_type!s:.60}` is not supported" if rope_type else f"`{SCALING_KEY}` has no `rope_type`"
+    if rope_type:
+        what = f"rope type `{rope_type!s:.60}` is not supported"
+    else:
+        what = f"`{SCALING_KEY}` has no `rope_type`"
     hint = NTK_HINT if rope_type == "ntk" else did_you_mean(str(rope_type or ""), ROPE_TYPES)
     raise usage_error(what, f"supported: {', '.join(ROPE_TYPES)}", hint)
 
@@ -100,32 +126,47 @@ def _invalid_values(scaling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{key} = {value!r:.60}", f"it must be {requirement}"
     for smaller, larger in ORDERED_KEYS:
         if smaller in scaling and larger in scaling and scaling[smaller] >= scaling[larger]:
-            yield f"{smaller} {scaling[smaller]:g} and {larger} {scaling[larger]:g}", f"{larger} must be the larger one"
+            yield (
+                f"{smaller} {scaling[smaller]:g} and {larger} {scaling[larger]:g}",
+                f"{larger} must be the larger one",
+            )
 
 
 def _requirement(key: str, value: Any) -> str:
-    """Return what the value of a key must be; empty if it is valid."""
+    """Return what the value of a key must be, or "" if it is valid."""
     if key in ("rope_type", "type"):
-        return "" if isinstance(value, str) else "text"
+        if isinstance(value, str):
+            return ""
+        return "text"
     if key == "truncate":
-        return "" if isinstance(value, bool) else "true or false"
+        if isinstance(value, bool):
+            return ""
+        return "true or false"
     if key in ("short_factor", "long_factor"):
         is_list = isinstance(value, list) and all(map(_is_positive_number, value))
-        return "" if is_list else "a list of numbers above 0, one per rotated pair of elements"
+        if is_list:
+            return ""
+        return "a list of numbers above 0, one per rotated pair of elements"
     if key == ORIGINAL:
-        return "" if isinstance(value, int) and _is_positive_number(value) else "a positive integer"
-    return "" if _is_positive_number(value) else "a number above 0"
+        if isinstance(value, int) and _is_positive_number(value):
+            return ""
+        return "a positive integer"
+    if _is_positive_number(value):
+        return ""
+    return "a number above 0"
 
 
 def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_FLOAT32
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_FLOAT32
+    )
 
 
 def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
-    """Return a config with another rotary embedding; transformers reads the same one from it.
+    """Return a config with another rotary embedding. Transformers reads the same one from it.
 
-    The original positions of a scaling are written out. If the overrides do not name them, they are those that the
-    unchanged config has for this scaling, usually its `max_position_embeddings`.
+    The original positions of a scaling are written out. If the overrides do not name them, they are
+    those that the unchanged config has for this scaling, usually its `max_position_embeddings`.
 
     Args:
         config: Content of a config.json.
@@ -145,19 +186,24 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
         after = family.arch_config(changed)
     except PrepError as error:
         what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
-        raise usage_error(what, error.why if error.what == INVALID_CONFIG else error.what) from error
+        raise usage_error(
+            what, error.why if error.what == INVALID_CONFIG else error.what
+        ) from error
     _check_dynamic(before, after)
     return changed
 
 
 def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None:
     if arch_config.rope is None:
-        kind = "learned positions" if arch_config.has_learned_positions else "a relative position bias"
+        if arch_config.has_learned_positions:
+            kind = "learned positions"
+        else:
+            kind = "a relative position bias"
         why = f"it has {kind} instead of a rotary embedding"
         raise usage_error(f"`{key}` cannot be applied to {family_name}", why, f"remove `{key}`")
     if arch_config.local_rope is not None:
         why = "it has one rotary embedding for layers with a sliding window and another for the other layers"
-        hint = "edit `config.json` of the model before `prep save-init`"
+        hint = text("edit `config.json` of the model before {}", Command("save-init"))
         raise usage_error(f"`{key}` is not supported for {family_name}", why, hint)
 
 
@@ -176,13 +222,19 @@ def _write_rope(config: HFConfig, overrides: RopeOverrides) -> dict[str, Any]:
     theta = overrides.theta or (overrides.scaling or {}).get("rope_theta")
     if theta is not None:
         parameters["rope_theta"] = theta
-        outer |= {name: theta for name in THETA_FIELDS if name in config or (name, field) == VERSION_4_THETA}
+        outer |= {
+            name: theta
+            for name in THETA_FIELDS
+            if name in config or (name, field) == VERSION_4_THETA
+        }
     return {**config, field: parameters, **outer}
 
 
 def _rope_field(config: HFConfig) -> str:
-    """Return the field of the rope scaling; if a config has both, transformers reads that of version 4."""
-    return "rope_scaling" if config.get("rope_scaling") or not config.get("rope_parameters") else "rope_parameters"
+    """Return the field of the rope scaling. If a config has both, transformers reads the field of version 4."""
+    if config.get("rope_scaling") or not config.get("rope_parameters"):
+        return "rope_scaling"
+    return "rope_parameters"
 
 
 def _write_original(config: dict[str, Any], read_arch: ReadArch) -> dict[str, Any]:
@@ -190,7 +242,8 @@ def _write_original(config: dict[str, Any], read_arch: ReadArch) -> dict[str, An
     rope = _rope_of(read_arch(config))
     if rope.rope_type not in OPTIONAL_KEYS:
         return config
-    field, original = _rope_field(config), {ORIGINAL: rope.original_max_positions}
+    field = _rope_field(config)
+    original = {ORIGINAL: rope.original_max_positions}
     return {**config, **original, field: {**config[field], **original}}
 
 
@@ -205,7 +258,9 @@ def _write_positions(config: dict[str, Any], positions: int | None) -> dict[str,
 def _check_dynamic(before: ArchConfig, after: ArchConfig) -> None:
     if _rope_of(after).rope_type == "dynamic" and after.max_positions > before.max_positions:
         why = f"dynamic scaling begins after these positions: {before.max_positions:,} in the checkpoint"
-        raise usage_error(f"`{POSITIONS_KEY}` is {after.max_positions}", why, f"remove `{POSITIONS_KEY}`")
+        raise usage_error(
+            f"`{POSITIONS_KEY}` is {after.max_positions}", why, f"remove `{POSITIONS_KEY}`"
+        )
 
 
 def _rope_of(arch_config: ArchConfig) -> Rope:

@@ -1,6 +1,7 @@
 """Builders of family tables: the axis-map rows of embeddings, matrices, norms, attention and stacked layers.
 
-A row ties a leaf of the parameter tree to source tensors; `axis_map` defines the notation. No I/O, no jax.
+A row ties a leaf of the parameter tree to source tensors. `axis_map` defines the notation. No I/O,
+no jax.
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from trainer.models.parameters import ALWAYS, NEVER, Condition, Family, HFConfig, Parameter, TreeLayout, WeightTying
+from trainer.models.parameters import (
+    ALWAYS,
+    NEVER,
+    Condition,
+    Family,
+    HFConfig,
+    Parameter,
+    TreeLayout,
+    WeightTying,
+)
 
-Parameters = dict[str, Parameter]  # path in the tree -> parameter
+# Path in the tree -> parameter.
+Parameters = dict[str, Parameter]
 
 
 def embedding(path: str, row: str) -> Parameters:
@@ -21,9 +32,15 @@ def embedding(path: str, row: str) -> Parameters:
     return {f"embed.{path}": Parameter(row)}
 
 
-def matrix(path: str, row: str, alternate: str = "", condition: Condition = ALWAYS, else_row: str = "") -> Parameters:
+def matrix(
+    path: str, row: str, alternate: str = "", condition: Condition = ALWAYS, else_row: str = ""
+) -> Parameters:
     """Return the parameter of a weight without bias, with the options of `Parameter`."""
-    return {f"{path}.weight": Parameter(row, condition=condition, alternate=alternate, else_row=else_row)}
+    return {
+        f"{path}.weight": Parameter(
+            row, condition=condition, alternate=alternate, else_row=else_row
+        )
+    }
 
 
 def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
@@ -31,13 +48,15 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
 
     Args:
         path: Path of both in the tree.
-        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output dims; they are
-            the dims of the bias.
+        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output
+            dims. They are the dims of the bias.
         bias: When the bias exists, or NEVER.
     """
     leaf, name, dims = split_row(row)
-    out_dim = next(dim for atom in leaf.split() for dim in split_dims(dims) if atom in atoms_in(dim))
-    bias_leaf = " ".join(atom for atom in leaf.split() if atom in atoms_in(out_dim) or atom not in atoms_in(dims))
+    out_dim = _first_shared_dim(leaf, dims)
+    bias_leaf = " ".join(
+        atom for atom in leaf.split() if atom in atoms_in(out_dim) or atom not in atoms_in(dims)
+    )
     parameters = {f"{path}.weight": Parameter(row)}
     if bias is not None:
         bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
@@ -45,15 +64,27 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
     return parameters
 
 
+def _first_shared_dim(leaf: str, dims: str) -> str:
+    """Return the dim of the tensor with the first atom of the leaf that the tensor has."""
+    for atom in leaf.split():
+        for dim in split_dims(dims):
+            if atom in atoms_in(dim):
+                return dim
+    raise AssertionError(f"{leaf} shares no atom with {dims}")
+
+
 def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters:
-    """Return the parameters of a norm's weight, with this row, and of its bias; both exist under the condition."""
+    """Return the parameters of a norm's weight, with this row, and of its bias. Both exist under the condition."""
     leaf, name, dims = split_row(row)
     bias_row = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"
-    return {f"{path}.scale": Parameter(row, condition), f"{path}.bias": Parameter(bias_row, condition)}
+    return {
+        f"{path}.scale": Parameter(row, condition),
+        f"{path}.bias": Parameter(bias_row, condition),
+    }
 
 
 def rms_norm(path: str, row: str) -> Parameters:
-    """Return the parameter of a norm's weight; an RMS norm has no bias."""
+    """Return the parameter of a norm's weight. An RMS norm has no bias."""
     return {f"{path}.scale": Parameter(row)}
 
 
@@ -101,7 +132,8 @@ def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
 
     Args:
         path: Path of the layers in the tree.
-        name: Prefix of a layer's tensors, with the layer atom in braces (`h.{layers}`); leaves get its dim first.
+        name: Prefix of a layer's tensors, with the layer atom in braces (`h.{layers}`). Leaves get
+            its dim first.
         layer: Parameters of one layer, with paths and tensor names relative to `path` and `name`.
     """
     (atom,) = re.findall(r"{(\w+)}", name)
@@ -110,7 +142,10 @@ def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
         leaf, tensor, dims = split_row(row)
         return f"{atom} {leaf} <- {name}.{tensor}: {dims}"
 
-    return {f"{path}.{relative_path}": map_rows(parameter, stacked_row) for relative_path, parameter in layer.items()}
+    return {
+        f"{path}.{relative_path}": map_rows(parameter, stacked_row)
+        for relative_path, parameter in layer.items()
+    }
 
 
 def build_family(
@@ -124,23 +159,28 @@ def build_family(
     layouts: Mapping[str, TreeLayout] | None = None,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
 ) -> Family:
-    """Return a family whose head is `head.weight`; tensors of the head have no prefix in any file.
+    """Return a family with an output head.
 
+    The parameters must contain `head.weight`. The tensors of the head never have the family's prefix.
     The arguments are the attributes of `Family` and `WeightTying`.
     """
-    head_parameters = (parameter for path, parameter in parameters.items() if path.startswith("head."))
-    head, tokens = (split_row(parameters[path].row)[1] for path in ("head.weight", "embed.tokens"))
+    unprefixed: list[str] = []
+    for path, parameter in parameters.items():
+        if path.startswith("head."):
+            rows = [row for row in (parameter.row, parameter.alternate) if row]
+            unprefixed += [split_row(row)[1] for row in rows]
     return Family(
         name=name,
         prefix=prefix,
-        unprefixed=tuple(
-            split_row(row)[1] for parameter in head_parameters for row in (parameter.row, parameter.alternate) if row
-        ),
+        unprefixed=tuple(unprefixed),
         sizes=sizes,
         parameters=parameters,
         dropped=dropped,
         tying=WeightTying(
-            head_leaf="head.weight", head_tensor=head, embedding_tensor=tokens, tied_by_default=tied_by_default
+            head_leaf="head.weight",
+            head_tensor=split_row(parameters["head.weight"].row)[1],
+            embedding_tensor=split_row(parameters["embed.tokens"].row)[1],
+            tied_by_default=tied_by_default,
         ),
         arch_config=arch_config,
         layouts=layouts or {},
@@ -174,7 +214,7 @@ def split_dims(dims: str) -> list[str]:
 
 
 def atoms_in(dims: str) -> list[str]:
-    """Return the atoms in dims of a row, with those of braces and of other parts."""
+    """Return the atoms in dims of a row, including atoms of braces and of other parts."""
     return re.findall(r"[^\W\d]\w*", dims)
 
 

@@ -1,8 +1,10 @@
 """Named sets of partition rules: the partitioning dims of flaxlm and t5x, and rules by size. Pure.
 
-flaxlm and t5x name a pair of numbers: the dims of activations and the dims of parameters that are split. Their mesh
-axis `model` is mp. Their axis `data` is dp and fsdp for the batch, and fsdp for parameters, which dp never splits.
-Sources: andyehrenberg/flaxlm, flaxlm/src/partitioning_utils.py; google-research/t5x, t5x/partitioning.py.
+flaxlm and t5x name a pair of numbers: the dims of activations and the dims of parameters that are
+split. Their mesh axis `model` is mp. Their axis `data` is dp and fsdp for the batch, and fsdp for
+parameters, which dp never splits.
+Sources: andyehrenberg/flaxlm, flaxlm/src/partitioning_utils.py. Google-research/t5x,
+t5x/partitioning.py.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ _EMBED_CHOICES: dict[tuple[int, int], AxisChoices] = {
 }
 
 
-def _partitioning_rules(activation_dims: int, param_dims: int, *, splits_heads: bool = True) -> Rules:
-    """Return the rules of a pair of partitioning dims; `splits_heads` is about activations."""
+def _partitioning_rules(
+    activation_dims: int, param_dims: int, *, splits_heads: bool = True
+) -> Rules:
+    """Return the rules of a pair of partitioning dims. `splits_heads` is about activations."""
     embed = _EMBED_CHOICES.get((activation_dims, param_dims), WHOLE)
     tensor_choices = _MODEL if param_dims else WHOLE
     params = {
@@ -54,7 +58,10 @@ PRESETS: dict[str, Rules] = {
     "flaxlm:1,1": _partitioning_rules(1, 1, splits_heads=False),
     **{
         f"{system}:{activation_dims},{param_dims}": _partitioning_rules(activation_dims, param_dims)
-        for system, pairs in (("flaxlm", ((2, 1), (1, 2), (2, 2))), ("t5x", ((1, 1), (2, 1), (1, 2), (2, 2))))
+        for system, pairs in (
+            ("flaxlm", ((2, 1), (1, 2), (2, 2))),
+            ("t5x", ((1, 1), (2, 1), (1, 2), (2, 2))),
+        )
         for activation_dims, param_dims in pairs
     },
 }

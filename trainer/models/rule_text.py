@@ -52,7 +52,7 @@ class DimRule:
 
     @property
     def subject(self) -> str:
-        """What the rule is for; at most one rule of a run has each subject."""
+        """What the rule is for. At most one rule of a run has each subject."""
         return f"{ACTIVATION_PREFIX * self.of_activations}{self.dim}"
 
 
@@ -79,7 +79,8 @@ def parse_rule(text: str, *, origin: str = "--rule") -> Rule:
     Raises:
         UsageError: The text is not a valid rule.
     """
-    option, text = f"`{origin} {truncate(text)}`", text.strip()
+    option = f"`{origin} {truncate(text)}`"
+    text = text.strip()
     if text in PRESETS:
         return Preset(text)
     if text.startswith(LEAF_PREFIX):
@@ -88,10 +89,15 @@ def parse_rule(text: str, *, origin: str = "--rule") -> Rule:
     if not equals and ":" in text and not text.startswith(ACTIVATION_PREFIX):
         raise usage_error(f"{option}: unknown preset", f"the presets are {', '.join(PRESETS)}")
     if not equals or not right:
-        example = f"{origin} 'kv_heads=mp|none'" if origin.startswith("-") else f'{origin} = ["kv_heads=mp|none"]'
+        if origin.startswith("-"):
+            example = f"{origin} 'kv_heads=mp|none'"
+        else:
+            example = f'{origin} = ["kv_heads=mp|none"]'
         raise usage_error(f"{option} is invalid", GRAMMAR, f"`{example}`")
     of_activations = dim.startswith(ACTIVATION_PREFIX)
-    rule = DimRule(dim.removeprefix(ACTIVATION_PREFIX).strip(), _parse_choices(right, option), of_activations)
+    rule = DimRule(
+        dim.removeprefix(ACTIVATION_PREFIX).strip(), _parse_choices(right, option), of_activations
+    )
     _check_dim(rule, option)
     return rule
 
@@ -127,12 +133,14 @@ def _parse_choice(text: str, option: str) -> MeshAxes:
     for axis in axes:
         check_axis_name(axis, option)
     if len(set(axes)) < len(axes):
-        raise usage_error(f"{option} names an axis twice", f"`{truncate(text)}`", "each axis at most once")
+        raise usage_error(
+            f"{option} names an axis twice", f"`{truncate(text)}`", "each axis at most once"
+        )
     return axes
 
 
 def _parse_leaf_rule(text: str, option: str) -> LeafRule:
-    """Parse PATTERN=CHOICES,CHOICES; the pattern ends at the last `=`."""
+    """Parse PATTERN=CHOICES,CHOICES. The pattern ends at the last `=`."""
     pattern, equals, right = text.rpartition("=")
     if not equals or not pattern or not right.strip():
         why = "a rule of leaves is re:PATTERN=CHOICES,CHOICES, with one entry per dim"
@@ -143,9 +151,14 @@ def _parse_leaf_rule(text: str, option: str) -> LeafRule:
         hint = r"a regular expression, such as `^head\.weight$`"
         raise usage_error(f"{option} has an invalid pattern", str(error), hint) from error
     choices = tuple(_parse_choices(part.strip(), option) for part in right.split(","))
-    certain_axes = [axis for dim_choices in choices if len(dim_choices) == 1 for axis in dim_choices[0]]
+    # Axes of a dim with several choices are not certain: the mesh decides between them.
+    certain_axes: list[str] = []
+    for dim_choices in choices:
+        if len(dim_choices) == 1:
+            certain_axes += dim_choices[0]
     if twice := next((axis for axis in certain_axes if certain_axes.count(axis) > 1), None):
-        why, hint = "a mesh axis splits one dim of a leaf", "`none` for one of the dims"
+        why = "a mesh axis splits one dim of a leaf"
+        hint = "`none` for one of the dims"
         raise usage_error(f"{option} splits two dims over {twice}", why, hint)
     return LeafRule(pattern, choices)
 
@@ -168,10 +181,15 @@ def merge_rules(texts: Iterable[str], *, origin: str = "--rule") -> Rules:
     if base.by_size and params:
         why = f"{AUTO} splits parameters by size, not by the names of their dims"
         what = f"`{format_rule(*next(iter(params.items())))}` has no effect with `{AUTO}`"
-        raise usage_error(what, why, "`re:PATTERN=…` for single leaves, `act:DIM=…` for activations")
+        raise usage_error(
+            what, why, "`re:PATTERN=…` for single leaves, `act:DIM=…` for activations"
+        )
     return Rules(
         params={**base.params, **params},
-        activations={**base.activations, **{rule.dim: rule.choices for rule in dim_rules if rule.of_activations}},
+        activations={
+            **base.activations,
+            **{rule.dim: rule.choices for rule in dim_rules if rule.of_activations},
+        },
         leaves=tuple(rule for rule in rules if isinstance(rule, LeafRule)),
         by_size=base.by_size,
     )
@@ -200,8 +218,12 @@ def _subject(rule: Rule) -> str:
 def _duplicate_error(subject: str, first: Rule, second: Rule) -> PrepError:
     both = f"`{first}` and `{second}`"
     if not subject:
-        return usage_error("two presets", both, "a preset, and rules that change it: `flaxlm:1,1`, `heads=none`")
-    return usage_error(f"two rules for {subject}", both, f"join the choices of a rule by |: `{subject}=mp|none`")
+        return usage_error(
+            "two presets", both, "a preset, and rules that change it: `flaxlm:1,1`, `heads=none`"
+        )
+    return usage_error(
+        f"two rules for {subject}", both, f"join the choices of a rule by |: `{subject}=mp|none`"
+    )
 
 
 def rule_texts(rules: Rules, dims: Collection[str]) -> list[str]:
@@ -211,10 +233,17 @@ def rule_texts(rules: Rules, dims: Collection[str]) -> list[str]:
         rules: Partition rules.
         dims: Logical dims of the model's parameters.
     """
-    param_rules = (
-        [AUTO] if rules.by_size else [format_rule(dim, choices) for dim, choices in rules.params.items() if dim in dims]
-    )
+    if rules.by_size:
+        param_rules = [AUTO]
+    else:
+        param_rules = [
+            format_rule(dim, choices) for dim, choices in rules.params.items() if dim in dims
+        ]
     defaults = activation_rules(Rules(rules.params))
-    changed = {dim: choices for dim, choices in rules.activations.items() if choices != defaults[dim]}
-    activation_texts = [str(DimRule(dim, choices, of_activations=True)) for dim, choices in changed.items()]
+    changed = {
+        dim: choices for dim, choices in rules.activations.items() if choices != defaults[dim]
+    }
+    activation_texts = [
+        str(DimRule(dim, choices, of_activations=True)) for dim, choices in changed.items()
+    ]
     return [*map(str, rules.leaves), *param_rules, *activation_texts]

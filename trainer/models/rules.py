@@ -7,22 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.models.axis_map import LAYER_ATOMS, stack_axis
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Command, PrepError, text, usage_error
 from trainer.models.mesh import MeshAxes, truncate
 from trainer.models.suggest import did_you_mean
 
-AxisChoices = tuple[MeshAxes, ...]  # mesh axes to try in order; () keeps the dim whole
+# Mesh axes to try in order. () keeps the dim whole.
+AxisChoices = tuple[MeshAxes, ...]
 
 
 # Logical dim -> choices. If two dims of a leaf want the same mesh axis, the dim with the earlier rule gets it.
 DimRules = Mapping[str, AxisChoices]
 
 
-LeafDims = Sequence[tuple[str, ...]]  # the atoms of each dim of a leaf; the first atom is the logical name of the dim
+# The atoms of each dim of a leaf. The first atom is the logical name of the dim.
+LeafDims = Sequence[tuple[str, ...]]
 
 
 WHOLE: AxisChoices = ((),)
-KEEP_LEAF_WHOLE = (WHOLE,)  # choices of a leaf's rule
+# Choices of a leaf's rule.
+KEEP_LEAF_WHOLE = (WHOLE,)
 
 
 # The usual sharding of LLaMA: heads, mlp and vocab over mp, the other dim of each matrix over fsdp. Two decisions:
@@ -36,7 +39,10 @@ PARAM_RULES: DimRules = {
     "kv_heads": (("mp",), ()),
     "mlp": (("mp",),),
     "embed": (("fsdp",),),
-    "word_embed": (("fsdp",), ()),  # embeddings narrower than the layers; not split in a leaf where `embed` is
+    "word_embed": (
+        ("fsdp",),
+        (),
+    ),  # embeddings narrower than the layers; not split in a leaf where `embed` is
     "layers": WHOLE,  # each step of a scan would gather a split stack
     "encoder_layers": WHOLE,
     "head_dim": WHOLE,
@@ -57,7 +63,8 @@ ACTIVATION_RULES: DimRules = {
 }
 
 
-# Dims of activations that a rule can name. Those that ACTIVATION_RULES lacks have the rule of parameters by default.
+# Dims of activations that a rule can name. A dim without an entry in ACTIVATION_RULES has the rule
+# of parameters by default.
 ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "vocab")
 
 
@@ -65,19 +72,22 @@ ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "v
 STACKED_DIMS = (*LAYER_ATOMS, "experts")
 
 
-LEAF_PREFIX, ACTIVATION_PREFIX = "re:", "act:"  # of rules of leaves and of activations, as text
+# Prefixes of rules of leaves and of activations, as text.
+LEAF_PREFIX = "re:"
+ACTIVATION_PREFIX = "act:"
 
 
 @dataclass(frozen=True, slots=True)
 class LeafRule:
     """A rule of the leaves whose paths match a pattern.
 
-    Paths have no layer numbers, and the dim of stacked layers has no entry. A rule therefore does not depend on whether
-    layers are stacked, or on which axis.
+    Paths have no layer numbers, and the dim of stacked layers has no entry. A rule therefore does
+    not depend on whether layers are stacked, or on which axis.
 
     Attributes:
         pattern: Regular expression that is searched in a path.
-        choices: Choices of each dim except stacked layers; KEEP_LEAF_WHOLE for leaves of any number of dims.
+        choices: Choices of each dim except stacked layers. KEEP_LEAF_WHOLE for leaves of any number
+            of dims.
     """
 
     pattern: str
@@ -103,10 +113,13 @@ class LeafRule:
         if len(names) != len(self.choices):
             raise self._dims_error(path, names)
         choices = list(self.choices)
-        return choices if layers is None else [*choices[:layers], WHOLE, *choices[layers:]]
+        if layers is None:
+            return choices
+        return [*choices[:layers], WHOLE, *choices[layers:]]
 
     def _dims_error(self, path: str, names: Sequence[str]) -> PrepError:
-        leaf, given = path_without_layers(path), len(self.choices)
+        leaf = path_without_layers(path)
+        given = len(self.choices)
         what = f"`{truncate(str(self))}` has {given} dim{'s' if given > 1 else ''}, and {leaf} has {len(names)}"
         hint = "one entry per dim; `none` alone keeps leaves whole; an earlier rule for this leaf is used first"
         return usage_error(what, f"the dims of {leaf} are {', '.join(names)}", hint)
@@ -118,9 +131,11 @@ class Rules:
 
     Attributes:
         params: Choices of each logical dim of parameters.
-        activations: Choices of dims of activations that differ from ACTIVATION_RULES and from `params`.
-        leaves: Rules of single leaves, in place of `params`; the first that matches is used.
-        by_size: Store each parameter split along its largest dims, whatever their names. `params` is for computing.
+        activations: Choices of dims of activations that differ from ACTIVATION_RULES and from
+            `params`.
+        leaves: Rules of single leaves, in place of `params`. The first that matches is used.
+        by_size: Store each parameter split along its largest dims, whatever their names. `params`
+            is for computing.
     """
 
     params: DimRules = field(default_factory=lambda: PARAM_RULES)
@@ -134,7 +149,9 @@ DEFAULT_RULES = Rules()
 
 def path_without_layers(path: str) -> str:
     """Return a dotted path without layer numbers and without placeholders of them."""
-    return ".".join(part for part in path.split(".") if not part.isdecimal() and not part.startswith("{"))
+    return ".".join(
+        part for part in path.split(".") if not part.isdecimal() and not part.startswith("{")
+    )
 
 
 def find_leaf_rule(rules: Rules, path: str) -> LeafRule | None:
@@ -165,16 +182,25 @@ def _unused_rule_error(rule: LeafRule, rules_by_path: Mapping[str, LeafRule | No
     earlier_rules = [earlier for path, earlier in rules_by_path.items() if rule.matches(path)]
     if earlier_rules:
         why = f"an earlier rule has the same leaves: `{earlier_rules[0]}`"
-        return usage_error(f"`{truncate(str(rule))}` is never used", why, "put the narrower pattern first")
+        return usage_error(
+            f"`{truncate(str(rule))}` is never used", why, "put the narrower pattern first"
+        )
     paths = list(dict.fromkeys(map(path_without_layers, rules_by_path)))
-    text = re.sub(r"\\[AbBdDsSwWZ]|[\\^$]", "", rule.pattern)
-    hint = did_you_mean(text, paths) or "`prep inspect CHECKPOINT` lists the leaves"
-    return usage_error(f"`{truncate(str(rule))}` matches no leaf", f"the first leaf is {paths[0]}", hint)
+    # The pattern without the signs of regular expressions resembles the path that was meant.
+    name = re.sub(r"\\[AbBdDsSwWZ]|[\\^$]", "", rule.pattern)
+    hint = did_you_mean(name, paths) or text(
+        "{} lists the leaves", Command("inspect", "CHECKPOINT")
+    )
+    return usage_error(
+        f"`{truncate(str(rule))}` matches no leaf", f"the first leaf is {paths[0]}", hint
+    )
 
 
 def activation_rules(rules: Rules) -> DimRules:
-    """Return the rules of activations; the batch comes first, so that other dims never take its mesh axes."""
-    shared_dims = {dim: choices for dim, choices in rules.params.items() if dim not in ACTIVATION_RULES}
+    """Return the rules of activations. The batch comes first, so that other dims never take its mesh axes."""
+    shared_dims = {
+        dim: choices for dim, choices in rules.params.items() if dim not in ACTIVATION_RULES
+    }
     return {**ACTIVATION_RULES, **shared_dims, **rules.activations}
 
 

@@ -1,7 +1,7 @@
 """Slices of a device mesh: groups of devices with a fast network, which a slower network connects. Pure, no jax.
 
-A slice is a TPU slice, or a group of GPU hosts on one fast network. An axis of 8 devices over 2 slices has 4 devices in
-each slice.
+A slice is a TPU slice, or a group of GPU hosts on one fast network. An axis of 8 devices over 2
+slices has 4 devices in each slice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from trainer.models.errors import usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 
 DCN_KEY = "cluster.dcn_mesh"
-SliceCounts = Mapping[str, int]  # number of slices along each axis of a mesh; an axis without an entry is in one slice
+# Number of slices along each axis of a mesh. An axis without an entry is in one slice.
+SliceCounts = Mapping[str, int]
 ONE_SLICE: SliceCounts = {}
 
 
@@ -21,7 +22,7 @@ def parse_slice_counts(text: str | None) -> SliceCounts:
     """Parse the number of slices per mesh axis, such as `dp:2` or `2,1,1`.
 
     Args:
-        text: Axes in the notation of a mesh; None for one slice.
+        text: Axes in the notation of a mesh, or None for one slice.
 
     Returns:
         The number of slices of each axis that has several.
@@ -33,18 +34,22 @@ def parse_slice_counts(text: str | None) -> SliceCounts:
         return ONE_SLICE
     grid = parse_mesh(text, DCN_KEY)
     if -1 in grid.sizes:
-        what, why = f"`{DCN_KEY} {text}` has a size of -1", "a number of slices cannot be derived from the devices"
+        what = f"`{DCN_KEY} {text}` has a size of -1"
+        why = "a number of slices cannot be derived from the devices"
         raise usage_error(what, why, f"`--set {DCN_KEY}=dp:2`")
     return {axis: size for axis, size in zip(grid.names, grid.sizes) if size > 1}
 
 
 def check_slices(mesh: Mesh, slices: SliceCounts) -> None:
-    """Raise UsageError if a number of slices does not divide its axis of the mesh; sizes of -1 are not checked."""
+    """Raise UsageError if a number of slices does not divide its axis of the mesh. Sizes of -1 are not checked."""
     sizes = dict(zip(mesh.names, mesh.sizes))
     for axis, count in slices.items():
         size = sizes.get(axis, 1)
         if size != -1 and size % count:
-            why = f"{axis} of mesh {mesh} has {size} devices" if size > 1 else f"mesh {mesh} does not split over {axis}"
+            if size > 1:
+                why = f"{axis} of mesh {mesh} has {size} devices"
+            else:
+                why = f"mesh {mesh} does not split over {axis}"
             what = f"`{DCN_KEY}` divides {axis} among {count} slices"
             raise usage_error(what, why, f"a number of slices that divides {axis}")
 

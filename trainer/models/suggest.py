@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 
-CUTOFF = 0.6  # similarity from 0 to 1 that a suggestion needs
+# Similarity from 0 to 1 that a suggestion needs.
+CUTOFF = 0.6
 
 
 def suggest(text: str, candidates: Collection[str]) -> str | None:
@@ -24,4 +25,6 @@ def did_you_mean_start(text: str, candidates: Collection[str]) -> str:
 def did_you_mean(text: str, candidates: Collection[str]) -> str:
     """Return a hint with the most similar candidate, or an empty text if no candidate is similar."""
     suggestion = suggest(text[:60], candidates)
-    return f"did you mean `{suggestion}`?" if suggestion else ""
+    if suggestion:
+        return f"did you mean `{suggestion}`?"
+    return ""

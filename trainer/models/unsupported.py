@@ -26,7 +26,8 @@ def _mechanism(name: str, model_types: str, *fields: str) -> Mechanism:
     return Mechanism(name, frozenset(model_types.split()), fields)
 
 
-MECHANISMS = (  # an error names the first one that a config needs
+# An error names the first one that a config needs.
+MECHANISMS = (
     _mechanism(
         "an image, video or audio encoder",
         "aria blip-2 chameleon clip fuyu idefics idefics2 idefics3 instructblip internvl kosmos-2 llava llava_next "
@@ -56,7 +57,13 @@ MECHANISMS = (  # an error names the first one that a config needs
         "a sparse MoE whose router or shared experts differ from Mixtral's and Qwen3-MoE's",
         "arctic dbrx deepseek doge ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe jetmoe "
         "llama4 llama4_text minimax_m2 nllb-moe olmoe phimoe qwen2_moe switch_transformers",
-        *("n_shared_experts", "n_routed_experts", "shared_expert_intermediate_size", "moe_num_experts", "ffn_config"),
+        *(
+            "n_shared_experts",
+            "n_routed_experts",
+            "shared_expert_intermediate_size",
+            "moe_num_experts",
+            "ffn_config",
+        ),
     ),
     _mechanism("ALiBi position biases", "bloom mpt", "alibi"),
     _mechanism(

@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.models.remat import ActivationName
 
-LAYER_INPUT = "layer_input"  # the residual stream before a layer; every policy saves it
+# The residual stream before a layer. Every policy saves it.
+LAYER_INPUT = "layer_input"
 
 
 def name_activation(x: Array, name: ActivationName | Literal["layer_input"]) -> Array:
-    """Name an activation; nothing else changes."""
+    """Name an activation. Its values do not change."""
     return checkpoint_name(x, name)

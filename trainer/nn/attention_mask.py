@@ -16,12 +16,13 @@ from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.score_bias import ScoreBias
 
-CosSin = tuple[Array, Array]  # rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
+# rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
+CosSin = tuple[Array, Array]
 KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
 class KV(NamedTuple):
-    """Keys and values [B, S, K, E] of one layer; keys are normed and rotated."""
+    """Keys and values [B, S, K, E] of one layer. Keys are normed and rotated."""
 
     keys: Array
     values: Array
@@ -38,7 +39,7 @@ class EncoderOutput(NamedTuple):
     Attributes:
         states: The encoder's hidden states [B, S, D]. For decoding with a cache, the keys and values that all decoder
             layers project from them, [layers, B, S, K, E] each, or the keys and values of one layer, [B, S, K, E].
-        source_mask: bool [B, S], false for padding; None if no token is padding.
+        source_mask: bool [B, S], false for padding. None if no token is padding.
     """
 
     states: Array | KV
@@ -54,7 +55,7 @@ class Segments(NamedTuple):
     """The documents of packed rows. No token attends to another document of its row.
 
     Attributes:
-        ids: int32 [B, T], the document of each token; 0 for padding.
+        ids: int32 [B, T], the document of each token. 0 for padding.
         positions: int32 [B, T], the position of each token in its document, for rotary and learned positions.
     """
 
@@ -73,16 +74,16 @@ class AttentionMask:
         q_positions: int32 [T], or [B, T] if rows differ.
         kv_positions: int32 [S], or [B, S] if rows differ.
         kv_valid: bool [B, S], false for padding, which no query attends to.
-        q_segment_ids: int32 [B, T], the document of each query; None if a row is one document.
-        kv_segment_ids: int32 [B, S], the document of each key; None if a row is one document.
-        bias: Added to scores; requires positions.
+        q_segment_ids: int32 [B, T], the document of each query. None if a row is one document.
+        kv_segment_ids: int32 [B, S], the document of each key. None if a row is one document.
+        bias: Added to scores. Requires positions.
         cos_sin: Rotary cosine and sine of queries and of their own keys.
         layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
-        dropout: Dropout of the probabilities; requires positions. None for no dropout.
-        window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
-        is_causal: Whether positions limit the visible keys; false in an encoder.
+        dropout: Dropout of the probabilities. Requires positions. None means no dropout.
+        window: Number of positions that a query attends to, itself included. `FULL_ATTENTION` means no limit.
+        is_causal: Whether positions limit the visible keys. False in an encoder.
         window_kv_positions: int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache
-            keeps other keys for them; negative for a key that is not valid. Other layers have `kv_positions`.
+            keeps other keys for them. Negative for a key that is not valid. Other layers have `kv_positions`.
     """
 
     q_positions: Array | None = None
@@ -98,7 +99,9 @@ class AttentionMask:
     is_causal: bool = True
     window_kv_positions: Mapping[int, Array] | None = None
 
-    def for_layer(self, window: int, cos_sin: CosSin | None, layer_score_scale: Array | None) -> AttentionMask:
+    def for_layer(
+        self, window: int, cos_sin: CosSin | None, layer_score_scale: Array | None
+    ) -> AttentionMask:
         """Return the mask of a layer with its window, rotary embedding and score scale."""
         mask = replace(self, window=window, cos_sin=cos_sin, layer_score_scale=layer_score_scale)
         if (kv_positions := (self.window_kv_positions or {}).get(window)) is None:
@@ -106,18 +109,23 @@ class AttentionMask:
         return replace(mask, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
 
     def materialize(self) -> Array | None:
-        """Compute the mask as bool [T, S] or [B, T, S], true for visible keys; None if all keys are visible."""
+        """Compute the mask as bool [T, S] or [B, T, S], true for visible keys. None if all keys are visible."""
         visible = None
         if self.is_causal and self.q_positions is not None and self.kv_positions is not None:
             distance = self.q_positions[..., :, None] - self.kv_positions[..., None, :]
             visible = distance >= 0
-            visible = visible if self.window == FULL_ATTENTION else visible & (distance < self.window)
+            if self.window != FULL_ATTENTION:
+                visible = visible & (distance < self.window)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
-            visible = _and(visible, self.q_segment_ids[:, :, None] == self.kv_segment_ids[:, None, :])
-        return visible if self.kv_valid is None else _and(visible, self.kv_valid[:, None, :])
+            visible = _and(
+                visible, self.q_segment_ids[:, :, None] == self.kv_segment_ids[:, None, :]
+            )
+        if self.kv_valid is not None:
+            visible = _and(visible, self.kv_valid[:, None, :])
+        return visible
 
     def score_bias(self) -> Array | None:
-        """Compute the score bias, float32 [H, T, S] or [B, H, T, S]; None if there is none."""
+        """Compute the score bias, float32 [H, T, S] or [B, H, T, S]. None if there is none."""
         if self.bias is None:
             return None
         assert self.q_positions is not None
@@ -134,13 +142,16 @@ class AttentionMask:
 
 
 def _and(visible: Array | None, other: Array) -> Array:
-    return other if visible is None else visible & other
+    """Return the keys visible in both masks. None means all keys."""
+    if visible is None:
+        return other
+    return visible & other
 
 
 def causal_mask(positions: Array, segments: Segments | None = None) -> AttentionMask:
     """Return the causal mask of tokens at positions [T] of a row.
 
-    Each token attends to itself and all earlier tokens, those of its own segment if there are segments. Positions of
+    Each token attends to itself and all earlier tokens, or only to its own segment if there are segments. Positions of
     the row order the tokens of a segment as positions in the segment do, and have the same distances.
     """
     ids = None if segments is None else segments.ids

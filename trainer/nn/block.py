@@ -1,9 +1,15 @@
-"""A transformer layer: attention and MLP around the residual stream, with norms where the family has them."""
+"""Transformer layers: attention and MLP around the residual stream.
+
+`BLOCKS` has a function for each `block_type` of an architecture. They differ in the order of norms
+and residual additions. Each reads top to bottom as the formula in its docstring.
+
+Axes: B rows of the batch, T tokens, D model width.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,90 +20,185 @@ from trainer.nn.activation_names import name_activation
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext
-from trainer.nn.dropout import Site
+from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
-from trainer.nn.token_chunks import map_token_chunks
+from trainer.nn.token_chunks import over_token_chunks
+
+# (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
+# KV cache with the keys and values of the layer
+Block = Callable[[Array, Mapping[str, Any], LayerContext], tuple[Array, KVCache | None]]
+
+# The weights of a layer norm without parameters (OPT's `layer_norm_elementwise_affine`).
+NO_PARAMETERS: Mapping[str, Array] = {}
 
 
-def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[Array, KVCache | None]:
-    """Run one layer: self-attention, cross-attention if there is an encoder, and the MLP.
+def pre_norm_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Normalize the input of each sublayer (GPT-2, LLaMA, T5; arXiv:2002.04745, figure 1b).
 
-    Args:
-        x: Residual stream [B, T, D].
-        weights: Weights of the layer.
-        context: Architecture, mask, sharding, cache, encoder output and dropout. `block_type` of the architecture
-            selects the order of norms and residual additions.
-
-    Returns:
-        The residual stream [B, T, D] after the layer, and the cache with the keys and values of `x`.
+    x = x + attention(norm(x))
+    x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
+    x = x + mlp(norm(x))
     """
-    arch_config, sharding, encoder_output = context.arch_config, context.sharding, context.encoder_output
+    attn_norm = weights.get("attn_norm", NO_PARAMETERS)
+    attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    x = shard_residual(x + attended, context.sharding)
+    if context.encoder_output is not None:
+        crossed = _cross_attention(x, weights, context, context.encoder_output)
+        x = shard_residual(x + crossed, context.sharding)
+    x = x + _feed_forward(x, weights, context, input_norm="mlp_norm")
+    return shard_residual(x, context.sharding), kv_cache
 
-    def norm_weights(name: str) -> Mapping[str, Any]:
-        return weights.get(name, {})
 
-    def apply_norm(name: str, x: Array) -> Array:
-        return norm(x, norm_weights(name), arch_config)
+def post_norm_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Normalize after each residual addition (OPT-350m; arXiv:1706.03762, section 5.4).
 
-    def cross_attend(x: Array, encoder_output: EncoderOutput) -> Array:
-        cross_context = dataclasses.replace(context, mask=_cross_mask(encoder_output, context), kv_cache=None)
-        states, cross_norm = encoder_output.states, norm_weights("cross_norm")
-        output = attention(x, weights["cross"], cross_context, input_norm=cross_norm, encoder_states=states)[0]
-        return context.drop_residual(output, Site.CROSS_RESIDUAL)
+    x = norm(x + attention(x))
+    x = norm(x + mlp(x))
+    """
+    arch_config = context.arch_config
+    attended, kv_cache = attention(x, weights["attn"], context)
+    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    x = norm(x + attended, weights.get("attn_norm", NO_PARAMETERS), arch_config)
+    x = shard_residual(x, context.sharding)
+    x = x + _feed_forward(x, weights, context)
+    x = norm(x, weights.get("mlp_norm", NO_PARAMETERS), arch_config)
+    return shard_residual(x, context.sharding), kv_cache
 
-    def feed_forward(x: Array, input_norm: Mapping[str, Any] | None, post_norm: str = "") -> Array:
-        output = _feed_forward(x, {"mlp": weights["mlp"], "norm": input_norm}, context)
-        return context.drop_residual(apply_norm(post_norm, output) if post_norm else output, Site.MLP_RESIDUAL)
 
-    input_norm = None if arch_config.block_type == "post" else norm_weights("attn_norm")
-    attended, kv_cache = attention(x, weights["attn"], context, input_norm=input_norm)
-    if arch_config.block_type == "sandwich":
-        attended = apply_norm("attn_post_norm", attended)
-    attended = context.drop_residual(attended, Site.ATTENTION_RESIDUAL)
-    match arch_config.block_type:
-        case "pre":
-            x = shard_residual(x + attended, sharding)
-            if encoder_output is not None:
-                x = shard_residual(x + cross_attend(x, encoder_output), sharding)
-            x = x + feed_forward(x, norm_weights("mlp_norm"))
-        case "post":
-            x = shard_residual(apply_norm("attn_norm", x + attended), sharding)
-            x = apply_norm("mlp_norm", x + feed_forward(x, None))
-        case "parallel":
-            x = x + attended + feed_forward(x, norm_weights("mlp_norm"))
-        case "parallel_one_norm":
-            x = x + attended + feed_forward(x, norm_weights("attn_norm"))
-        case "sandwich":
-            x = shard_residual(x + attended, sharding)
-            x = x + feed_forward(x, norm_weights("mlp_norm"), "mlp_post_norm")
-    return shard_residual(x, sharding), kv_cache
+def parallel_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Run attention and MLP on the same input, each with its own norm (GPT-NeoX, arXiv:2204.06745).
+
+    x = x + attention(norm(x)) + mlp(norm'(x))
+    """
+    return _parallel(x, weights, context, mlp_norm="mlp_norm")
+
+
+def parallel_one_norm_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Run attention and MLP on the same normalized input (GPT-J).
+
+    x = x + attention(norm(x)) + mlp(norm(x))
+    """
+    return _parallel(x, weights, context, mlp_norm="attn_norm")
+
+
+def _parallel(
+    x: Array, weights: Mapping[str, Any], context: LayerContext, *, mlp_norm: str
+) -> tuple[Array, KVCache | None]:
+    """Add attention and MLP of the same input. `mlp_norm` names the norm of the MLP's input."""
+    attn_norm = weights.get("attn_norm", NO_PARAMETERS)
+    attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    x = x + attended + _feed_forward(x, weights, context, input_norm=mlp_norm)
+    return shard_residual(x, context.sharding), kv_cache
+
+
+def sandwich_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Normalize the input and the output of each sublayer (Gemma 2, arXiv:2408.00118, section 2).
+
+    x = x + norm'(attention(norm(x)))
+    x = x + norm'(mlp(norm(x)))
+    """
+    arch_config = context.arch_config
+    attn_norm = weights.get("attn_norm", NO_PARAMETERS)
+    attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)
+    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    x = shard_residual(x + attended, context.sharding)
+    x = x + _feed_forward(x, weights, context, input_norm="mlp_norm", output_norm="mlp_post_norm")
+    return shard_residual(x, context.sharding), kv_cache
+
+
+BLOCKS: Mapping[str, Block] = {
+    "pre": pre_norm_block,
+    "post": post_norm_block,
+    "parallel": parallel_block,
+    "parallel_one_norm": parallel_one_norm_block,
+    "sandwich": sandwich_block,
+}
+
+
+def _cross_attention(
+    x: Array, weights: Mapping[str, Any], context: LayerContext, encoder_output: EncoderOutput
+) -> Array:
+    """Attend from the normed residual stream [B, T, D] to the encoder's output, with dropout."""
+    # Cross-attention writes no cache: its keys and values do not grow with the new tokens.
+    cross_context = dataclasses.replace(
+        context, mask=_cross_mask(encoder_output, context), kv_cache=None
+    )
+    output, _ = attention(
+        x,
+        weights["cross"],
+        cross_context,
+        input_norm=weights.get("cross_norm", NO_PARAMETERS),
+        encoder_states=encoder_output.states,
+    )
+    return context.drop_residual(output, DropoutSite.CROSS_RESIDUAL)
 
 
 def _cross_mask(encoder_output: EncoderOutput, context: LayerContext) -> AttentionMask:
-    """Return the mask of cross-attention; it has positions only if dropout needs them."""
+    """Return the mask of cross-attention. It has positions only if dropout needs them."""
     mask = AttentionMask(kv_valid=encoder_output.source_mask, is_causal=False)
     if context.dropout is None or isinstance(encoder_output.states, KV):
         return mask
     kv_positions = jnp.arange(encoder_output.states.shape[1])
-    return dataclasses.replace(mask, q_positions=context.mask.q_positions, kv_positions=kv_positions)
+    return dataclasses.replace(
+        mask, q_positions=context.mask.q_positions, kv_positions=kv_positions
+    )
 
 
-def _feed_forward(x: Array, weights: Mapping[str, Any], context: LayerContext) -> Array:
-    """Compute the MLP of [B, T, D] in chunks of tokens, after the norm of its input, if `norm` is not None."""
-    arch_config, sharding = context.arch_config, context.sharding
+def _feed_forward(
+    x: Array,
+    weights: Mapping[str, Any],
+    context: LayerContext,
+    *,
+    input_norm: str | None = None,
+    output_norm: str | None = None,
+) -> Array:
+    """Compute the MLP of [B, T, D] in chunks of tokens, between optional norms, with dropout.
+
+    Args:
+        x: Input [B, T, D].
+        weights: Weights of the layer.
+        context: Inputs of the layer.
+        input_norm: Name of the norm of the input. None means no norm.
+        output_norm: Name of the norm of the output. None means no norm.
+    """
+    arch_config = context.arch_config
+    sharding = context.sharding
+    run_mlp = moe_mlp if arch_config.experts_per_token else mlp
 
     def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
-        x = x if weights["norm"] is None else norm(x, weights["norm"], arch_config)
+        if weights["norm"] is not None:
+            x = norm(x, weights["norm"], arch_config)
         x = sharding.constrain(x, "batch", "seq", "embed")
-        run_mlp = moe_mlp if arch_config.experts_per_token else mlp
         return run_mlp(x, weights["mlp"], arch_config=arch_config, sharding=sharding)
 
+    norm_weights = None
+    if input_norm is not None:
+        norm_weights = weights.get(input_norm, NO_PARAMETERS)
     num_shards = sharding.sequence_parallel_size
-    output = map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size, num_shards=num_shards)
-    return name_activation(output, "mlp_output")
+    run_tokens = over_token_chunks(
+        run_chunk, x.shape[1], context.ffn_chunk_size, num_shards=num_shards
+    )
+    output = run_tokens(x, {"mlp": weights["mlp"], "norm": norm_weights}, None)
+    output = name_activation(output, "mlp_output")
+    if output_norm is not None:
+        output = norm(output, weights.get(output_norm, NO_PARAMETERS), arch_config)
+    return context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
 
 
 def shard_residual(x: Array, sharding: ShardingContext) -> Array:

@@ -1,17 +1,31 @@
-"""The inputs of a layer besides its weights and the residual stream."""
+"""The inputs of a stack of layers and of one of its layers, in addition to weights and the residual stream.
+
+Axes: B rows of the batch, T tokens, D model width.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput
-from trainer.nn.dropout import LayerDropout, Site
+from trainer.models.param_tree import Tree
+from trainer.models.rope_config import Rope
+from trainer.nn.attention_mask import AttentionMask, CosSin, EncoderOutput
+from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.nn.score_bias import ScoreBias
+
+# Entries in a layer's weights that are not parameters. They differ between layers, so a scan over
+# layers has to slice them as it slices the weights.
+LAYER_SCORE_SCALE = "layer_score_scale"
+LAYER_DROPOUT_KEYS = "layer_dropout_keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +36,13 @@ class LayerContext:
         arch_config: The choices of the layers.
         mask: Visible keys, rotary embedding and score bias of self-attention.
         sharding: The device mesh and its rules.
-        kv_cache: Cache that keys and values are appended to; None to attend to the layer's input alone.
-        encoder_output: Input of cross-attention; None without an encoder.
+        kv_cache: Cache that keys and values are appended to. Without one, the layer attends to its
+            own input.
+        encoder_output: Input of cross-attention, if the model has an encoder.
         attention_options: The kernel that computes attention, and its tiles.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
-        dropout: Random masks of the layer; None for no dropout.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's
+            projections. -1 means all.
+        dropout: Random masks of the layer. None means no dropout.
     """
 
     arch_config: ArchConfig
@@ -38,6 +54,87 @@ class LayerContext:
     ffn_chunk_size: int = -1
     dropout: LayerDropout | None = None
 
-    def drop_residual(self, x: Array, site: Site) -> Array:
+    def drop_residual(self, x: Array, site: DropoutSite) -> Array:
         """Drop elements of the output [B, T, D] of attention or MLP, if there is dropout."""
-        return x if self.dropout is None else self.dropout.drop_residual(x, site)
+        if self.dropout is None:
+            return x
+        return self.dropout.drop_residual(x, site)
+
+
+@dataclass(frozen=True, slots=True)
+class StackContext:
+    """The context in which all layers of the encoder or decoder run.
+
+    Attributes:
+        name: Key of the stack in the parameters: "encoder" or "decoder" in a model with both. Empty
+            in a decoder-only model, where the stack is the whole tree.
+        model: The model.
+        arch_config: The choices of the layers of this stack.
+        forward_config: Execution options.
+        mask: Positions of queries and keys, and the score bias. `for_layer` sets the window, the
+            rotary embedding and the score scale of each layer.
+        cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
+        encoder_output: Input of cross-attention in all layers, if the model has an encoder.
+        dropout: Random masks of the stack. None means no dropout.
+    """
+
+    name: str
+    model: ModelSpec
+    arch_config: ArchConfig
+    forward_config: ForwardConfig
+    mask: AttentionMask
+    cos_sin_by_rope: Mapping[Rope, CosSin] = field(default_factory=dict[Rope, CosSin])
+    encoder_output: EncoderOutput | None = None
+    dropout: Dropout | None = None
+
+    def for_layer(self, window: int, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
+        """Return the context of one layer.
+
+        Args:
+            window: Sliding window of the layer.
+            weights: Weights of the layer, with its score scale and dropout keys if it has them.
+            kv_cache: Cache that the layer appends to.
+        """
+        encoder_output = self.encoder_output
+        if encoder_output is not None and kv_cache is not None:
+            encoder_output = encoder_output.for_layer(kv_cache.layer)
+        cos_sin = None
+        rope = self.arch_config.rope_for(window)
+        if rope:
+            cos_sin = self.cos_sin_by_rope[rope]
+        dropout = None
+        if self.dropout is not None:
+            layer_keys = weights.get(LAYER_DROPOUT_KEYS)
+            dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
+        return LayerContext(
+            self.arch_config,
+            self.mask.for_layer(window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
+            self.forward_config.sharding,
+            kv_cache=kv_cache,
+            encoder_output=encoder_output,
+            attention_options=self.forward_config.attention_options,
+            ffn_chunk_size=self.forward_config.ffn_chunk_size,
+            dropout=dropout,
+        )
+
+
+def with_score_bias(
+    mask: AttentionMask, stack: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
+) -> AttentionMask:
+    """Add the bias of scores by relative position, if the family has one.
+
+    Args:
+        mask: Positions of queries and keys.
+        stack: Parameters of the stack.
+        arch_config: The choices of its layers.
+        forward_config: Execution options.
+    """
+    if arch_config.relative_position_bias is None:
+        return mask
+    table = stack["relative_positions"]["weight"]
+    bias = ScoreBias(table, arch_config.relative_position_bias, forward_config.sharding)
+    mask = dataclasses.replace(mask, bias=bias)
+    if forward_config.attention_options.kernel != "reference":
+        return mask
+    # The reference kernel adds the bias of all queries and keys in every layer: compute it once.
+    return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))

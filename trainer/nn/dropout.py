@@ -22,8 +22,10 @@ from jax import Array, lax
 from trainer.models.dropout_config import DropoutConfig
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
-SITES_PER_LAYER = 16  # at least the number of sites; it enters the keys, so another number changes all masks
-UNIT_RATIO = 1 << 16  # the ratios of forgetful causal masking are multiples of 1 / UNIT_RATIO
+# At least the number of sites. It enters the keys, so another number would change all masks.
+SITES_PER_LAYER = 16
+# The ratios of forgetful causal masking are multiples of 1 / UNIT_RATIO.
+UNIT_RATIO = 1 << 16
 
 
 class Stack(IntEnum):
@@ -33,7 +35,7 @@ class Stack(IntEnum):
     ENCODER = 1
 
 
-class Site(IntEnum):
+class DropoutSite(IntEnum):
     """The places of random masks in a stack, by number. The numbers enter the keys."""
 
     ATTENTION = 0
@@ -46,7 +48,9 @@ class Site(IntEnum):
     FORGOTTEN_RATIO = 7
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["row_keys", "head_ids"], meta_fields=["rate"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["row_keys", "head_ids"], meta_fields=["rate"]
+)
 @dataclass(frozen=True, slots=True)
 class AttentionDropout:
     """Dropout of the attention probabilities of one layer.
@@ -70,7 +74,7 @@ class AttentionDropout:
 @partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
 @dataclass(frozen=True, slots=True)
 class QueryDropout:
-    """Dropout of the attention probabilities of all queries, or of those of a tile.
+    """Dropout of the attention probabilities of all queries, or of a tile of queries.
 
     Attributes:
         keys: Key of each query and head [B, T, H].
@@ -105,18 +109,18 @@ class LayerDropout:
     row_keys: RandomKey
     positions: Array
 
-    def attention(self, site: Site, num_heads: int) -> AttentionDropout | None:
-        """Return the dropout of attention probabilities; None if the rate is 0."""
+    def attention(self, site: DropoutSite, num_heads: int) -> AttentionDropout | None:
+        """Return the dropout of attention probabilities. None if the rate is 0."""
         if not self.config.attention:
             return None
         head_ids = jnp.arange(num_heads, dtype=jnp.uint32)
         return AttentionDropout(self._site_keys(site), head_ids, self.config.attention)
 
-    def drop_residual(self, x: Array, site: Site) -> Array:
+    def drop_residual(self, x: Array, site: DropoutSite) -> Array:
         """Drop elements of the output [B, T, D] of attention or MLP."""
         return _drop_features(x, self._site_keys(site), self.positions, self.config.residual)
 
-    def _site_keys(self, site: Site) -> RandomKey:
+    def _site_keys(self, site: DropoutSite) -> RandomKey:
         return RandomKey(*(words[site] for words in self.row_keys))
 
 
@@ -135,28 +139,35 @@ class Dropout:
     row_ids: Array
 
     def for_stack(self, stack: Stack) -> Dropout:
-        """Return the random masks of a stack, given those of the step."""
+        """Derive the random masks of a stack from the masks of the step."""
         return Dropout(self.config, derive_key(self.key, stack), self.row_ids)
 
     def layer_keys(self, num_layers: int) -> RandomKey | None:
-        """Return the key of each layer, site and row [num_layers, SITES_PER_LAYER, B]; None if layers need none."""
+        """Return the key of each layer, site and row [num_layers, SITES_PER_LAYER, B]. None if layers need none."""
         if not (self.config.attention or self.config.residual):
             return None
         numbers = jnp.arange(num_layers * SITES_PER_LAYER).reshape(num_layers, SITES_PER_LAYER, 1)
         return derive_key(self.key, numbers, self.row_ids)
 
     def for_layer(self, row_keys: RandomKey | None, positions: Array | None) -> LayerDropout | None:
-        """Return the random masks of a layer, given its part of `layer_keys`; None if it needs none."""
+        """Return the random masks of a layer, given its part of `layer_keys`. None if it needs none."""
         if row_keys is None:
             return None
         assert positions is not None
         return LayerDropout(self.config, row_keys, positions)
 
     def drop_embedding(self, x: Array, positions: Array) -> Array:
-        """Drop elements of the input [B, T, D] of the first layer; positions are [T] or [B, T]."""
-        return _drop_features(x, derive_key(self.key, Site.EMBEDDING, self.row_ids), positions, self.config.embedding)
+        """Drop elements of the input [B, T, D] of the first layer. Positions are [T] or [B, T]."""
+        return _drop_features(
+            x,
+            derive_key(self.key, DropoutSite.EMBEDDING, self.row_ids),
+            positions,
+            self.config.embedding,
+        )
 
-    def remembered_keys(self, positions: Array, segment_positions: Array | None = None) -> Array | None:
+    def remembered_keys(
+        self, positions: Array, segment_positions: Array | None = None
+    ) -> Array | None:
         """Draw the keys that forgetful causal masking (arXiv:2210.13432) leaves visible.
 
         The ratio of hidden keys is uniform between the two of `fcm_ratio`, one per row. All layers hide the same keys.
@@ -164,23 +175,32 @@ class Dropout:
 
         Args:
             positions: Position of each key in its row, int32 [S] or [B, S].
-            segment_positions: Position of each key in its document, int32 [B, S]; None if a row is one document.
+            segment_positions: Position of each key in its document, int32 [B, S]. None if a row is one document.
 
         Returns:
-            bool [B, S]; None if no key is hidden.
+            bool [B, S]. None if no key is hidden.
         """
         if not any(self.config.fcm_ratio):
             return None
-        low, high = (min(round(ratio * UNIT_RATIO), UNIT_RATIO - 1) for ratio in self.config.fcm_ratio)
-        ratio_bits = random_bits(derive_key(self.key, Site.FORGOTTEN_RATIO, self.row_ids), uint32(0))
-        threshold = uint32(low * UNIT_RATIO) + (ratio_bits >> 16) * (high - low)  # ratio * 2^32
-        row_keys = derive_key(self.key, Site.FORGOTTEN_KEYS, self.row_ids).reshape(-1, 1)
-        is_first = (positions if segment_positions is None else segment_positions) == 0
+        # 1 itself is clipped, so that `low * UNIT_RATIO` below stays under 2^32.
+        low, high = (
+            min(round(ratio * UNIT_RATIO), UNIT_RATIO - 1) for ratio in self.config.fcm_ratio
+        )
+        ratio_bits = random_bits(
+            derive_key(self.key, DropoutSite.FORGOTTEN_RATIO, self.row_ids), uint32(0)
+        )
+        # ratio * 2^32, where ratio = low + u (high - low) for u = (upper 16 bits) / 2^16
+        threshold = uint32(low * UNIT_RATIO) + (ratio_bits >> 16) * (high - low)
+        row_keys = derive_key(self.key, DropoutSite.FORGOTTEN_KEYS, self.row_ids).reshape(-1, 1)
+        if segment_positions is None:
+            is_first = positions == 0
+        else:
+            is_first = segment_positions == 0
         return (random_bits(row_keys, positions) >= threshold[:, None]) | is_first
 
 
 def step_dropout(config: DropoutConfig, *, seed: int, step: Array, row_ids: Array) -> Dropout:
-    """Return the random masks of a step; `for_stack` derives those of each stack.
+    """Return the random masks of a step. `for_stack` derives the masks of each stack.
 
     Args:
         config: The rates.
@@ -207,21 +227,26 @@ def drop(x: Array, keys: RandomKey, index: Array, rate: float) -> Array:
 
     Args:
         x: Floating-point array.
-        keys: Random streams; they broadcast to the shape of `x`.
-        index: Index of each element in its stream; broadcasts to the shape of `x`.
+        keys: Random streams. They broadcast to the shape of `x`.
+        index: Index of each element in its stream. It broadcasts to the shape of `x`.
         rate: Fraction of the elements to drop, from 0 to below 1.
     """
+    # Bits are uniform in [0, 2^32), so bits >= rate * 2^32 with probability 1 - rate.
     threshold = min(round(rate * 2**32), 2**32 - 1)
     is_kept = random_bits(keys, index) >= uint32(threshold)
     return jnp.where(is_kept, (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype), 0)
 
 
-def _drop_forward(x: Array, keys: RandomKey, index: Array, rate: float) -> tuple[Array, tuple[RandomKey, Array]]:
+def _drop_forward(
+    x: Array, keys: RandomKey, index: Array, rate: float
+) -> tuple[Array, tuple[RandomKey, Array]]:
     return drop(x, keys, index, rate), (keys, index)
 
 
-def _drop_backward(rate: float, saved: tuple[RandomKey, Array], gradient: Array) -> tuple[Array, None, None]:
-    # Without the barrier the compiler would merge the mask with that of the forward pass, and keep it.
+def _drop_backward(
+    rate: float, saved: tuple[RandomKey, Array], gradient: Array
+) -> tuple[Array, None, None]:
+    # Without the barrier the compiler would merge this mask with the forward pass's mask, and keep it.
     gradient, (keys, index) = lax.optimization_barrier((gradient, saved))
     return drop(gradient, keys, index, rate), None, None
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import UNSPLIT, ShardingContext
-from trainer.distributed.token_order import order_tokens
+from trainer.distributed.zigzag_order import order_tokens
 from trainer.models.param_tree import Tree
 from trainer.nn.block import shard_residual
 from trainer.nn.linear import linear
@@ -19,7 +19,11 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 
 def embed_tokens(
-    params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig, positions: Array | None = None
+    params: Tree,
+    tokens: Array,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    positions: Array | None = None,
 ) -> Array:
     """Embed tokens [B, T] as the input [B, T, D] of the first layer.
 
@@ -28,24 +32,29 @@ def embed_tokens(
         tokens: int32 [B, T].
         model: The model.
         forward_config: Execution options.
-        positions: int32 [B, T]; None for the `token_order` of the mesh. Used only with learned positions.
+        positions: int32 [B, T]. None means the `zigzag_order` of the mesh. Used only with learned positions.
 
     Returns:
         Token embeddings, plus learned position embeddings if the model has them.
     """
     arch_config = model.arch_config
     x = jnp.take(
-        params["embed"]["tokens"], _rows_to_take(tokens, "embed.tokens", model, forward_config.sharding), axis=0
+        params["embed"]["tokens"],
+        _rows_to_take(tokens, "embed.tokens", model, forward_config.sharding),
+        axis=0,
     )
     if arch_config.embed_scale != 1.0:
-        x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
+        # Round the scale to the dtype of `x` first, as transformers does for Gemma.
+        x = x * jnp.asarray(arch_config.embed_scale, x.dtype)
     x = project_width(x, params, "project_in", forward_config=forward_config)
     if arch_config.has_learned_positions:
-        offset, table = arch_config.position_offset, params["embed"]["positions"]
+        offset = arch_config.position_offset
+        table = params["embed"]["positions"]
         if positions is None:
             x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
         else:
-            x = x + table[offset + _rows_to_take(positions, "embed.positions", model, forward_config.sharding)]
+            rows = _rows_to_take(positions, "embed.positions", model, forward_config.sharding)
+            x = x + table[offset + rows]
     return shard_residual(x, forward_config.sharding)
 
 
@@ -61,4 +70,6 @@ def _rows_to_take(rows: Array, path: str, model: ModelSpec, sharding: ShardingCo
 
 def project_width(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:
     """Project between the embedding width and the layer width, if the two differ."""
-    return linear(x, params[name], num_devices=forward_config.sharding.num_devices) if name in params else x
+    if name not in params:
+        return x
+    return linear(x, params[name], num_devices=forward_config.sharding.num_devices)

@@ -45,7 +45,7 @@ class _SortedRows(NamedTuple):
     """Assignments sorted by expert.
 
     Attributes:
-        token_ids: Token of each row [A + R]; the last R rows are padding.
+        token_ids: Token of each row [A + R]. The last R rows are padding.
         weights: Routing weight of each row [A + R].
         row_ids: Row of each assignment [N, K].
         bounds: First row of each expert, and the end of the last [E + 1].
@@ -64,7 +64,7 @@ class _Block(NamedTuple):
         start: First row, [].
         token_ids: Token of each row [R].
         weights: Routing weight of each row [R].
-        is_own: Whether the expert has this row, bool [R]; false for rows after its last.
+        is_own: Whether the expert has this row, bool [R]. False for rows after its last.
     """
 
     start: Array
@@ -73,7 +73,9 @@ class _Block(NamedTuple):
     is_own: Array
 
 
-def run_experts(x: Array, experts: Experts, routing: Routing, arch_config: ArchConfig, shards: ExpertSharding) -> Array:
+def run_experts(
+    x: Array, experts: Experts, routing: Routing, arch_config: ArchConfig, shards: ExpertSharding
+) -> Array:
     """Compute the weighted sum of each token's experts.
 
     Args:
@@ -92,6 +94,8 @@ def run_experts(x: Array, experts: Experts, routing: Routing, arch_config: ArchC
     def run_expert(outputs: Array, expert: Experts, index: Array) -> Array:
         def run_block(outputs: Array, block: _Block) -> Array:
             output = _expert_mlp(_read(tokens, block.token_ids), block.weights, expert, arch_config)
+            # Rows after the expert's last belong to later experts. They get zeros here, and their
+            # values when those experts run, in order.
             return _write(outputs, jnp.where(block.is_own[:, None], output, 0), block)
 
         return _each_block(run_block, outputs, rows, index)
@@ -101,9 +105,14 @@ def run_experts(x: Array, experts: Experts, routing: Routing, arch_config: ArchC
 
 
 def experts_gradients(
-    x: Array, experts: Experts, routing: Routing, gradient: Array, arch_config: ArchConfig, shards: ExpertSharding
+    x: Array,
+    experts: Experts,
+    routing: Routing,
+    gradient: Array,
+    arch_config: ArchConfig,
+    shards: ExpertSharding,
 ) -> tuple[Array, Experts, Array]:
-    """Compute the gradients of tokens, experts and routing weights; each block is computed again.
+    """Compute the gradients of tokens, experts and routing weights. Each block is computed again.
 
     Args:
         x: The device's tokens [B, T, D].
@@ -114,17 +123,24 @@ def experts_gradients(
         shards: The mesh axes of tokens and experts.
 
     Returns:
-        Gradients in the shapes and dtypes of `x`, `experts` and the weights of `routing`. That of each expert is summed
-        over its blocks in float32.
+        Gradients in the shapes and dtypes of `x`, `experts` and the weights of `routing`. Gradients
+        of an expert's weights are accumulated over its blocks in float32.
     """
-    tokens, d_outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
+    d_outputs = gradient.reshape(-1, x.shape[-1])
     rows = _sort_by_expert(routing, experts, shards)
 
-    def run_expert(carry: tuple[Array, Array, Experts], expert: Experts, index: Array) -> tuple[Array, Array, Experts]:
-        def run_block(carry: tuple[Array, Array, Experts], block: _Block) -> tuple[Array, Array, Experts]:
+    def run_expert(
+        carry: tuple[Array, Array, Experts], expert: Experts, index: Array
+    ) -> tuple[Array, Array, Experts]:
+        def run_block(
+            carry: tuple[Array, Array, Experts], block: _Block
+        ) -> tuple[Array, Array, Experts]:
             d_rows, d_weights, d_expert = carry
             block_function = partial(_expert_mlp, arch_config=arch_config)
-            _, pullback = jax.vjp(block_function, _read(tokens, block.token_ids), block.weights, expert)
+            _, pullback = jax.vjp(
+                block_function, _read(tokens, block.token_ids), block.weights, expert
+            )
             d_output = jnp.where(block.is_own[:, None], _read(d_outputs, block.token_ids), 0)
             d_block, d_block_weights, d_new = pullback(d_output)
             sums = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), d_expert, d_new)
@@ -132,14 +148,30 @@ def experts_gradients(
 
         d_rows, d_weights, d_experts = carry
         zeros = jax.tree.map(lambda matrix: jnp.zeros(matrix.shape, jnp.float32), expert)
-        d_rows, d_weights, d_expert = _each_block(run_block, (d_rows, d_weights, zeros), rows, index)
+        d_rows, d_weights, d_expert = _each_block(
+            run_block, (d_rows, d_weights, zeros), rows, index
+        )
         d_shard = shards.scatter_gradient(d_expert)
-        return d_rows, d_weights, jax.tree.map(partial(_set_expert, index=index), d_experts, d_shard)
+        return (
+            d_rows,
+            d_weights,
+            jax.tree.map(partial(_set_expert, index=index), d_experts, d_shard),
+        )
 
-    carry = _empty_rows(rows, tokens), jnp.zeros_like(rows.weights), jax.tree.map(jnp.zeros_like, dict(experts))
+    carry = (
+        _empty_rows(rows, tokens),
+        jnp.zeros_like(rows.weights),
+        jax.tree.map(jnp.zeros_like, dict(experts)),
+    )
     d_rows, d_weights, d_experts = _each_expert(run_expert, carry, rows, experts, shards)
-    d_tokens, d_routing = shards.sum_parts((_sum_by_token(d_rows, rows), _read(d_weights, rows.row_ids)))
-    return d_tokens.reshape(x.shape), shards.sum_gradients(d_experts), d_routing.reshape(routing.weights.shape)
+    d_tokens, d_routing = shards.sum_parts(
+        (_sum_by_token(d_rows, rows), _read(d_weights, rows.row_ids))
+    )
+    return (
+        d_tokens.reshape(x.shape),
+        shards.sum_gradients(d_experts),
+        d_routing.reshape(routing.weights.shape),
+    )
 
 
 def _expert_mlp(x: Array, weights: Array, expert: Experts, arch_config: ArchConfig) -> Array:
@@ -150,12 +182,19 @@ def _expert_mlp(x: Array, weights: Array, expert: Experts, arch_config: ArchConf
 
 
 def _sort_by_expert(routing: Routing, experts: Experts, shards: ExpertSharding) -> _SortedRows:
-    """Sort the assignments to the device's experts; those to other experts follow."""
-    num_local, top_k = len(experts["up"]), routing.experts.shape[-1]
+    """Sort assignments by expert of the device. Assignments to other devices' experts follow."""
+    # Example: 3 tokens with the experts [0 2] [2 1] [0 1], K = 2, on a device with experts 0 and 1.
+    # index = 0 2 2 1 0 1, where 2 stands for every expert of another device. order = 0 4 3 5 1 2
+    # lists the assignments by expert. Their tokens are order // K = 0 2 1 2 0 1: expert 0 has rows
+    # 0 and 1 (tokens 0 and 2), expert 1 has rows 2 and 3 (tokens 1 and 2), so bounds = 0 2 4.
+    num_local = len(experts["up"])
+    top_k = routing.experts.shape[-1]
     index = routing.experts.reshape(-1) - shards.first_expert(num_local)
     index = jnp.where((index >= 0) & (index < num_local), index, num_local)
     order = jnp.argsort(index, stable=True)
-    padding = (0, expert_block_length(len(order) // top_k, top_k, num_local * shards.num_expert_shards))
+    num_experts = num_local * shards.num_expert_shards
+    # The last block of the last expert may reach beyond the assignments: R rows of padding.
+    padding = (0, expert_block_length(len(order) // top_k, top_k, num_experts))
     return _SortedRows(
         jnp.pad(order // top_k, padding),
         jnp.pad(routing.weights.reshape(-1)[order], padding),
@@ -180,28 +219,39 @@ def _each_expert(
 
     def run_step(step: Array, carry: Carry) -> Carry:
         index = indices[step]
-        shard = {name: lax.dynamic_index_in_dim(stack, index, keepdims=False) for name, stack in experts.items()}
+        shard = {
+            name: lax.dynamic_index_in_dim(stack, index, keepdims=False)
+            for name, stack in experts.items()
+        }
         return run_expert(carry, shards.gather(shard), index)
 
-    num_steps = len(indices) if shards.gathers_experts else is_active.sum()
+    # Devices that exchange shards have to run the same number of steps, or a collective waits forever.
+    if shards.gathers_experts:
+        num_steps = len(indices)
+    else:
+        num_steps = is_active.sum()
     return lax.fori_loop(0, num_steps, run_step, carry)
 
 
-def _each_block(run_block: Callable[[Carry, _Block], Carry], carry: Carry, rows: _SortedRows, index: Array) -> Carry:
+def _each_block(
+    run_block: Callable[[Carry, _Block], Carry], carry: Carry, rows: _SortedRows, index: Array
+) -> Carry:
     """Run a function of the carry and a block for the blocks of an expert, in order."""
     length = len(rows.token_ids) - rows.row_ids.size
-    first, end = rows.bounds[index], rows.bounds[index + 1]
+    first = rows.bounds[index]
+    end = rows.bounds[index + 1]
 
     def run_step(step: Array, carry: Carry) -> Carry:
         start = first + step * length
-        token_ids, weights = (lax.dynamic_slice_in_dim(x, start, length) for x in (rows.token_ids, rows.weights))
+        token_ids = lax.dynamic_slice_in_dim(rows.token_ids, start, length)
+        weights = lax.dynamic_slice_in_dim(rows.weights, start, length)
         return run_block(carry, _Block(start, token_ids, weights, start + jnp.arange(length) < end))
 
     return lax.fori_loop(0, -(-(end - first) // length), run_step, carry)
 
 
 def _empty_rows(rows: _SortedRows, tokens: Array) -> Array:
-    """Return zeros for all rows [A + R, D]; those of experts on other devices stay zero."""
+    """Return zeros for all rows [A + R, D]. Rows of experts on other devices stay zero."""
     return jnp.zeros((len(rows.token_ids), tokens.shape[-1]), tokens.dtype)
 
 
@@ -215,7 +265,7 @@ def _sum_by_token(values: Array, rows: _SortedRows) -> Array:
 
 
 def _read(values: Array, indices: Array) -> Array:
-    """Return the elements of `values` at indices that are in range."""
+    """Return the elements of `values` at indices. All indices must be in range."""
     return values.at[indices].get(mode="promise_in_bounds")
 
 

@@ -24,7 +24,8 @@ EXPERT_DIMS: Mapping[str, tuple[str, str, str]] = {
     "gate": _UP_DIMS, "up": _UP_DIMS, "down": ("experts", "embed", "mlp"),
 }  # fmt: skip
 
-Experts = Mapping[str, Array]  # `gate`, `up` and `down`: [E, F, D], [E, F, D] and [E, D, F], or without E of one expert
+# `gate`, `up` and `down`: [E, F, D], [E, F, D] and [E, D, F], or without E for one expert.
+Experts = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # hashable, as a static argument has to be
@@ -32,7 +33,7 @@ class ExpertSharding:
     """The mesh axes of an MoE layer's tokens and experts.
 
     Attributes:
-        device_mesh: The device mesh; None for one device.
+        device_mesh: The device mesh. None for one device.
         row_axes: Axes that split the rows of the batch.
         column_axes: Axes that split the tokens of a row.
         weight_axes: Axes of each dim of the stacked matrices, by name.
@@ -58,7 +59,11 @@ class ExpertSharding:
     @property
     def num_expert_shards(self) -> int:
         """Number of shards of the stack of experts."""
-        return math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0]) if self.device_mesh else 1
+        return (
+            math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0])
+            if self.device_mesh
+            else 1
+        )
 
     @property
     def token_spec(self) -> PartitionSpec:
@@ -72,7 +77,7 @@ class ExpertSharding:
 
     @property
     def _partial_axes(self) -> MeshAxes:
-        """Axes whose devices have a part of the experts or of their hidden units for the same tokens."""
+        """Axes that split experts or their hidden units, and do not split tokens."""
         return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.token_axes)
 
     def first_expert(self, num_local: int) -> Array | int:
@@ -80,11 +85,15 @@ class ExpertSharding:
         axes = self.weight_axes["up"][0]
         return num_local * lax.axis_index(axes) if axes else 0
 
-    def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def map_devices(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """Return `function` with each device's shards as its arguments and results."""
         if self.device_mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def gather(self, expert: Experts) -> Experts:
         """Gather the shards of one expert over the axes that split tokens."""
@@ -95,7 +104,10 @@ class ExpertSharding:
     def scatter_gradient(self, gradient: Experts) -> Experts:
         """Sum the gradient of one expert over the axes that split it and tokens, and keep the device's shard."""
         return self._map_split_dims(
-            gradient, lambda matrix, axes, dim: lax.psum_scatter(matrix, axes, scatter_dimension=dim, tiled=True)
+            gradient,
+            lambda matrix, axes, dim: lax.psum_scatter(
+                matrix, axes, scatter_dimension=dim, tiled=True
+            ),
         )
 
     def sum_gradients(self, gradients: Experts) -> Experts:
@@ -105,11 +117,13 @@ class ExpertSharding:
         return lax.psum(gradients, axes) if axes else gradients
 
     def sum_parts(self, x: Any) -> Any:
-        """Add the parts of outputs or gradients that the devices with the same tokens have."""
+        """Add the parts of outputs or gradients on the devices with the same tokens."""
         return lax.psum(x, self._partial_axes) if self._partial_axes else x
 
-    def _map_split_dims(self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]) -> Experts:
-        """Apply a function to the matrices of one expert, for each dim that is split over axes of tokens."""
+    def _map_split_dims(
+        self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]
+    ) -> Experts:
+        """Apply a function to the matrices of one expert, for each dim split over axes of tokens."""
         matrices = dict(expert)
         for name in expert:
             for dim, axes in enumerate(map(self._token_axes_of, self.weight_axes[name][1:])):
@@ -134,7 +148,9 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
     weight_axes = {
         name: tuple(
             _usable_axes(dim, axes, row_axes + column_axes)
-            for dim, axes in zip(EXPERT_DIMS[name], sharding.weight_axes(matrix.shape, *EXPERT_DIMS[name]))
+            for dim, axes in zip(
+                EXPERT_DIMS[name], sharding.weight_axes(matrix.shape, *EXPERT_DIMS[name])
+            )
         )
         for name, matrix in experts.items()
     }
@@ -144,7 +160,7 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
 def _usable_axes(dim: str, axes: MeshAxes, token_axes: MeshAxes) -> MeshAxes:
     """Return the axes of a dim of the experts that stay split in this layer.
 
-    A stack of experts that is split like the tokens is gathered as a whole, and so is an embedding width that is split
+    A stack of experts split like the tokens is gathered as a whole, and so is an embedding width split
     over devices with the same tokens.
     """
     if dim == "experts":

@@ -37,7 +37,10 @@ def init_leaves(leaves: Mapping[str, ParamLeaf], key: Array, model: ModelSpec) -
     """Initialize some or all leaves of a model, with the values that `init_params` has for a random key."""
     values = {path: _init_leaf(leaf, key, model.arch_config) for path, leaf in leaves.items()}
     return unflatten_tree(
-        {path: _clear_padding(value, leaves[path], model.true_vocab_size) for path, value in values.items()}
+        {
+            path: _clear_padding(value, leaves[path], model.true_vocab_size)
+            for path, value in values.items()
+        }
     )
 
 
@@ -47,15 +50,23 @@ def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Arra
     if axis is None or leaf.shape[axis] == true_vocab_size:
         return values
     is_true = jnp.arange(leaf.shape[axis]) < true_vocab_size
-    return jnp.where(is_true.reshape([-1 if i == axis else 1 for i in range(values.ndim)]), values, 0.0)
+    return jnp.where(
+        is_true.reshape([-1 if i == axis else 1 for i in range(values.ndim)]), values, 0.0
+    )
 
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
     if leaf.role in ("scale", "bias"):
-        return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)
+        return jnp.full(
+            leaf.shape,
+            float(leaf.role == "scale" and arch_config.norm != "rms_offset"),
+            jnp.float32,
+        )
     std = arch_config.leaf_init_std(leaf.path_pattern)
-    return _random_leaf(leaf, key, lambda layer_key, shape: jax.random.normal(layer_key, shape) * std)
+    return _random_leaf(
+        leaf, key, lambda layer_key, shape: jax.random.normal(layer_key, shape) * std
+    )
 
 
 def init_adapters(model: ModelSpec, seed: int) -> Tree:
@@ -70,7 +81,9 @@ def init_adapters(model: ModelSpec, seed: int) -> Tree:
     """
     assert model.adapters is not None
     key = jax.random.key(seed)
-    return unflatten_tree({path: _init_adapter(leaf, key) for path, leaf in model.adapters.leaves.items()})
+    return unflatten_tree(
+        {path: _init_adapter(leaf, key) for path, leaf in model.adapters.leaves.items()}
+    )
 
 
 def _init_adapter(leaf: ParamLeaf, key: Array) -> Array:
@@ -84,9 +97,13 @@ def _init_adapter(leaf: ParamLeaf, key: Array) -> Array:
     return _random_leaf(leaf, key, sample)
 
 
-def _random_leaf(leaf: ParamLeaf, key: Array, sample: Callable[[Array, tuple[int, ...]], Array]) -> Array:
+def _random_leaf(
+    leaf: ParamLeaf, key: Array, sample: Callable[[Array, tuple[int, ...]], Array]
+) -> Array:
     """Sample the values of each layer with a key derived from the leaf's path and the number of the layer."""
-    leaf_key = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
+    leaf_key = jax.random.fold_in(
+        key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode())
+    )
     axis = leaf.stack_axis
     if axis is not None:
         layer_shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])

@@ -39,21 +39,27 @@ class KVStack(NamedTuple):
     layer: Array
 
     def write(self, new: KV, slot: Array, sharding: ShardingContext) -> tuple[KVStack, KV]:
-        """Write keys and values [B, T, K, E] to the next layer, from a slot on.
+        """Write keys and values [B, T, K, E] into the next layer, starting at `slot`.
 
         Returns:
-            The stack with its next layer advanced, and all slots of the written layer.
+            The updated stack, which points at the following layer, and all keys and values of the
+            layer just written.
         """
         start = (self.layer, 0, slot, 0, 0)
-        keys, values = (
-            sharding.constrain(lax.dynamic_update_slice(stack, update[None], start), *KV_CACHE_DIMS)
-            for stack, update in ((self.keys, new.keys), (self.values, new.values))
-        )
+
+        def update(stack: Array, new: Array) -> Array:
+            updated = lax.dynamic_update_slice(stack, new[None], start)
+            return sharding.constrain(updated, *KV_CACHE_DIMS)
+
+        keys = update(self.keys, new.keys)
+        values = update(self.values, new.values)
         layer_kv = KV(take_layer(keys, self.layer), take_layer(values, self.layer))
         return KVStack(keys, values, self.layer + 1), layer_kv
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["stacks", "length"], meta_fields=["num_slots"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["stacks", "length"], meta_fields=["num_slots"]
+)
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of all layers. Layers are appended to in order.
@@ -87,28 +93,44 @@ class KVCache:
             The cache with its next layer advanced, and the keys and values that the queries of the tokens attend to:
             `new` itself in an empty cache, else all slots of the layer. `key_slots` has their slots.
         """
-        slots, count = layer_slots(window, self.num_slots), new.keys.shape[1]
-        kept = KV(*(_last_slots(array, slots) for array in new)) if count > slots else new
-        stack, layer_kv = self.stacks[slots].write(kept, self.length % slots if count == 1 else jnp.int32(0), sharding)
+        slots = layer_slots(window, self.num_slots)
+        count = new.keys.shape[1]
+        kept = new
+        if count > slots:
+            kept = KV(_last_slots(new.keys, slots), _last_slots(new.values, slots))
+        # Several tokens are a prefill of an empty cache, whose first slot is 0. A single token goes
+        # to its place in the ring, e.g. token 9 of a ring of 4 slots to slot 1.
+        if count == 1:
+            slot = self.length % slots
+        else:
+            slot = jnp.int32(0)
+        stack, layer_kv = self.stacks[slots].write(kept, slot, sharding)
         cache = dataclasses.replace(self, stacks={**self.stacks, slots: stack})
-        return cache, layer_kv if count == 1 else new
+        if count == 1:
+            return cache, layer_kv
+        return cache, new
 
     def key_slots(self, window: int, count: int) -> Array:
         """Return the slot of the batch of each key that `append` returns for `count` tokens.
 
         Returns:
-            int32 [S]; negative for a slot of a ring that has no token yet.
+            int32 [S]. Negative for a slot of a ring that has no token yet.
         """
         if count > 1:
             return jnp.arange(count)
         slots = layer_slots(window, self.num_slots)
         if slots == self.num_slots:
             return jnp.arange(slots)
+        # The slot's latest token of the same residue, e.g. with length 9 and 4 slots:
+        # slots 0 to 3 hold tokens 8, 9, 6, 7. With length 1: 0, 1, -2, -1.
         return self.length - (self.length - jnp.arange(slots)) % slots
 
     def advance(self, count: int) -> KVCache:
         """Count `count` more tokens, and reset the next layer to the first one."""
-        stacks = {slots: stack._replace(layer=jnp.zeros_like(stack.layer)) for slots, stack in self.stacks.items()}
+        stacks = {
+            slots: stack._replace(layer=jnp.zeros_like(stack.layer))
+            for slots, stack in self.stacks.items()
+        }
         return dataclasses.replace(self, stacks=stacks, length=self.length + count)
 
 
@@ -128,18 +150,22 @@ def empty_kv_cache(
 
     def allocate(slots: int) -> KVStack:
         stack_shape = (layers.count(slots), rows, slots, *head_shape)
-        keys, values = (sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS) for _ in range(2))
+        keys = sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS)
+        values = sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS)
         return KVStack(keys, values, layer=jnp.int32(0))
 
     return KVCache({slots: allocate(slots) for slots in sorted({*layers})}, jnp.int32(0), num_slots)
 
 
 def layer_slots(window: int, num_slots: int) -> int:
-    """Return the number of slots of a layer with a sliding window, for at most `num_slots` tokens per row."""
-    return num_slots if window == FULL_ATTENTION else min(window, num_slots)
+    """Return the number of slots of a layer, for at most `num_slots` tokens per row."""
+    if window == FULL_ATTENTION:
+        return num_slots
+    return min(window, num_slots)
 
 
 def _last_slots(array: Array, slots: int) -> Array:
     """Return the last tokens of [B, T, K, E] in the order of a ring: token i in slot i % `slots`."""
+    # e.g. 6 tokens and 4 slots: tokens 2 3 4 5, rolled by 6 % 4 = 2, are 4 5 2 3
     count = array.shape[1]
     return jnp.roll(array[:, count - slots :], count % slots, axis=1)

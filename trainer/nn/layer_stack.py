@@ -1,4 +1,4 @@
-"""Stacks of layers: their weights, and the scan over layers.
+"""A stack of layers: the weights of each layer, the scan over layers, and the final norm.
 
 Axes: B rows of the batch, T tokens, D model width.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,110 @@ from jax import Array, lax
 from trainer.models.architecture import ArchConfig, window_period
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.nn.block import BLOCKS
+from trainer.nn.context import LAYER_DROPOUT_KEYS, LAYER_SCORE_SCALE, StackContext
 from trainer.nn.dropout import Dropout
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
+from trainer.nn.norms import norm
 from trainer.nn.remat import with_remat
 
-# entries in a layer's weights that are not parameters
-LAYER_SCORE_SCALE, LAYER_DROPOUT_KEYS = "layer_score_scale", "layer_dropout_keys"
+# stacked on axis 0, or one tree per layer
+LayerWeights = Tree | list[Tree]
+# the residual stream [B, T, D] between layers, and the KV cache
+LayerCarry = tuple[Array, KVCache | None]
+LayerFunction = Callable[[LayerCarry, Tree], LayerCarry]
 
-LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one tree per layer
-LayerCarry = tuple[Array, KVCache | None]  # residual stream [B, T, D] between layers, and the KV cache
+
+def run_stack(
+    x: Array, params: Tree, context: StackContext, kv_cache: KVCache | None = None
+) -> LayerCarry:
+    """Run all layers of the encoder or decoder in order, and the final norm.
+
+    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window
+    is static. The layers of an incomplete period at the end run one at a time, e.g. 7 layers with
+    the windows (8, 8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one more layer.
+
+    Args:
+        x: Residual stream [B, T, D] before the first layer.
+        params: Parameters of the model in the dtype of the computation.
+        context: Inputs of all layers.
+        kv_cache: Keys and values of earlier tokens. None to attend to `x` alone.
+
+    Returns:
+        The output [B, T, D], and the cache with the keys and values of all layers appended.
+    """
+    stack = params[context.name] if context.name else params
+    arch_config = context.arch_config
+    forward_config = context.forward_config
+    windows = arch_config.sliding_windows
+    weights = layer_weights(
+        stack[LAYERS], context.name, len(windows), context.model, forward_config
+    )
+    weights = _with_layer_inputs(weights, arch_config, context.dropout)
+    carry: LayerCarry = (x, kv_cache)
+    num_scanned = 0
+    if not isinstance(weights, list):
+        period = window_period(windows)
+        num_periods = len(windows) // period
+        if num_periods > 1:
+            carry = _scan_layers(carry, weights, context, num_periods)
+            num_scanned = num_periods * period
+        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
+    # One function per window, not per layer: JAX traces each function once.
+    run_by_window: dict[int, LayerFunction] = {
+        window: with_remat(partial(run_layer, context, window), forward_config)
+        for window in set(windows)
+    }
+    for window, layer in zip(windows[num_scanned:], weights):
+        carry = run_by_window[window](carry, layer)
+    x, kv_cache = carry
+    if arch_config.has_final_norm:
+        x = norm(x, stack.get("final_norm", {}), arch_config)
+    return x, kv_cache
+
+
+def run_layer(context: StackContext, window: int, carry: LayerCarry, weights: Tree) -> LayerCarry:
+    """Run one layer with its window, rotary embedding, score scale and random masks."""
+    x, kv_cache = carry
+    block = BLOCKS[context.arch_config.block_type]
+    return block(x, weights, context.for_layer(window, weights, kv_cache))
+
+
+def _scan_layers(
+    carry: LayerCarry, stacked: Tree, context: StackContext, num_periods: int
+) -> LayerCarry:
+    """Scan whole periods of the sliding window pattern."""
+    windows = context.arch_config.sliding_windows
+    period = window_period(windows)
+    layer_fns: list[LayerFunction] = [
+        with_remat(partial(run_layer, context, window), context.forward_config, in_loop=True)
+        for window in windows[:period]
+    ]
+
+    # With a KV cache there is no backward pass, so each step indexes the full stack. Slicing the
+    # scanned part off first would copy the weights.
+    indexes_stack = carry[1] is not None
+
+    def run_period(carry: LayerCarry, step: Any) -> tuple[LayerCarry, None]:
+        if indexes_stack:
+            weights = stacked
+            first = step
+        else:
+            weights = step
+            first = 0
+        for index, layer_fn in enumerate(layer_fns):
+            carry = layer_fn(carry, _take_layer(weights, first + index))
+        return carry, None
+
+    if indexes_stack:
+        return lax.scan(run_period, carry, period * jnp.arange(num_periods))[0]
+    num_scanned = num_periods * period
+
+    def split_periods(leaf: Array) -> Array:
+        return leaf[:num_scanned].reshape(num_periods, period, *leaf.shape[1:])
+
+    return lax.scan(run_period, carry, jax.tree.map(split_periods, stacked))[0]
 
 
 def layer_weights(
@@ -41,19 +136,27 @@ def layer_weights(
         return [weights[str(index)] for index in range(num_layers)]
     axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
     if model.adapters is not None:
-        axes |= {path: axes[owner] for path, owner in model.adapters.shared.items()}
+        for path, owner in model.adapters.shared.items():
+            axes[path] = axes[owner]
     prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
-    leaves = flatten_tree(weights).items()
-    stacked = unflatten_tree({path: jnp.moveaxis(leaf, axes[prefix + path] or 0, 0) for path, leaf in leaves})
-    return stacked if forward_config.scan_layers else [_take_layer(stacked, index) for index in range(num_layers)]
+    leaves: dict[str, Array] = {}
+    for path, leaf in flatten_tree(weights).items():
+        leaves[path] = jnp.moveaxis(leaf, axes[prefix + path] or 0, 0)
+    stacked = unflatten_tree(leaves)
+    if forward_config.scan_layers:
+        return stacked
+    return [_take_layer(stacked, index) for index in range(num_layers)]
 
 
-def with_layer_inputs(layers: LayerWeights, arch_config: ArchConfig, dropout: Dropout | None) -> LayerWeights:
-    """Add the inputs that differ between layers to their weights: score scales and keys of dropout."""
+def _with_layer_inputs(
+    layers: LayerWeights, arch_config: ArchConfig, dropout: Dropout | None
+) -> LayerWeights:
+    """Add the inputs that differ between layers to their weights: score scales and dropout keys."""
     num_layers = len(arch_config.sliding_windows)
     inputs: Tree = {}
     if arch_config.scale_attn_by_inverse_layer_idx:
-        inputs[LAYER_SCORE_SCALE] = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
+        scales = [1 / number for number in range(1, num_layers + 1)]
+        inputs[LAYER_SCORE_SCALE] = jnp.asarray(scales, jnp.float32)
     if dropout is not None and (keys := dropout.layer_keys(num_layers)) is not None:
         inputs[LAYER_DROPOUT_KEYS] = keys
     if isinstance(layers, list):
@@ -64,53 +167,3 @@ def with_layer_inputs(layers: LayerWeights, arch_config: ArchConfig, dropout: Dr
 def _take_layer(stacked: Tree, index: int | Array) -> Tree:
     """Return the weights of one layer from a stack on axis 0."""
     return jax.tree.map(lambda leaf: leaf[index], stacked)
-
-
-def run_layers(
-    carry: LayerCarry,
-    weights: LayerWeights,
-    run_layer: Callable[[int, LayerCarry, Tree], LayerCarry],
-    forward_config: ForwardConfig,
-    arch_config: ArchConfig,
-) -> LayerCarry:
-    """Run all layers in order.
-
-    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window is static. The rest
-    of an incomplete period runs one layer at a time.
-    """
-    windows = arch_config.sliding_windows
-    period, num_scanned = window_period(windows), 0
-    if not isinstance(weights, list):
-        layer_fns = [
-            with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
-        ]
-        if (num_periods := len(windows) // period) > 1:
-            carry, num_scanned = _scan_layers(carry, weights, layer_fns, num_periods), num_periods * period
-        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
-    layer_fn_by_window = {window: with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
-    for window, layer in zip(windows[num_scanned:], weights):
-        carry = layer_fn_by_window[window](carry, layer)
-    return carry
-
-
-def _scan_layers(
-    carry: LayerCarry, stacked: Tree, layer_fns: list[Callable[[LayerCarry, Tree], LayerCarry]], num_periods: int
-) -> LayerCarry:
-    """Scan whole periods of layers.
-
-    With a KV cache there is no backward pass, so each step indexes the full stack: slicing the scanned part off first
-    would copy the weights.
-    """
-    period = len(layer_fns)
-
-    def run_period(carry: LayerCarry, weights: Tree, first: int | Array) -> tuple[LayerCarry, None]:
-        for index, layer_fn in enumerate(layer_fns):
-            carry = layer_fn(carry, _take_layer(weights, first + index))
-        return carry, None
-
-    if carry[1] is not None:
-        firsts = period * jnp.arange(num_periods)
-        return lax.scan(lambda carry, first: run_period(carry, stacked, first), carry, firsts)[0]
-    scanned = num_periods * period
-    periods = jax.tree.map(lambda leaf: leaf[:scanned].reshape(num_periods, period, *leaf.shape[1:]), stacked)
-    return lax.scan(lambda carry, weights: run_period(carry, weights, 0), carry, periods)[0]

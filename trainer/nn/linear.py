@@ -1,4 +1,6 @@
-"""Linear projection: multiply by a weight, and add the optional low-rank update and the optional bias.
+"""Linear projection with an optional low-rank update (LoRA, arXiv:2106.09685) and an optional bias.
+
+y = W x + scaling * B (A x) + b, where A or B holds the scaling already
 
 Axes: B rows of the batch, T tokens.
 """
@@ -29,15 +31,22 @@ def linear(x: Array, weights: Mapping[str, Array], *, num_devices: int = 1) -> A
     """
     out = _multiply(x, weights["weight"], num_devices)
     if LORA_B in weights:
-        out = out + _multiply(_multiply(x, weights[LORA_A], num_devices), weights[LORA_B], num_devices)
-    return out + weights["bias"] if "bias" in weights else out
+        out = out + _multiply(
+            _multiply(x, weights[LORA_A], num_devices), weights[LORA_B], num_devices
+        )
+    if "bias" in weights:
+        out = out + weights["bias"]
+    return out
 
 
 def _multiply(x: Array, weight: Array, num_devices: int) -> Array:
     """Multiply [B, T, *in] by a weight [*out, *in]."""
-    out_shape, in_size = weight.shape[: weight.ndim - x.ndim + 2], math.prod(x.shape[2:])
+    # e.g. [B, T, 8] by [2, 4, 8]: one axis of inputs, and two axes of outputs
+    out_shape = weight.shape[: weight.ndim - x.ndim + 2]
+    in_size = math.prod(x.shape[2:])
     if num_devices > 1:
-        x_axes, weight_axes = range(2, x.ndim), range(len(out_shape), weight.ndim)
-        return lax.dot_general(x, weight, ((tuple(x_axes), tuple(weight_axes)), ((), ())))
+        x_axes = tuple(range(2, x.ndim))
+        weight_axes = tuple(range(len(out_shape), weight.ndim))
+        return lax.dot_general(x, weight, ((x_axes, weight_axes), ((), ())))
     product = jnp.einsum("ni,oi->no", x.reshape(-1, in_size), weight.reshape(-1, in_size))
     return product.reshape(*x.shape[:2], *out_shape)

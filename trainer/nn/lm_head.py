@@ -25,6 +25,7 @@ from trainer.models.errors import PrepError
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
+# The logit of padding. Finite: exp of its difference to any logit is 0, and 0 * -1e30 is not nan.
 MASKED_LOGIT = -1e30
 
 
@@ -33,10 +34,10 @@ class LMHead(NamedTuple):
 
     Attributes:
         true_vocab_size: Vocabulary size without padding.
-        chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
+        chunk_size: Tokens of a device per row with logits in memory at the same time. -1 means all.
         sharding: The device mesh and its rules.
-        logit_softcap: Bound of logits; `NO_SOFTCAP` for none.
-        loss_terms: Terms of the loss besides the cross entropy.
+        logit_softcap: Bound of logits. `NO_SOFTCAP` means none.
+        loss_terms: Terms of the loss in addition to the cross entropy.
     """
 
     true_vocab_size: int
@@ -52,7 +53,7 @@ class LMHead(NamedTuple):
 
 
 def project_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None = None) -> Array:
-    """Compute float32 logits [B, T, V] from hidden states [B, T, D] and weight [V, D]; padding is `MASKED_LOGIT`."""
+    """Compute float32 logits [B, T, V] from hidden states [B, T, D] and weight [V, D]. Padding is `MASKED_LOGIT`."""
     return _softcap_and_mask(_linear_logits(hidden, weight, head, bias), head)
 
 
@@ -60,7 +61,9 @@ def _linear_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | Non
     """Compute float32 logits [B, T, V] before the softcap and the padding mask."""
     logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
     logits = head.sharding.constrain(logits, "batch", "seq", "vocab")
-    return logits if bias is None else logits + bias
+    if bias is not None:
+        logits = logits + bias
+    return logits
 
 
 def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
@@ -74,7 +77,12 @@ def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
 
 
 def loss_sums(
-    hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    token_weights: Array,
+    head: LMHead,
+    bias: Array | None = None,
 ) -> LossSums:
     """Compute the summed loss in chunks of tokens.
 
@@ -89,7 +97,7 @@ def loss_sums(
         bias: Bias of the head [V].
 
     Returns:
-        float32 sums over all tokens; the loss has all terms. Its gradients have the dtypes of `hidden`, `weight` and
+        float32 sums over all tokens. The loss has all terms. Its gradients have the dtypes of `hidden`, `weight` and
         `bias`.
     """
     sums = training_sums(hidden, weight, targets, token_weights, head, bias)
@@ -97,7 +105,12 @@ def loss_sums(
 
 
 def training_sums(
-    hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    token_weights: Array,
+    head: LMHead,
+    bias: Array | None = None,
 ) -> TrainingSums:
     """Compute the summed loss and z-loss in chunks of tokens.
 
@@ -109,19 +122,26 @@ def training_sums(
 
 
 def row_loss_sums(
-    hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    token_weights: Array,
+    head: LMHead,
+    bias: Array | None = None,
 ) -> LossSums:
     """Compute the summed cross entropy of each row [B] in chunks of tokens, without gradients.
 
-    The arguments are those of `loss_sums`.
+    It takes the arguments of `loss_sums`.
     """
     head, arrays = _pad_to_chunks(hidden, targets, token_weights, head)
 
     def sum_chunk(chunk: _Chunk) -> tuple[Array, Array]:
-        logits, token_weight = project_logits(chunk[0], weight, head, bias), chunk[2]
-        losses = _cross_entropy(logits, jax.nn.logsumexp(logits, axis=-1), chunk[1], head)
-        is_correct = _argmax(logits) == chunk[1]
-        return jnp.where(token_weight > 0, token_weight * losses, 0.0).sum(1), (token_weight * is_correct).sum(1)
+        hidden, target, token_weight = chunk
+        logits = project_logits(hidden, weight, head, bias)
+        losses = _cross_entropy(logits, jax.nn.logsumexp(logits, axis=-1), target, head)
+        is_correct = _argmax(logits) == target
+        weighted_losses = jnp.where(token_weight > 0, token_weight * losses, 0.0)
+        return weighted_losses.sum(1), (token_weight * is_correct).sum(1)
 
     loss, correct = lax.map(sum_chunk, _chunk_inputs(*arrays, head))  # [chunks, B]
     return LossSums(loss=loss.sum(0), weight=arrays[2].sum(1), correct=correct.sum(0))
@@ -159,17 +179,25 @@ def metric_sums(
         if not isinstance(values, Mapping):
             why = f"it returned a value of type {type(values).__name__}"
             raise PrepError("`metric_fn` did not return a dict", why, 'return `{"NAME": values}`')
-        return {name: _weighted_sum(value, chunk, f"`metric_fn` {name!r:.60}") for name, value in values.items()}
+        return {
+            name: _weighted_sum(value, chunk, f"`metric_fn` {name!r:.60}")
+            for name, value in values.items()
+        }
 
-    return {name: sums.sum() for name, sums in lax.map(sum_chunk, _chunk_inputs(*arrays, head)).items()}
+    return {
+        name: sums.sum() for name, sums in lax.map(sum_chunk, _chunk_inputs(*arrays, head)).items()
+    }
 
 
-def _pad_to_chunks(hidden: Array, targets: Array, token_weights: Array, head: LMHead) -> tuple[LMHead, _Chunk]:
-    """Pad the tokens to whole chunks, and clear those of weight 0; return the head with the length of a chunk."""
+def _pad_to_chunks(
+    hidden: Array, targets: Array, token_weights: Array, head: LMHead
+) -> tuple[LMHead, _Chunk]:
+    """Pad the tokens to whole chunks, and clear tokens of weight 0. Return the head with the length of a chunk."""
     token_weights = token_weights.astype(jnp.float32)
     is_counted = token_weights > 0
     targets = jnp.where(is_counted, targets, 0)
-    hidden = jnp.where(is_counted[..., None], hidden, 0)  # a zero gradient is not enough: 0 * nan is nan
+    # A gradient of zero would not be enough: in the product with the hidden states 0 * nan is nan.
+    hidden = jnp.where(is_counted[..., None], hidden, 0)
     num_shards = head.num_token_shards
     length = hidden.shape[1] // num_shards
     chunk_size = chunk_length(head.chunk_size, length)
@@ -180,13 +208,21 @@ def _pad_to_chunks(hidden: Array, targets: Array, token_weights: Array, head: LM
     return head._replace(chunk_size=chunk_size), (pad(hidden), pad(targets), pad(token_weights))
 
 
-_Sums = tuple[Array, Array, Array | None]  # loss, correct and z-loss
-_HeadGradients = tuple[Array, Array | None]  # of weight and bias, float32
-_Chunk = tuple[Array, Array, Array]  # hidden states [B, C, D], targets [B, C], token weights [B, C]
+# loss, correct and z-loss
+_Sums = tuple[Array, Array, Array | None]
+# gradients of weight and bias, float32
+_HeadGradients = tuple[Array, Array | None]
+# hidden states [B, C, D], targets [B, C], token weights [B, C]
+_Chunk = tuple[Array, Array, Array]
 
 
 def _chunked_loss_primal(
-    head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
+    head: LMHead,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    targets: Array,
+    token_weights: Array,
 ) -> _Sums:
     """Compute the sums of losses and of correct tokens."""
 
@@ -194,11 +230,18 @@ def _chunked_loss_primal(
         chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk, head)
         return _add_sums(sums, chunk_sums), None
 
-    return lax.scan(add_chunk, _zero_sums(head), _chunk_inputs(hidden, targets, token_weights, head))[0]
+    return lax.scan(
+        add_chunk, _zero_sums(head), _chunk_inputs(hidden, targets, token_weights, head)
+    )[0]
 
 
 def _chunked_loss_fwd(
-    head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
+    head: LMHead,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    targets: Array,
+    token_weights: Array,
 ) -> tuple[_Sums, tuple[Array, _HeadGradients, _HeadGradients]]:
     """Compute the sums, and with the same logits the gradients of hidden states, weight and bias.
 
@@ -206,7 +249,9 @@ def _chunked_loss_fwd(
     because XLA transposes the left operand of its product on CPUs, and `x` is smaller than `dlogits`.
     """
 
-    def add_chunk(carry: tuple[_Sums, _HeadGradients], chunk: _Chunk) -> tuple[tuple[_Sums, _HeadGradients], Array]:
+    def add_chunk(
+        carry: tuple[_Sums, _HeadGradients], chunk: _Chunk
+    ) -> tuple[tuple[_Sums, _HeadGradients], Array]:
         totals, (dweight, dbias) = carry
         x = chunk[0]
         linear_logits = _linear_logits(x, weight, head, bias)
@@ -216,13 +261,18 @@ def _chunked_loss_fwd(
             dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
         else:
             sums, dlogits = _token_loss_gradients(linear_logits, chunk, head)
-        dbias = None if dbias is None else dbias + dlogits.sum((0, 1))
+        if dbias is not None:
+            dbias = dbias + dlogits.sum((0, 1))
         dlogits = dlogits.astype(x.dtype)
         dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
-        dweight = dweight + jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32)
+        dweight = dweight + jnp.einsum(
+            "btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32
+        )
         return (_add_sums(totals, sums), (dweight, dbias)), dhidden.astype(x.dtype)
 
-    zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight.T, bias))
+    zeros = jax.tree.map(
+        lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight.T, bias)
+    )
     chunks = _chunk_inputs(hidden, targets, token_weights, head)
     (sums, (dweight, dbias)), dhidden = lax.scan(add_chunk, (_zero_sums(head), zeros), chunks)
     return sums, (dhidden, (dweight.T, dbias), (weight, bias))
@@ -265,12 +315,16 @@ def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Arra
         losses = _cross_entropy(logits, log_z, chunk[1], head)
     else:
         losses = token_loss(logits[..., : head.true_vocab_size], chunk[1])
-    sums = _weighted_sum(losses, chunk, "`loss_fn`"), _correct_sum(logits, chunk), _z_loss_sum(log_z, chunk, head)
+    sums = (
+        _weighted_sum(losses, chunk, "`loss_fn`"),
+        _weighted_correct_count(logits, chunk),
+        _z_loss_sum(log_z, chunk, head),
+    )
     return sums, log_z
 
 
 def _z_loss_sum(log_z: Array, chunk: _Chunk, head: LMHead) -> Array | None:
-    """Compute the weighted z-loss of a chunk; None without this term."""
+    """Compute the weighted z-loss of a chunk. None if there is no such term."""
     if not head.loss_terms.has_z_loss:
         return None
     return _weighted_sum(head.loss_terms.z_loss * jnp.square(log_z), chunk, "z-loss")
@@ -278,22 +332,25 @@ def _z_loss_sum(log_z: Array, chunk: _Chunk, head: LMHead) -> Array | None:
 
 def _cross_entropy(logits: Array, log_z: Array, target: Array, head: LMHead) -> Array:
     """Compute the cross entropy of each token with label smoothing, [B, C]."""
-    # a masked sum instead of a gather, because the mesh may split the vocabulary
+    # log_z - logit[target]. A masked sum takes the place of a gather, because the mesh may split the
+    # vocabulary.
     token_loss = log_z - jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     if (smoothing := head.loss_terms.label_smoothing) > 0:
-        uniform_loss = log_z - jnp.where(_is_true_token(logits, head), logits, 0.0).sum(-1) / head.true_vocab_size
+        # The cross entropy with the uniform distribution: log_z - mean(logits of true tokens).
+        true_logits = jnp.where(_is_true_token(logits, head), logits, 0.0)
+        uniform_loss = log_z - true_logits.sum(-1) / head.true_vocab_size
         token_loss = (1 - smoothing) * token_loss + smoothing * uniform_loss
     return token_loss
 
 
-def _correct_sum(logits: Array, chunk: _Chunk) -> Array:
-    """Sum the weights of the tokens whose most likely token is the target."""
+def _weighted_correct_count(logits: Array, chunk: _Chunk) -> Array:
+    """Sum the weights of the tokens with the target as their most likely token."""
     _, target, token_weight = chunk
     return jnp.where((token_weight > 0) & (_argmax(logits) == target), token_weight, 0.0).sum()
 
 
 def _weighted_sum(values: Array, chunk: _Chunk, function: str) -> Array:
-    """Sum the values of tokens by their weights; raise PrepError if the function returned another shape."""
+    """Sum the values of tokens by their weights. Raise PrepError if the function returned another shape."""
     token_weight = chunk[2]
     if jnp.shape(values) != token_weight.shape:
         why = f"it has shape {list(jnp.shape(values))}, not that of the targets, {list(token_weight.shape)}"
@@ -314,21 +371,33 @@ def _token_loss_gradients(linear_logits: Array, chunk: _Chunk, head: LMHead) -> 
 
 
 def _argmax(logits: Array) -> Array:
-    """Return the first index of the largest logit, int32 [B, C]; XLA vectorizes this on CPUs, and not `jnp.argmax`."""
+    """Return the first index of the largest logit, int32 [B, C].
+
+    XLA vectorizes this on CPUs, but not `jnp.argmax`.
+    """
     vocab_rows = logits.shape[-1]
     is_largest = logits == logits.max(-1, keepdims=True)
     return jnp.where(is_largest, jnp.arange(vocab_rows), vocab_rows).min(-1)
 
 
-def _logit_gradients(logits: Array, linear_logits: Array, log_z: Array, chunk: _Chunk, head: LMHead) -> Array:
+def _logit_gradients(
+    logits: Array, linear_logits: Array, log_z: Array, chunk: _Chunk, head: LMHead
+) -> Array:
     """Compute the gradient of a chunk's loss by its logits before the softcap, float32 [B, C, V]."""
+    # With p = softmax(logits), smoothing s and n true tokens (p is 0 for padding):
+    #   d cross_entropy / d logits = p - (1 - s) onehot(target) - s / n
+    #   d (z log_z^2) / d logits = 2 z log_z p
+    #   d (c tanh(x / c)) / d x = 1 - tanh(x / c)^2
     _, target, token_weight = chunk
-    probabilities, terms = jnp.exp(logits - log_z[..., None]), head.loss_terms
+    terms = head.loss_terms
+    probabilities = jnp.exp(logits - log_z[..., None])
     if terms.has_z_loss:
         probabilities = probabilities * (1.0 + 2.0 * terms.z_loss * log_z[..., None])
     dlogits = probabilities - (1 - terms.label_smoothing) * _is_target(logits, target)
     if terms.label_smoothing > 0:
-        dlogits = dlogits - terms.label_smoothing / head.true_vocab_size * _is_true_token(logits, head)
+        dlogits = dlogits - terms.label_smoothing / head.true_vocab_size * _is_true_token(
+            logits, head
+        )
     if head.logit_softcap != NO_SOFTCAP:
         dlogits = dlogits * (1.0 - jnp.square(jnp.tanh(linear_logits / head.logit_softcap)))
     return jnp.where(token_weight[..., None] > 0, dlogits * token_weight[..., None], 0.0)

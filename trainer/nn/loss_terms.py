@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from jax import Array
 
-TokenFunction = Callable[[Array, Array], Array]  # (logits [B, C, V], targets [B, C]) -> values [B, C]
+# (logits [B, C, V], targets [B, C]) -> values [B, C]
+TokenFunction = Callable[[Array, Array], Array]
 TokenMetrics = Callable[[Array, Array], Mapping[str, Array]]
 
 
@@ -32,7 +33,7 @@ class TrainingSums(NamedTuple):
         loss: Weighted loss of tokens without the z-loss.
         weight: Token weights.
         correct: Token weights where the most likely token is the target.
-        z_loss: Weighted z-loss of tokens; None without this term.
+        z_loss: Weighted z-loss of tokens. None if there is no such term.
     """
 
     loss: Array
@@ -43,7 +44,9 @@ class TrainingSums(NamedTuple):
     @property
     def total(self) -> Array:
         """The loss to differentiate."""
-        return self.loss if self.z_loss is None else self.loss + self.z_loss
+        if self.z_loss is None:
+            return self.loss
+        return self.loss + self.z_loss
 
     def by_name(self) -> dict[str, Array]:
         """Return the sums that exist, by name."""
@@ -51,7 +54,7 @@ class TrainingSums(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """Terms of a token's loss besides the cross entropy.
+    """Terms of a token's loss in addition to the cross entropy.
 
     Attributes:
         z_loss: Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM,
@@ -73,7 +76,10 @@ class LossTerms(NamedTuple):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the sums of a batch."""
-        return ("loss", "weight", "correct", "z_loss") if self.has_z_loss else ("loss", "weight", "correct")
+        names = ("loss", "weight", "correct")
+        if self.has_z_loss:
+            return (*names, "z_loss")
+        return names
 
 
 NO_LOSS_TERMS = LossTerms()

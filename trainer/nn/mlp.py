@@ -1,4 +1,7 @@
-"""The feed-forward network (MLP) of a layer."""
+"""The feed-forward network (MLP) of a layer.
+
+down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
 
+# 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (arXiv:1606.08415, section 2)
 _TANH_GELU = partial(nn.gelu, approximate=True)
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": partial(nn.gelu, approximate=False),
@@ -26,16 +30,21 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
+def mlp(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
     """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
     hidden = mlp_hidden(x, weights, arch_config, num_devices=sharding.num_devices)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
     return linear(hidden, weights["down"], num_devices=sharding.num_devices)
 
 
-def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1) -> Array:
+def mlp_hidden(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
+) -> Array:
     """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
-    activate, project = ACTIVATION_FUNCTIONS[arch_config.activation], partial(linear, num_devices=num_devices)
+    activate = ACTIVATION_FUNCTIONS[arch_config.activation]
+    project = partial(linear, num_devices=num_devices)
     up = name_activation(project(x, weights["up"]), "mlp_hidden")
     if not arch_config.has_gated_mlp:
         return activate(up)

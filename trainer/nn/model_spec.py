@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import check_saved_scores, check_split_sequence
-from trainer.models.errors import PrepError, invalid_config_error, usage_error
+from trainer.models.errors import (
+    Command,
+    Key,
+    Option,
+    PrepError,
+    invalid_config_error,
+    text,
+    usage_error,
+)
 from trainer.models.lora import Adapters, LoraConfig, build_adapters
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
@@ -23,10 +31,10 @@ class ModelSpec:
     Attributes:
         family: The model family.
         arch_config: The choices of its layers.
-        leaves: Each parameter by path, as the checkpoint stores it; adapters are among them.
-        true_vocab_size: Vocabulary size without padding; padded rows follow the true ones.
+        leaves: Each parameter by path, as the checkpoint stores it. Adapters are among them.
+        true_vocab_size: Vocabulary size without padding. Padded rows follow the true ones.
         is_tied: Whether the LM head is the token embedding.
-        adapters: The low-rank adapters; None without LoRA. Only they are trained then.
+        adapters: The low-rank adapters, which are then the only trained parameters. None without LoRA.
     """
 
     family: Family
@@ -38,7 +46,7 @@ class ModelSpec:
 
     @property
     def trained_leaves(self) -> Mapping[str, ParamLeaf]:
-        """Parameters that training changes, by path; the others are frozen."""
+        """Parameters that training changes, by path. All other parameters are frozen."""
         return self.leaves if self.adapters is None else self.adapters.leaves
 
     @property
@@ -54,17 +62,17 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """The execution options of a forward pass; they change results by rounding only.
+    """The execution options of a forward pass. They change results by rounding only.
 
     Attributes:
         dtype: Dtype of the computation.
         scan_layers: Compile one layer and scan it over all layers.
         remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all but
             those of norms and activation functions, or names of activations. The input of each layer is always saved.
-        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
+        head_chunk_size: Tokens of a device per row with logits in memory at the same time. -1 means all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.
-        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections. -1 means all.
         offload: "residuals" to save the inputs of layers in host memory, or "none".
 
     Raises:
@@ -104,7 +112,7 @@ def build_model(
         is_tied: Whether the LM head is the token embedding.
         scan: Whether each parameter of the layers is one leaf, stacked over layers.
         scan_axis: The axis over which layers are stacked.
-        lora: Settings of adapters to add to the model; None for no adapters.
+        lora: Settings of adapters to add to the model. None means no adapters.
 
     Returns:
         The model, without parameter values.
@@ -119,7 +127,9 @@ def build_model(
     if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
         why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
         raise invalid_config_error(why)
-    adapters = build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
+    adapters = (
+        build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
+    )
     return ModelSpec(
         family=family,
         arch_config=arch_config,
@@ -132,5 +142,6 @@ def build_model(
 
 def unscannable_error() -> PrepError:
     """Return the UsageError of a scan over a checkpoint with one leaf per layer."""
-    hint = "`model.scan_layers = false`, or `prep reshard --scan`"
+    reshard = Command("reshard", Option("scan", True))
+    hint = text("{}, or {}", Key("model.scan_layers", False), reshard)
     return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)

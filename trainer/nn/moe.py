@@ -16,8 +16,10 @@ from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
 from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
 
 
-def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
-    """Compute the weighted sum of each token's experts; no token is dropped.
+def moe_mlp(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
+    """Compute the weighted sum of each token's experts. No token is dropped.
 
     An expert computes only the tokens that are routed to it. The backward pass computes hidden units again.
 
@@ -30,9 +32,13 @@ def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, shard
     Returns:
         [B, T, D].
     """
-    experts = {name: projection["weight"] for name, projection in weights.items() if name != "router"}
+    experts = {
+        name: projection["weight"] for name, projection in weights.items() if name != "router"
+    }
     shards = expert_sharding(x, experts, sharding)
-    return _mix_experts(arch_config, shards, x, experts, route(x, weights["router"]["weight"], arch_config, shards))
+    return _mix_experts(
+        arch_config, shards, x, experts, route(x, weights["router"]["weight"], arch_config, shards)
+    )
 
 
 def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
@@ -50,7 +56,9 @@ def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertShardi
     def select(probabilities: Array) -> Array:
         return lax.top_k(probabilities, arch_config.experts_per_token)[1]
 
-    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(lax.stop_gradient(probabilities))
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
+        lax.stop_gradient(probabilities)
+    )
     weights = (probabilities[..., None, :] * nn.one_hot(experts, router.shape[0])).sum(-1)
     if arch_config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdims=True)
@@ -64,7 +72,9 @@ def _mix_experts(
     """Compute the weighted sum of each token's experts, [B, T, D]."""
     run = partial(run_experts, arch_config=arch_config, shards=shards)
     tokens = shards.token_spec
-    return shards.map_devices(run, (tokens, shards.expert_specs, tokens), tokens)(x, experts, routing)
+    return shards.map_devices(run, (tokens, shards.expert_specs, tokens), tokens)(
+        x, experts, routing
+    )
 
 
 def _forward(
@@ -74,10 +84,14 @@ def _forward(
 
 
 def _backward(
-    arch_config: ArchConfig, shards: ExpertSharding, saved: tuple[Array, Experts, Routing], gradient: Array
+    arch_config: ArchConfig,
+    shards: ExpertSharding,
+    saved: tuple[Array, Experts, Routing],
+    gradient: Array,
 ) -> tuple[Array, Experts, Routing]:
     run = partial(experts_gradients, arch_config=arch_config, shards=shards)
-    tokens, matrices = shards.token_spec, shards.expert_specs
+    tokens = shards.token_spec
+    matrices = shards.expert_specs
     run = shards.map_devices(run, (tokens, matrices, tokens, tokens), (tokens, matrices, tokens))
     d_x, d_experts, d_weights = run(*saved, gradient)
     no_gradient: Any = None  # of indices

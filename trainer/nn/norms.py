@@ -15,7 +15,7 @@ def norm(x: Array, weights: Mapping[str, Array], arch_config: ArchConfig) -> Arr
 
     Args:
         x: [..., D].
-        weights: `scale` [D] and `bias` [D]; a layer norm may have neither.
+        weights: `scale` [D] and `bias` [D]. A layer norm may have neither.
         arch_config: Selects the norm and its epsilon.
 
     Returns:
@@ -23,16 +23,23 @@ def norm(x: Array, weights: Mapping[str, Array], arch_config: ArchConfig) -> Arr
     """
     match arch_config.norm:
         case "layer":
-            return _layer_norm(x, weights.get("scale", 1.0), weights.get("bias", 0.0), arch_config.norm_eps)
-        case "rms":  # rounded to the dtype of `x` before the scale, as in LLaMA
+            return _layer_norm(
+                x, weights.get("scale", 1.0), weights.get("bias", 0.0), arch_config.norm_eps
+            )
+        case "rms":
+            # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
             return _rms_normalize(x, arch_config.norm_eps).astype(x.dtype) * weights["scale"]
-        case "rms_offset":  # scaled by 1 + scale in float32 before rounding, as in Gemma
+        case "rms_offset":
+            # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)
             return (_rms_normalize(x, arch_config.norm_eps) * scale).astype(x.dtype)
 
 
 def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float) -> Array:
-    """Normalize to mean 0 and (biased) variance 1, then scale and shift, as torch's LayerNorm."""
+    """Compute (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450), as torch's LayerNorm.
+
+    The variance is the biased one: the mean of the squared differences.
+    """
     x_float32 = x.astype(jnp.float32)
     centered = x_float32 - x_float32.mean(-1, keepdims=True)
     normalized = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + eps)
@@ -40,6 +47,6 @@ def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float)
 
 
 def _rms_normalize(x: Array, eps: float) -> Array:
-    """Normalize to root mean square 1, in float32."""
+    """Compute x / sqrt(mean(x^2) + eps) in float32 (RMSNorm, arXiv:1910.07467)."""
     x_float32 = x.astype(jnp.float32)
     return x_float32 * lax.rsqrt(jnp.square(x_float32).mean(-1, keepdims=True) + eps)

@@ -38,7 +38,9 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
         case "yarn":
             return _yarn(rope, default)
         case "longrope":
-            factors = rope.short_factors if length <= rope.original_max_positions else rope.long_factors
+            factors = (
+                rope.short_factors if length <= rope.original_max_positions else rope.long_factors
+            )
             scaled = np.array(factors, np.float32) * _theta_powers(rope.theta, rope.rotary_dim)
             return (np.float32(1.0) / scaled).astype(np.float32)
     return default
@@ -48,15 +50,17 @@ def rotary_cos_sin(rope: Rope, positions: Array) -> tuple[Array, Array]:
     """Compute the rotary cosine and sine, float32 [T, R / 2] or [B, T, R / 2], of whole rows.
 
     Args:
-        rope: The rotary embedding; scaling by length takes that of the row.
-        positions: int32 [T], the positions 0 to T - 1 in any order, or [B, T] if rows differ, as those of packed
-            documents do.
+        rope: The rotary embedding. Scaling by length uses the length of the row.
+        positions: int32 [T], the positions 0 to T - 1 in any order, or [B, T] if rows differ, e.g. for packed
+            documents.
     """
     frequencies = inverse_frequencies(rope, positions.shape[-1])
     return _scaled_cos_sin(rope, positions.astype(jnp.float32)[..., None] * frequencies)
 
 
-def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: int) -> tuple[Array, Array]:
+def rotary_cos_sin_at(
+    rope: Rope, positions: Array, lengths: Array, max_length: int
+) -> tuple[Array, Array]:
     """Compute the rotary cosine and sine of given positions, in rows of different lengths.
 
     Args:
@@ -71,9 +75,16 @@ def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: 
     shortest = rope.original_max_positions
     # frequencies are constant from this length on
     longest = {"longrope": shortest + 1, "dynamic": max_length}.get(rope.rope_type, 0)
-    by_length = np.stack([inverse_frequencies(rope, length) for length in range(shortest, max(longest, shortest) + 1)])
+    by_length = np.stack(
+        [
+            inverse_frequencies(rope, length)
+            for length in range(shortest, max(longest, shortest) + 1)
+        ]
+    )
     row_frequencies = jnp.asarray(by_length)[jnp.clip(lengths - shortest, 0, len(by_length) - 1)]
-    return _scaled_cos_sin(rope, positions[..., None].astype(jnp.float32) * row_frequencies[:, None])
+    return _scaled_cos_sin(
+        rope, positions[..., None].astype(jnp.float32) * row_frequencies[:, None]
+    )
 
 
 def _scaled_cos_sin(rope: Rope, angles: Array) -> tuple[Array, Array]:
@@ -82,23 +93,35 @@ def _scaled_cos_sin(rope: Rope, angles: Array) -> tuple[Array, Array]:
 
 
 def apply_rotary(x: Array, cosine: Array, sine: Array, is_interleaved: bool = False) -> Array:
-    """Rotate the first R elements of each head (RoPE, arXiv:2104.09864); the rest is unchanged.
+    """Rotate the first R elements of each head (RoPE, arXiv:2104.09864). The rest is unchanged.
 
     Args:
         x: Queries or keys [B, T, H, E].
         cosine: [T, R / 2] or [B, T, R / 2].
         sine: Like `cosine`.
-        is_interleaved: Whether elements 2i and 2i + 1 form a pair; otherwise elements i and i + R / 2 do.
+        is_interleaved: Whether elements 2i and 2i + 1 form a pair. Otherwise elements i and i + R / 2 do.
 
     Returns:
         [B, T, H, E] in the dtype of `x`.
     """
-    cos, sin = (table.astype(x.dtype)[..., None, :] for table in (cosine, sine))
+    # A pair of elements rotates as a point of the plane, by the angle of its frequency and position:
+    # (a, b) -> (a cos - b sin, b cos + a sin)
+    cos = cosine.astype(x.dtype)[..., None, :]
+    sin = sine.astype(x.dtype)[..., None, :]
     rotated, rest = jnp.split(x, [2 * cosine.shape[-1]], axis=-1)
-    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if is_interleaved else jnp.split(rotated, 2, axis=-1)
+    if is_interleaved:
+        first = rotated[..., 0::2]
+        second = rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    joined = jnp.stack(pair, axis=-1).reshape(rotated.shape) if is_interleaved else jnp.concatenate(pair, axis=-1)
-    return jnp.concatenate([joined, rest], axis=-1) if rest.shape[-1] else joined
+    if is_interleaved:
+        joined = jnp.stack(pair, axis=-1).reshape(rotated.shape)
+    else:
+        joined = jnp.concatenate(pair, axis=-1)
+    if rest.shape[-1] == 0:
+        return joined
+    return jnp.concatenate([joined, rest], axis=-1)
 
 
 def relative_position_bias(
@@ -124,20 +147,30 @@ def relative_position_bias(
 def relative_position_buckets(bias_config: RelativePositionBias) -> np.ndarray:
     """Compute the bucket of each distance, key position minus query position.
 
-    In each direction the first half of the buckets hold one distance each; the width of the second half grows with
+    In each direction the first half of the buckets hold one distance each. The width of the second half grows with
     the logarithm of the distance. The logarithm is the exact one rounded to float32, the same on every machine. The
     float32 logarithms of NumPy and torch differ from it by one unit in the last place for some values. transformers
-    uses that of torch, which depends on the CPU: a few distances may have the neighbouring bucket there.
+    uses torch's logarithm, which depends on the CPU: a few distances may have the neighbouring bucket there.
 
     Returns:
         int32 [2 * max_distance + 1], for distances from -max_distance to max_distance. Larger distances share the
         bucket of the largest.
     """
-    count = bias_config.num_buckets // 2 if bias_config.bidirectional else bias_config.num_buckets
-    num_exact, distances = count // 2, np.arange(bias_config.max_distance + 1)
+    # bucket(d) = d below E, else E + floor(log(d / E) / log(max / E) * (N - E)), at most N - 1, for
+    # N buckets of a direction with E = N / 2 exact ones. T5 has N = 16 and E = 8 in each direction
+    # of its encoder, and max = 128: distance 20 is in bucket 8 + floor(0.33 * 8) = 10.
+    count = bias_config.num_buckets
+    if bias_config.bidirectional:
+        count = count // 2
+    num_exact = count // 2
+    distances = np.arange(bias_config.max_distance + 1)
     ratio = (np.maximum(distances, 1).astype(np.float32) / np.float32(num_exact)).astype(np.float64)
-    log_ratio = np.log(ratio).astype(np.float32) / np.float32(math.log(bias_config.max_distance / num_exact))
-    logarithmic = np.minimum(num_exact + (log_ratio * (count - num_exact)).astype(np.int32), count - 1)
+    log_ratio = np.log(ratio).astype(np.float32) / np.float32(
+        math.log(bias_config.max_distance / num_exact)
+    )
+    logarithmic = np.minimum(
+        num_exact + (log_ratio * (count - num_exact)).astype(np.int32), count - 1
+    )
     backward = np.where(distances < num_exact, distances, logarithmic).astype(np.int32)
     forward = backward[1:] + count if bias_config.bidirectional else np.zeros_like(backward[1:])
     return np.concatenate([backward[::-1], forward])
@@ -163,7 +196,9 @@ def _dynamic(rope: Rope, length: int) -> np.ndarray:
 
 def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     """Keep high frequencies, divide low ones by the factor, and interpolate between the two (Llama 3.1)."""
-    positions, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
+    positions = rope.original_max_positions
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     wavelength = 2 * math.pi / default_frequencies
     smooth = (positions / wavelength - low) / (high - low)
     interpolated = (1 - smooth) * default_frequencies / rope.factor + smooth * default_frequencies
@@ -174,12 +209,19 @@ def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
 def _yarn(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     """Interpolate on a ramp from kept to divided frequencies (YaRN, arXiv:2309.00071)."""
     low, high = (
-        rope.rotary_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        rope.rotary_dim
+        * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+        / (2 * math.log(rope.theta))
         for turns in (rope.high_freq_factor, rope.low_freq_factor)
     )
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.rotary_dim - 1)
+    # transformers' guard against a division by zero
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(rope.rotary_dim // 2, dtype=np.float32) - low) / width, 0, 1)
-    return (default_frequencies / rope.factor * ramp + default_frequencies * (1 - ramp)).astype(np.float32)
+    return (default_frequencies / rope.factor * ramp + default_frequencies * (1 - ramp)).astype(
+        np.float32
+    )

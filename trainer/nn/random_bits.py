@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-ROTATIONS = np.array([[13, 15, 26, 6], [17, 29, 16, 24]], np.uint32)  # of even and odd groups of rounds
-NUM_GROUPS = 5  # of 4 rounds each
+# Threefry-2x32-20: rotations of the even and odd groups of 4 rounds, the number of groups, and the
+# parity constant of the key schedule (Salmon et al. 2011, section 3.3).
+ROTATIONS = np.array([[13, 15, 26, 6], [17, 29, 16, 24]], np.uint32)
+NUM_GROUPS = 5
 KEY_PARITY = np.uint32(0x1BD11BDA)
+# Multipliers of the hash [16 21f0aaad 15 d35a2d97 15] of hash-prospector, found by search.
 MULTIPLIERS = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
 
 
@@ -35,7 +38,9 @@ class RandomKey(NamedTuple):
 
 def uint32(value: Array | int) -> Array:
     """Return an integer modulo 2^32."""
-    return value.astype(jnp.uint32) if isinstance(value, Array) else jnp.uint32(value)
+    if isinstance(value, Array):
+        return value.astype(jnp.uint32)
+    return jnp.uint32(value)
 
 
 def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> RandomKey:
@@ -45,7 +50,8 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
     fuse them with the use of the key, where it would compute them for each element.
     """
     parity = key.first ^ key.second ^ KEY_PARITY
-    x, y = uint32(first) + key.first, uint32(second) + key.second
+    x = uint32(first) + key.first
+    y = uint32(second) + key.second
     shape = jnp.broadcast_shapes(x.shape, y.shape)
 
     def run_group(group: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -55,7 +61,13 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
             y = (y << rotation | y >> (32 - rotation)) ^ x
         return x + next_x, y + next_y + uint32(group + 1), next_x, next_y, last
 
-    initial = (jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape), key.first, key.second, parity)
+    initial = (
+        jnp.broadcast_to(x, shape),
+        jnp.broadcast_to(y, shape),
+        key.first,
+        key.second,
+        parity,
+    )
     x, y, *_ = lax.fori_loop(0, NUM_GROUPS, run_group, initial)
     return RandomKey(x, y)
 

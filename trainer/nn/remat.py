@@ -1,4 +1,4 @@
-"""Rematerialization of layers: save the activations of a policy, and compute all others again."""
+"""Rematerialization of layers: save the activations of a policy, and compute all other activations again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE
 from trainer.nn.activation_names import LAYER_INPUT, name_activation
 from trainer.nn.model_spec import ForwardConfig
 
-Layer = Callable[[Any, Any], Any]  # ((residual stream, KV cache), weights) -> the same pair
+# ((residual stream, KV cache), weights) -> the same pair
+Layer = Callable[[Any, Any], Any]
 
 
 def with_remat(layer: Layer, forward_config: ForwardConfig, *, in_loop: bool = False) -> Layer:
@@ -34,13 +35,17 @@ def with_remat(layer: Layer, forward_config: ForwardConfig, *, in_loop: bool = F
     def run_named(carry: Any, weights: Any) -> Any:
         return layer((name_activation(carry[0], LAYER_INPUT), carry[1]), weights)
 
-    return jax.checkpoint(run_named, policy=_offload_policy(forward_config), prevent_cse=not in_loop)
+    return jax.checkpoint(
+        run_named, policy=_offload_policy(forward_config), prevent_cse=not in_loop
+    )
 
 
 def _save_policy(forward_config: ForwardConfig) -> Callable[..., Any]:
     """Return the policy that saves activations on the device."""
-    policy, policies = forward_config.remat_policy, jax.checkpoint_policies
-    return getattr(policies, policy) if isinstance(policy, str) else policies.save_only_these_names(*policy)
+    policy = forward_config.remat_policy
+    if isinstance(policy, str):
+        return getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint_policies.save_only_these_names(*policy)
 
 
 def _offload_policy(forward_config: ForwardConfig) -> Callable[..., Any]:

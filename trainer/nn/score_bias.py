@@ -22,7 +22,7 @@ class ScoreBias:
         table: Bias by bucket [buckets, H].
         config: Buckets of distances.
         sharding: The device mesh and its rules.
-        precomputed: Bias of all queries and keys, computed once for all layers; None: computed from positions.
+        precomputed: Bias of all queries and keys, computed once for all layers. None computes it from positions.
     """
 
     table: Array

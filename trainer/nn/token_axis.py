@@ -1,6 +1,6 @@
 """Padding, splitting and joining of arrays along the token axis.
 
-A mesh may split the tokens into G shards of consecutive columns. Padding and chunks then lie within shards, so that
+A mesh may split the tokens into G shards of consecutive columns. Padding and chunks are then within shards, so that
 each device pads and splits its own tokens.
 
 Axes: B rows of the batch, T tokens, G shards, N chunks, C tokens of a shard per row of a chunk.
@@ -29,7 +29,7 @@ def unpad_tokens(x: Array, count: int, *, num_shards: int = 1) -> Array:
 
 
 def split_chunks(x: Array, chunk_size: int, *, num_shards: int = 1) -> Array:
-    """Reshape [B, T, ...] to [N, B, G * C, ...]; each device keeps its rows and columns of every chunk."""
+    """Reshape [B, T, ...] to [N, B, G * C, ...]. Each device keeps its rows and columns of every chunk."""
     shards = _split_shards(x, num_shards)
     chunks = jnp.moveaxis(shards.reshape(*shards.shape[:2], -1, chunk_size, *x.shape[2:]), 2, 0)
     return chunks.reshape(*chunks.shape[:2], -1, *x.shape[2:])

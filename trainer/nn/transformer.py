@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.distributed.sharding import UNSPLIT
-from trainer.distributed.token_order import order_tokens
+from trainer.distributed.zigzag_order import order_tokens
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.lora import LORA_A
@@ -32,16 +32,14 @@ from trainer.nn.attention_mask import (
     Segments,
     causal_mask,
 )
-from trainer.nn.context import LayerContext
+from trainer.nn.context import LayerContext, StackContext, with_score_bias
 from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
-from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_stack import layer_weights
+from trainer.nn.layer_stack import layer_weights, run_stack
 from trainer.nn.lm_head import LMHead
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin
-from trainer.nn.stack_run import run_layer, run_stack, with_score_bias
 
 
 def encode(
@@ -57,11 +55,11 @@ def encode(
 
     Args:
         params: Parameters of the model.
-        source_tokens: int32 [B, S], in the `token_order` of the mesh.
+        source_tokens: int32 [B, S], in the `zigzag_order` of the mesh.
         model: A model with an encoder.
         forward_config: Execution options.
-        source_mask: bool [B, S], false for padding; None if no token is padding.
-        dropout: Random masks of the step; None for no dropout.
+        source_mask: bool [B, S], false for padding. None if no token is padding.
+        dropout: Random masks of the step. None means no dropout.
 
     Returns:
         Hidden states [B, S, D] in the dtype of the computation, with the mask.
@@ -69,19 +67,22 @@ def encode(
     Raises:
         PrepError: The model has no encoder.
     """
-    arch_config, sharding = model.arch_config.encoder, forward_config.sharding
+    arch_config = model.arch_config.encoder
+    sharding = forward_config.sharding
     if arch_config is None:
         raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
-    mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
+    mask = AttentionMask(
+        q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False
+    )
     mask = with_score_bias(mask, params[ENCODER], arch_config, forward_config)
     x = embed_tokens(params, source_tokens, model, forward_config)
     if dropout is not None:
         dropout = dropout.for_stack(Stack.ENCODER)
         x = dropout.drop_embedding(x, positions)
-    run_one = partial(run_layer, arch_config, forward_config, mask, {}, None, dropout)
-    x, _ = run_stack((x, None), params, ENCODER, model, arch_config, forward_config, run_one, dropout)
+    context = StackContext(ENCODER, model, arch_config, forward_config, mask, dropout=dropout)
+    x, _ = run_stack(x, params, context)
     return EncoderOutput(sharding.constrain(x, "batch", "seq", "embed"), source_mask)
 
 
@@ -99,11 +100,14 @@ def precompute_cross_kv(
     Returns:
         The output with stacked keys and values, [layers, B, S, kv_heads, head_dim] each, as its states.
     """
-    states, sharding = encoder_output.states, forward_config.sharding
+    states = encoder_output.states
+    sharding = forward_config.sharding
     assert not isinstance(states, KV)
 
     def project_layer(weights: Tree) -> KV:
-        return project_kv(states, weights["cross"], LayerContext(model.arch_config, AttentionMask(), sharding))
+        return project_kv(
+            states, weights["cross"], LayerContext(model.arch_config, AttentionMask(), sharding)
+        )
 
     num_layers = len(model.arch_config.sliding_windows)
     layers = layer_weights(params[DECODER][LAYERS], DECODER, num_layers, model, forward_config)
@@ -111,7 +115,9 @@ def precompute_cross_kv(
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(project_layer, layers))
     else:
         stacks = lax.map(project_layer, layers)
-    return encoder_output._replace(states=KV(*(sharding.constrain(stack, *KV_CACHE_DIMS) for stack in stacks)))
+    return encoder_output._replace(
+        states=KV(*(sharding.constrain(stack, *KV_CACHE_DIMS) for stack in stacks))
+    )
 
 
 def hidden_states(
@@ -128,12 +134,12 @@ def hidden_states(
 
     Args:
         params: Parameters of the model.
-        tokens: int32 [B, T], in the `token_order` of the mesh.
+        tokens: int32 [B, T], in the `zigzag_order` of the mesh.
         model: The model.
         forward_config: Execution options.
-        encoder_output: Hidden states of the source; required if the model has an encoder.
-        segments: The documents of packed rows, in the same order as `tokens`; None if a row is one document.
-        dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
+        encoder_output: Hidden states of the source. Required if the model has an encoder.
+        segments: The documents of packed rows, in the same order as `tokens`. None if a row is one document.
+        dropout: Random masks of the step. None means no dropout and no forgetful causal masking.
 
     Returns:
         The LM head's input [B, T, D] in the dtype of the computation.
@@ -141,7 +147,8 @@ def hidden_states(
     Raises:
         UsageError: The sequences exceed the learned positions of the model, or the mesh does not divide them.
     """
-    arch_config, length = model.arch_config, tokens.shape[1]
+    arch_config = model.arch_config
+    length = tokens.shape[1]
     if arch_config.has_learned_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
         raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
@@ -154,27 +161,34 @@ def hidden_states(
     if dropout is not None:
         dropout = dropout.for_stack(Stack.DECODER)
         x = dropout.drop_embedding(x, positions)
-        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions, segment_positions))
-    return run_decoder(
+        mask = dataclasses.replace(
+            mask, kv_valid=dropout.remembered_keys(positions, segment_positions)
+        )
+    cos_sin_by_rope = {rope: rotary_cos_sin(rope, rotary_positions) for rope in arch_config.ropes}
+    context = decoder_context(
         params,
-        x,
-        model=model,
-        forward_config=forward_config,
+        model,
+        forward_config,
         mask=mask,
-        cos_sin_by_rope={rope: rotary_cos_sin(rope, rotary_positions) for rope in arch_config.ropes},
+        cos_sin_by_rope=cos_sin_by_rope,
         encoder_output=encoder_output,
         dropout=dropout,
-    )[0]
+    )
+    x, _ = run_stack(x, params, context)
+    return lm_head_input(params, x, model, forward_config)
 
 
 def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Tree:
-    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves.
+    """Cast all parameters to the dtype of the computation, and reshard parameters stored by rules of leaves.
 
     The matrices A of adapters are scaled, in float32, and copied to the projections that share them.
     """
-    constrain, dtype = forward_config.sharding.constrain_param, forward_config.dtype
+    constrain = forward_config.sharding.constrain_param
+    dtype = forward_config.dtype
     leaves = scale_adapters(flatten_tree(params), model)
-    computed = {path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()}
+    computed = {
+        path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()
+    }
     return unflatten_tree(share_adapters(computed, model))
 
 
@@ -182,59 +196,73 @@ def scale_adapters(leaves: Mapping[str, Array], model: ModelSpec) -> dict[str, A
     """Return leaves by path, with the matrices A of adapters scaled in float32."""
     if model.adapters is None:
         return {**leaves}
-    scaling, paths = model.adapters.config.scaling, model.adapters.leaves
-    return {**leaves, **{path: leaves[path].astype(jnp.float32) * scaling for path in paths if path.endswith(LORA_A)}}
+    scaling = model.adapters.config.scaling
+    paths = model.adapters.leaves
+    scaled = {**leaves}
+    for path in paths:
+        if path.endswith(LORA_A):
+            scaled[path] = leaves[path].astype(jnp.float32) * scaling
+    return scaled
 
 
 def share_adapters(leaves: Mapping[str, Array], model: ModelSpec) -> dict[str, Array]:
     """Return leaves by path, with the matrices A of adapters copied to the projections that share them."""
-    shared = {} if model.adapters is None else model.adapters.shared
-    return {**leaves, **{path: leaves[owner] for path, owner in shared.items()}}
+    if model.adapters is None:
+        return {**leaves}
+    return {**leaves, **{path: leaves[owner] for path, owner in model.adapters.shared.items()}}
 
 
-def run_decoder(
+def decoder_context(
     params: Tree,
-    x: Array,
-    *,
     model: ModelSpec,
     forward_config: ForwardConfig,
+    *,
     mask: AttentionMask,
     cos_sin_by_rope: Mapping[Rope, CosSin],
-    kv_cache: KVCache | None = None,
     encoder_output: EncoderOutput | None = None,
     dropout: Dropout | None = None,
-) -> tuple[Array, KVCache | None]:
-    """Run all decoder layers and the final norm.
+) -> StackContext:
+    """Return the inputs of all decoder layers.
 
     Args:
         params: Parameters in the dtype of the computation.
-        x: Token embeddings [B, T, D].
         model: The model.
         forward_config: Execution options.
-        mask: Positions of queries and keys; `window`, `cos_sin` and `bias` are set for each layer here.
+        mask: Positions of queries and keys.
         cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
-        kv_cache: Keys and values of earlier tokens; None to attend to `x` alone.
-        encoder_output: Output of the encoder; required if the model has an encoder.
-        dropout: Random masks of the decoder; None for no dropout.
-
-    Returns:
-        The LM head's input [B, T, D], and the cache with the keys and values of `x` appended.
+        encoder_output: Output of the encoder. Required if the model has an encoder.
+        dropout: Random masks of the decoder. None means no dropout.
 
     Raises:
         ValueError: `encoder_output` is missing for a model with an encoder, or passed to one without.
     """
-    arch_config, stack_name = model.arch_config, DECODER if DECODER in params else ""
+    arch_config = model.arch_config
     if (encoder_output is None) != (arch_config.encoder is None):
         has = "no encoder" if arch_config.encoder is None else "an encoder"
         passed = "missing" if encoder_output is None else "passed"
         raise ValueError(f"{model.family.name} has {has}, but encoder_output is {passed}")
-    mask = with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
-    run_one = partial(run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
-    x, kv_cache = run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_one, dropout)
+    name = DECODER if DECODER in params else ""
+    stack = params[name] if name else params
+    return StackContext(
+        name,
+        model,
+        arch_config,
+        forward_config,
+        with_score_bias(mask, stack, arch_config, forward_config),
+        cos_sin_by_rope,
+        encoder_output,
+        dropout,
+    )
+
+
+def lm_head_input(params: Tree, x: Array, model: ModelSpec, forward_config: ForwardConfig) -> Array:
+    """Compute the LM head's input [B, T, D] from the output [B, T, layer width] of the decoder."""
     x = project_width(x, params, "project_out", forward_config=forward_config)
-    if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
-        x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
-    return x, None if kv_cache is None else kv_cache.advance(x.shape[1])
+    scale = model.arch_config.lm_head_input_scale
+    if scale == 1.0:
+        return x
+    # In float32: T5's d_model ** -0.5 rounded to bfloat16 would change all logits.
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def compute_logits(
@@ -248,19 +276,21 @@ def compute_logits(
 
     Args:
         params: Parameters of the model.
-        tokens: int32 [B, T], in the `token_order` of the mesh.
+        tokens: int32 [B, T], in the `zigzag_order` of the mesh.
         model: The model.
         forward_config: Execution options.
-        encoder_output: Hidden states of the source; required if the model has an encoder.
+        encoder_output: Hidden states of the source. Required if the model has an encoder.
 
     Returns:
-        float32 [B, T, V]; padded rows of the vocabulary have large negative logits.
+        float32 [B, T, V]. Padded rows of the vocabulary have large negative logits.
     """
     x = hidden_states(params, tokens, model, forward_config, encoder_output)
     return logits_from_hidden(params, x, model, forward_config)
 
 
-def logits_from_hidden(params: Tree, x: Array, model: ModelSpec, forward_config: ForwardConfig) -> Array:
+def logits_from_hidden(
+    params: Tree, x: Array, model: ModelSpec, forward_config: ForwardConfig
+) -> Array:
     """Compute float32 logits [B, T, V] from the LM head's input [B, T, D]."""
     head = _lm_head(model, forward_config, chunk_size=-1)
     weight = _lm_head_weight(params, model, forward_config)
@@ -282,15 +312,15 @@ def loss_sums(
         params: Parameters of the model.
         batch: `tokens` and `targets` int32 [B, T] and `weights` float32 [B, T], 0 for a token without a target. For
             a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. For packed
-            documents also `segment_ids` and `positions`, as in `Segments`. Columns are in the `token_order` of the
+            documents also `segment_ids` and `positions`, as in `Segments`. Columns are in the `zigzag_order` of the
             mesh.
         model: The model.
         forward_config: Execution options.
-        loss_terms: Terms of the loss besides the cross entropy.
-        dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
+        loss_terms: Terms of the loss in addition to the cross entropy.
+        dropout: Random masks of the step. None means no dropout and no forgetful causal masking.
 
     Returns:
-        float32 sums over the tokens of the batch; the loss has all terms.
+        float32 sums over the tokens of the batch. The loss has all terms.
     """
     sums = training_sums(params, batch, model, forward_config, loss_terms, dropout=dropout)
     return LossSums(loss=sums.total, weight=sums.weight, correct=sums.correct)
@@ -306,10 +336,9 @@ def training_sums(
     dropout: Dropout | None = None,
 ) -> TrainingSums:
     """Compute the summed loss and z-loss of a batch, from the arguments of `loss_sums`."""
-    x = _hidden_states_of_batch(params, batch, model, forward_config, dropout)
-    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
-    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    return lm_head.training_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+    inputs = _head_inputs(params, batch, model, forward_config, dropout)
+    head = inputs.head._replace(loss_terms=loss_terms)
+    return lm_head.training_sums(*inputs._replace(head=head))
 
 
 def evaluation_sums(
@@ -321,39 +350,69 @@ def evaluation_sums(
 ) -> tuple[LossSums, dict[str, Array]]:
     """Compute the summed cross entropy of a batch, and the sums of a user's values of tokens by name.
 
-    The arguments are those of `loss_sums`, and `metric_fn`, which computes the values.
+    It takes the arguments of `loss_sums`, and `metric_fn` to compute the values.
     """
-    x = _hidden_states_of_batch(params, batch, model, forward_config, None)
-    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
-    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    inputs = (x, weight, batch["targets"], batch["weights"], head, bias)
-    metrics = {} if metric_fn is None else lm_head.metric_sums(*inputs, metric_fn=metric_fn)
+    inputs = _head_inputs(params, batch, model, forward_config)
+    metrics: dict[str, Array] = {}
+    if metric_fn is not None:
+        metrics = lm_head.metric_sums(*inputs, metric_fn=metric_fn)
     return lm_head.loss_sums(*inputs), metrics
 
 
 def row_loss_sums(
     params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig
 ) -> LossSums:
-    """Compute the summed cross entropy of each row of a batch, float32 [B]; the arguments are those of `loss_sums`."""
-    x = _hidden_states_of_batch(params, batch, model, forward_config, None)
-    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
-    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    return lm_head.row_loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+    """Compute the summed cross entropy of each row of a batch, float32 [B]. It takes the arguments of `loss_sums`."""
+    return lm_head.row_loss_sums(*_head_inputs(params, batch, model, forward_config))
 
 
-def _hidden_states_of_batch(
-    params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig, dropout: Dropout | None
-) -> Array:
-    """Compute the LM head's input [B, T, D] for a batch."""
+class _HeadInputs(NamedTuple):
+    """The arguments of the sums of `trainer.nn.lm_head`, in their order."""
+
+    hidden: Array
+    weight: Array
+    targets: Array
+    token_weights: Array
+    head: LMHead
+    bias: Array | None
+
+
+def _head_inputs(
+    params: Tree,
+    batch: Mapping[str, Array],
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    dropout: Dropout | None = None,
+) -> _HeadInputs:
+    """Run the model up to the LM head's input [B, T, D] for a batch."""
     encoder_output = None
     if model.arch_config.encoder is not None:
         source_mask = batch["present"] != 0
-        encoder_output = encode(params, batch["source"], model, forward_config, source_mask, dropout=dropout)
-    segments = Segments(batch["segment_ids"], batch["positions"]) if "segment_ids" in batch else None
+        encoder_output = encode(
+            params, batch["source"], model, forward_config, source_mask, dropout=dropout
+        )
+    segments = None
+    if "segment_ids" in batch:
+        segments = Segments(batch["segment_ids"], batch["positions"])
     x = hidden_states(
-        params, batch["tokens"], model, forward_config, encoder_output, segments=segments, dropout=dropout
+        params,
+        batch["tokens"],
+        model,
+        forward_config,
+        encoder_output,
+        segments=segments,
+        dropout=dropout,
     )
-    return forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
+    # The width is unsplit, because the product with the head is split along the vocabulary.
+    hidden = forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)
+    return _HeadInputs(
+        hidden,
+        _lm_head_weight(params, model, forward_config),
+        batch["targets"],
+        batch["weights"],
+        _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size),
+        _lm_head_bias(params),
+    )
 
 
 def _lm_head(model: ModelSpec, forward_config: ForwardConfig, *, chunk_size: int) -> LMHead:
@@ -374,5 +433,5 @@ def _lm_head_weight(params: Tree, model: ModelSpec, forward_config: ForwardConfi
 
 
 def _lm_head_bias(params: Tree) -> Array | None:
-    """Return the head's bias [V]; None if the head has none."""
+    """Return the head's bias [V]. None if the head has none."""
     return params.get("head", {}).get("bias")

@@ -1,18 +1,21 @@
 """Accelerators for which a training step can be planned, as data from their vendors.
 
-Memory is in decimal gigabytes although some vendors mean binary ones: the runtime keeps the difference for itself.
-Peaks are those of dense bfloat16 matrix products. Bandwidths are in bytes per second that one device sends.
+Memory is in decimal gigabytes although some vendors mean binary ones: the runtime keeps the
+difference for itself. Peaks are for dense bfloat16 matrix products. Bandwidths are in bytes
+per second that one device sends.
 
 Sources:
-    TPU memory, memory bandwidth, peak and pod size: Cloud TPU docs, "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"
-        (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it). A chip of TPU7x is two devices; each has
-        half of its memory and bandwidths.
-    TPU links along one axis of the torus, both directions, and data center network per chip: Austin et al., "How to
-        Scale Your Model", chapter 2 (https://jax-ml.github.io/scaling-book/tpus). The links of a TPU7x chip are as fast
-        as those of a v5p chip (Cloud TPU docs, "TPU7x").
-    GPU memory, memory bandwidth, peak and NVLink, of which one direction is half: NVIDIA's data sheets of A100, H100
-        and H200, and of DGX B200 for one of its eight GPUs (https://www.nvidia.com/en-us/data-center).
-    GPU network: the network cards of DGX A100 (200 Gb/s), DGX H100, H200 and B200 (400 Gb/s), one per GPU.
+    TPU memory, memory bandwidth, peak and pod size: Cloud TPU docs, "TPU v4", "TPU v5e", "TPU v5p",
+        "TPU v6e", "TPU7x" (https://docs.cloud.google.com/tpu/docs/v5p and its sibling pages). A
+        chip of TPU7x is two devices. Each has half of its memory and bandwidths.
+    TPU links along one axis of the torus, both directions, and data center network per chip: Austin
+        et al., "How to Scale Your Model", chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+        A TPU7x chip has links as fast as a v5p chip (Cloud TPU docs, "TPU7x").
+    GPU memory, memory bandwidth, peak and NVLink (half of the published figure, for one direction):
+        NVIDIA's data sheets of A100, H100 and H200, and of DGX B200 for one of its eight GPUs
+        (https://www.nvidia.com/en-us/data-center).
+    GPU network: the network cards of DGX A100 (200 Gb/s), DGX H100, H200 and B200 (400 Gb/s), one
+    per GPU.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class Accelerator:
             size: Devices along the axis.
             stride: Distance of neighbours along the axis, in devices.
         """
+        # With 8 GPUs per node, an axis of 16 with stride 1 leaves the node: its ring has
+        # 8 // 1 network cards per node. With stride 4 two rows of GPUs share them: 8 // 4 = 2.
         if size * stride <= self.domain_size:
             return self.link_bandwidth
         return min(self.link_bandwidth, self.network_bandwidth * max(1, self.domain_size // stride))
@@ -82,7 +87,8 @@ _KINDS = (
     Accelerator("B200", BLACKWELL, 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
 )
 ACCELERATORS = {kind.name: kind for kind in _KINDS}
-JAX_KINDS = {  # `device_kind` of JAX; PCIe and NVL cards have other peaks
+# `device_kind` of JAX -> name. PCIe and NVL cards are missing: they have other peaks.
+JAX_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -100,16 +106,18 @@ JAX_KINDS = {  # `device_kind` of JAX; PCIe and NVL cards have other peaks
 
 
 def accelerator_of(device_kind: str) -> Accelerator | None:
-    """Return the accelerator that JAX calls `device_kind`; None if it is unknown."""
+    """Return the accelerator that JAX calls `device_kind`, or None if it is unknown."""
     name = JAX_KINDS.get(device_kind)
-    return ACCELERATORS[name] if name else None
+    if name:
+        return ACCELERATORS[name]
+    return None
 
 
 def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
     """Parse `KIND`, `KIND:NUMBER` or `NUMBER`, such as `v5p:256`.
 
     Returns:
-        The kind and the number of devices; None for the one that is not given.
+        The kind and the number of devices, or None for the one that is not given.
 
     Raises:
         UsageError: The kind is unknown, or the number is not an integer from 1 to MAX_DEVICES.
@@ -118,7 +126,8 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
     name, colon, number = ("", ":", text) if is_number else text.partition(":")
     kinds = {known.lower(): known for known in ACCELERATORS}
     if not is_number and name.lower() not in kinds:
-        why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean_start(name, ACCELERATORS)
+        why = f"known: {', '.join(ACCELERATORS)}"
+        hint = did_you_mean_start(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
         why = f"it takes KIND, KIND:NUMBER or NUMBER, at most {MAX_DEVICES:,} devices"

@@ -7,10 +7,10 @@ all-reduce. Per micro-batch, in the dtype of the computation unless stated other
            gradients in float32
     dp     an all-reduce of the gradients in float32
     mp     in each layer, an all-gather of the residual stream [B, T, D] before attention and before the MLP, and a
-           reduce-scatter after them, forward and backward, and once more if the layer is rematerialized; the same
+           reduce-scatter after them, forward and backward, and once more if the layer is rematerialized. The same
            once for the embedding and the head
-    sp     keys and values travel around the ring in the forward pass; in the backward pass with their gradients in
-           float32; and an all-reduce of the gradients of parameters in float32
+    sp     keys and values travel around the ring in the forward pass, and in the backward pass with their gradients
+           in float32. In addition an all-reduce of the gradients of parameters in float32
 
 An axis over s slices of m devices each is reduced within the slices first. A device then sends (s - 1) / s of its part,
 1 / m of the array, over the slow network, and (m - 1) / m of the array within its slice.
@@ -30,8 +30,10 @@ from trainer.models.remat import SAVES_ALL
 from trainer.models.slices import ONE_SLICE, SliceCounts
 from trainer.planning.step_flops import row_length
 
-WEIGHT_GATHERS = 2  # forward and backward pass
-PARALLEL_BLOCKS = ("parallel", "parallel_one_norm")  # attention and MLP share their input
+# All-gathers of a weight per micro-batch: in the forward and in the backward pass.
+WEIGHT_GATHERS = 2
+# Blocks with one gather and one scatter of the residual stream, for attention and MLP together.
+PARALLEL_BLOCKS = ("parallel", "parallel_one_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ def axis_traffic(inputs: MemoryInputs, slices: SliceCounts = ONE_SLICE) -> list[
 
 
 def _divide_traffic(axis: str, inputs: MemoryInputs, nbytes: int, num_slices: int) -> AxisTraffic:
-    """Return the traffic of an axis whose collectives are of `nbytes` in all, within and between slices."""
+    """Divide the `nbytes` of all collectives of an axis into traffic within and between slices."""
+    # E.g. 8 devices in 2 slices of m = 4: an array of N bytes is reduced to N/4 per device within
+    # the slice (3/4 N sent), then each part crosses the slow network (1/2 of N/4).
     size = inputs.axis_size(axis)
     per_slice = size // num_slices
     return AxisTraffic(
@@ -90,18 +94,29 @@ def _gradient_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _fsdp_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of the gathered parameters and gradients of leaves that fsdp splits; all-reduced otherwise."""
+    """Return the bytes of all collectives over fsdp.
+
+    A split leaf is all-gathered and its gradient reduce-scattered. The gradient of an unsplit leaf is
+    all-reduced.
+    """
     num_bytes = 0
     for leaf in inputs.leaves.values():
-        gathered_size, local_size = inputs.local_leaf_size(leaf, is_gathered=True), inputs.local_leaf_size(leaf)
-        is_split = gathered_size > local_size
-        num_bytes += gathered_size * (WEIGHT_GATHERS * inputs.itemsize + FLOAT32 if is_split else 2 * FLOAT32)
+        gathered_size = inputs.local_leaf_size(leaf, is_gathered=True)
+        local_size = inputs.local_leaf_size(leaf)
+        if gathered_size > local_size:
+            element_nbytes = WEIGHT_GATHERS * inputs.itemsize + FLOAT32
+        else:
+            # An all-reduce sends as much as a reduce-scatter and an all-gather, in float32.
+            element_nbytes = 2 * FLOAT32
+        num_bytes += gathered_size * element_nbytes
     return num_bytes
 
 
 def _mp_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of the residual stream in all all-gathers and reduce-scatters over mp."""
+    # Encoder and decoder layers may have different lengths, so each stack is counted separately.
     layers = sum(_mp_residuals(inputs, stack) for stack in layer_stacks(inputs))
+    # Embedding and head together: one gather and one scatter, forward and backward.
     head_and_embedding = 2 * 2 * _residual_size(inputs, inputs.seq_length)
     return inputs.itemsize * (layers + head_and_embedding)
 
@@ -110,7 +125,13 @@ def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the elements that the layers of a stack gather and scatter."""
     num_blocks = 1 if stack.arch_config.block_type in PARALLEL_BLOCKS else 1 + len(stack.kv_lengths)
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
-    return 2 * num_passes * num_blocks * stack.num_layers * _residual_size(inputs, row_length(inputs, stack))
+    return (
+        2
+        * num_passes
+        * num_blocks
+        * stack.num_layers
+        * _residual_size(inputs, row_length(inputs, stack))
+    )
 
 
 def _residual_size(inputs: MemoryInputs, length: int) -> int:
@@ -120,14 +141,18 @@ def _residual_size(inputs: MemoryInputs, length: int) -> int:
 
 def _sp_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of keys, values and their gradients in rings over sp, and of the gradients of parameters."""
-    return _gradient_nbytes(inputs) + sum(_ring_nbytes(inputs, stack) for stack in layer_stacks(inputs))
+    return _gradient_nbytes(inputs) + sum(
+        _ring_nbytes(inputs, stack) for stack in layer_stacks(inputs)
+    )
 
 
 def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
-    """Return the bytes of keys and values that a stack's layers send; 0 if sp does not split them."""
+    """Return the bytes of keys and values that a stack's layers send, or 0 if sp does not split them."""
     length = row_length(inputs, stack)
     if inputs.num_sequence_shards == 1:
         return 0
+    # Keys and values [B, T, K, E] of the whole row pass each device once per pass. A rematerialized
+    # layer repeats its forward pass. Their gradients travel along in float32.
     kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
     kv_size = 2 * inputs.local_batch_size * length * kv_heads * inputs.local_extent("head_dim")
@@ -136,6 +161,8 @@ def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
 
 def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
     """Yield each mesh axis with the distance of neighbours along it, in devices."""
+    # Devices are in row-major order of the mesh: with (dp, fsdp, mp) = (2, 4, 8) neighbours along
+    # mp are 1 apart, along fsdp 8, along dp 32.
     stride = 1
     for axis in reversed(inputs.mesh.names if inputs.mesh else ()):
         yield axis, stride

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.mesh import Mesh, format_sizes
 from trainer.models.partition import num_batch_shards
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.models.rules import Rules, activation_rules
 from trainer.recipe import BatchShape, Recipe
 
-KEY, SHARDS_KEY = "train.reduction", "train.reduction_shards"
+KEY = "train.reduction"
+SHARDS_KEY = "train.reduction_shards"
 DEFAULT_SHARDS = 8
-KERNELS = ("reference", "blockwise")  # that compute equal shapes with equal results in every program
-ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")  # update each element by itself
-USE_FAST = f"`--set {KEY}=fast`"
+# Kernels that are bit-identical for equal shapes in every compiled program.
+KERNELS = ("reference", "blockwise")
+# Optimizers that update each element by itself: they sum nothing over a parameter.
+ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
+USE_FAST = text("{}", Key(KEY, "fast", is_override=True))
 
 
 def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Rules) -> int:
-    """Return the number of logical shards of a batch; 0 if `train.reduction` is fast.
+    """Return the number of logical shards of a batch, or 0 if `train.reduction` is fast.
 
     Args:
         recipe: The recipe.
@@ -35,17 +38,25 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
         return 0
     _check_options(recipe)
     _check_mesh(mesh, rules)
+    # The gradient of a step is a balanced binary tree over the logical shards, so that each device
+    # sums a whole subtree. That needs a power of two which every mesh of the run divides.
     num_shards = recipe.train.reduction_shards or math.gcd(shape.size, DEFAULT_SHARDS)
     if not _is_power_of_two(num_shards) or shape.size % num_shards:
         why = f"it has to be a power of two that divides the batch of {shape.size}"
-        raise usage_error(f"`{SHARDS_KEY}` is {num_shards}", why, _shards_hint(math.gcd(shape.size, 1 << 31)))
+        raise usage_error(
+            f"`{SHARDS_KEY}` is {num_shards}", why, _shards_hint(math.gcd(shape.size, 1 << 31))
+        )
     num_computed = num_batch_shards(mesh, rules) * shape.accumulate
     if num_shards % num_computed:
         what = f"`{KEY}` is exact, and the batch has {num_shards} logical shards"
         why = f"{num_batch_shards(mesh, rules)} replicas x `batch.accumulate` {shape.accumulate} = {num_computed}"
+        # The smallest number of shards that the replicas and micro-batches divide, if it is valid.
         better = math.lcm(num_shards, num_computed)
         is_possible = _is_power_of_two(better) and shape.size % better == 0
-        hint = _shards_hint(better) if is_possible else "a power of two of replicas x `batch.accumulate`"
+        if is_possible:
+            hint = _shards_hint(better)
+        else:
+            hint = "a power of two of replicas x `batch.accumulate`"
         raise usage_error(what, f"{why}, which does not divide them", hint)
     return num_shards
 
@@ -55,10 +66,12 @@ def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) ->
 
     Args:
         shape: The shape of a batch.
-        num_shards: Its logical shards; 0 if `train.reduction` is fast.
+        num_shards: Its logical shards, or 0 if `train.reduction` is fast.
         num_replicas: Devices that split a micro-batch.
     """
-    return shape.size // num_shards if num_shards else shape.micro_batch_size // num_replicas
+    if num_shards:
+        return shape.size // num_shards
+    return shape.micro_batch_size // num_replicas
 
 
 def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
@@ -69,22 +82,34 @@ def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
     """
     if arch_config.encoder is not None:
         raise usage_error(
-            f"`{KEY}` is exact, and the model has an encoder", "both together are not supported", USE_FAST
+            f"`{KEY}` is exact, and the model has an encoder",
+            "both together are not supported",
+            USE_FAST,
         )
     if kernel not in KERNELS:
         why = f"`{KEY}` is exact, and gradients of {kernel} are not known to be equal in every program"
-        raise usage_error(f"`model.attention_kernel` is {kernel}", why, "`--set model.attention_kernel=blockwise`")
+        raise usage_error(
+            f"`model.attention_kernel` is {kernel}",
+            why,
+            text("{}", Key("model.attention_kernel", "blockwise", is_override=True)),
+        )
 
 
 def _check_options(recipe: Recipe) -> None:
     """Raise UsageError if another option of the recipe does not allow an exact reduction."""
     if recipe.model.offload != OFFLOAD_NONE:
         what = f"`{KEY}` is exact, and `model.offload` is {recipe.model.offload}"
-        raise usage_error(what, "both together are not supported", f"`--set model.offload=none` or {USE_FAST}")
+        raise usage_error(
+            what,
+            "both together are not supported",
+            text("{} or {}", Key("model.offload", "none", is_override=True), USE_FAST),
+        )
     if recipe.optimizer.type not in ELEMENTWISE_OPTIMIZERS:
         what = f"`{KEY}` is exact, and `optimizer.type` is {recipe.optimizer.type}"
         why = f"it sums over parameters in the order of the mesh; {', '.join(ELEMENTWISE_OPTIMIZERS)} do not"
-        raise usage_error(what, why, f"`--set optimizer.type=adamw` or {USE_FAST}")
+        raise usage_error(
+            what, why, text("{} or {}", Key("optimizer.type", "adamw", is_override=True), USE_FAST)
+        )
 
 
 def _check_mesh(mesh: Mesh, rules: Rules) -> None:
@@ -94,12 +119,15 @@ def _check_mesh(mesh: Mesh, rules: Rules) -> None:
     if others:
         what = f"`{KEY}` is exact, and the mesh has {format_sizes(mesh, others)}"
         why = f"results are exact for {' and '.join(batch_axes)} only: other axes split sums that XLA orders"
-        raise usage_error(what, why, f"a mesh of {' and '.join(batch_axes)} only, or {USE_FAST}")
+        raise usage_error(
+            what, why, text("a mesh of {} only, or {}", " and ".join(batch_axes), USE_FAST)
+        )
 
 
 def _is_power_of_two(number: int) -> bool:
+    # A power of two has one bit, e.g. 8 & 7 = 0b1000 & 0b0111 = 0.
     return number & (number - 1) == 0
 
 
 def _shards_hint(num_shards: int) -> str:
-    return f"`--set {SHARDS_KEY}={num_shards}`"
+    return text("{}", Key(SHARDS_KEY, num_shards, is_override=True))

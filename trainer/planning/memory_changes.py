@@ -14,12 +14,13 @@ from trainer.models.rules import Rules
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_inputs import chunk_sizes
-from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides
 
 FFN_CHUNK_SIZES = (2048, 512)
 HEAD_CHUNK_SIZES = (512, 128)
 TILE_SIZES = (512, 256)
-MAX_DEVICES = 4096  # of the meshes to try
+# Most devices of the meshes to try.
+MAX_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,23 @@ class MemoryChange:
         return " ".join(f"--set {key}={value}" for key, value in self.values.items())
 
 
-Replan = Callable[[Mapping[str, Any]], TrainingPlan | None]  # the plan with changed values; None if it is not valid
+# The plan with changed values. None if it is not valid.
+Replan = Callable[[Mapping[str, Any]], TrainingPlan | None]
 
 
 def find_memory_change(
-    plan: TrainingPlan, model: PlannedModel, rules: Rules, *, limit_nbytes: int, max_devices: int = MAX_DEVICES
+    plan: TrainingPlan,
+    model: PlannedModel,
+    rules: Rules,
+    *,
+    limit_nbytes: int,
+    max_devices: int = MAX_DEVICES,
 ) -> MemoryChange | None:
     """Find changes after which a step's estimated peak is within a limit.
 
-    Changes that keep the mesh are tried first: those that recompute or divide work, from the cheapest on. If they do
-    not suffice, other meshes of as many devices are tried as well, and then larger ones. A change that is not needed
-    in the end is left out.
+    Changes that keep the mesh are tried first: recomputation and division of work, from the
+    cheapest on. If they do not suffice, other meshes of as many devices are tried as well, and then
+    larger ones. A change that is not needed in the end is removed.
 
     Args:
         plan: The plan that exceeds the limit.
@@ -60,19 +67,22 @@ def find_memory_change(
         max_devices: Devices of the largest mesh to try.
 
     Returns:
-        The changes; None if nothing suffices.
+        The changes, or None if no combination suffices.
     """
 
     def replan(values: Mapping[str, Any]) -> TrainingPlan | None:
         try:
-            recipe = with_values(plan.recipe, values)
+            recipe = with_overrides(plan.recipe, values)
             return plan_training(recipe, model, rules, device=plan.device)
         except PrepError:
             return None
 
     applied = _apply_until_fit(plan, replan, limit_nbytes)
     if not _fits(applied.plan, limit_nbytes):
-        meshes = (replan({**applied.values, "mesh": mesh}) for mesh in _other_meshes(plan, rules, max_devices))
+        meshes = (
+            replan({**applied.values, "mesh": mesh})
+            for mesh in _other_meshes(plan, rules, max_devices)
+        )
         fitting = next((other for other in meshes if other and _fits(other, limit_nbytes)), None)
         if fitting is None:
             return None
@@ -97,7 +107,7 @@ def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> M
 
 
 def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
-    """Return the changes without those that the step fits without."""
+    """Remove the changes that the step does not need to fit."""
     for key in change.values:
         values = {name: value for name, value in change.values.items() if name != key}
         fewer = replan(values)
@@ -108,7 +118,8 @@ def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> M
 
 def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     """Yield changes that keep the mesh and the batch size, in the order in which to try them."""
-    length, current = plan.inputs.seq_length, plan.recipe.model
+    length = plan.inputs.seq_length
+    current = plan.recipe.model
     sizes = chunk_sizes(plan.recipe, plan.device, num_rows=plan.inputs.local_batch_size)
     if current.remat_policy in SAVES_ALL:
         yield {"model.remat_policy": "nothing_saveable"}
@@ -128,7 +139,9 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
         yield from _smaller(key, value, smaller_sizes, length)
 
 
-def _smaller(key: str, current: int, sizes: tuple[int, ...], length: int) -> Iterator[Mapping[str, Any]]:
+def _smaller(
+    key: str, current: int, sizes: tuple[int, ...], length: int
+) -> Iterator[Mapping[str, Any]]:
     """Yield the sizes of chunks that are smaller than the current chunks."""
     yield from ({key: size} for size in sizes if size < chunk_length(current, length))
 
@@ -137,7 +150,8 @@ def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
     if plan.inputs.local_batch_size == 1:
         return
-    batch, size = plan.recipe.batch, plan.inputs.micro_batch_size * plan.inputs.accumulate
+    batch = plan.recipe.batch
+    size = plan.inputs.micro_batch_size * plan.inputs.accumulate
     values: dict[str, Any] = {} if batch.size else {"batch.size": size}
     if batch.per_device:
         yield {**values, "batch.per_device": 1}
@@ -152,5 +166,7 @@ def _other_meshes(plan: TrainingPlan, rules: Rules, max_devices: int) -> Iterato
     number = plan.mesh.n_devices
     while number <= max_devices:
         meshes = {mesh: parse_mesh(mesh) for mesh in meshes_of(number, rules)}
-        yield from sorted(meshes, key=lambda mesh: (meshes[mesh].size("mp"), -meshes[mesh].size("fsdp")))
+        yield from sorted(
+            meshes, key=lambda mesh: (meshes[mesh].size("mp"), -meshes[mesh].size("fsdp"))
+        )
         number *= 2

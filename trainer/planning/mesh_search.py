@@ -10,7 +10,7 @@ from trainer.models.rules import Rules
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
-from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_values
+from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_overrides
 from trainer.recipe import Recipe
 
 
@@ -43,7 +43,7 @@ def search_meshes(
     """Plan a step on every mesh of a number of devices.
 
     Args:
-        recipe: The recipe; its mesh is not used.
+        recipe: The recipe. Its mesh is not used.
         model: The model to train.
         rules: Partition rules.
         kind: The accelerators.
@@ -54,7 +54,10 @@ def search_meshes(
     num_too_large = 0
     for mesh in meshes_of(num_devices, rules):
         try:
-            plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules, device=kind.device)
+            plan = plan_training(
+                with_overrides(recipe, {"mesh": mesh}), model, rules, device=kind.device
+            )
+        # Meshes with the same first part of the message are counted together.
         except PrepError as error:
             refusals[error.what] += 1
             continue

@@ -10,7 +10,7 @@ from trainer.models.rules import Rules, activation_rules
 
 
 def meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
-    """Yield the meshes of a number of devices; with sp only if it splits the computation."""
+    """Yield the meshes of a number of devices. With sp only if it splits the computation."""
     splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
     axes = MESH_AXES if splits_seq else MESH_AXES[:3]
     for sizes in _factorizations(num_devices, len(axes)):

@@ -27,7 +27,7 @@ class PlannedModel:
         is_tied: Whether the LM head is the token embedding.
         scan: Whether each parameter of the layers is one leaf.
         scan_axis: The axis over which layers are stacked.
-        is_converted: Whether it is a checkpoint of prep, whose vocabulary is padded already.
+        is_converted: Whether it is a checkpoint of prep, with a vocabulary that already has its padding.
     """
 
     config: HFConfig
@@ -48,7 +48,12 @@ class PlannedModel:
     def manifest(self, mesh: Mesh, rules: Rules) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest that describe the model, except its rules."""
         config = self._padded_config(mesh, rules)
-        return {"config": config, "tied": self.is_tied, "scan": self.scan, "scan_axis": self.scan_axis}
+        return {
+            "config": config,
+            "tied": self.is_tied,
+            "scan": self.scan,
+            "scan_axis": self.scan_axis,
+        }
 
     def _padded_config(self, mesh: Mesh, rules: Rules) -> HFConfig:
         """Return the config with the vocabulary that the checkpoint has after its conversion."""
@@ -58,14 +63,18 @@ class PlannedModel:
         dims = {path: leaf.dims for path, leaf in self._leaves(self.config).items()}
         multiple = vocab_multiple(dims, mesh, rules)
         padded = -(-vocab // multiple) * multiple
-        return self.config if padded == vocab else {**self.config, "vocab_size": padded, "true_vocab_size": vocab}
+        if padded == vocab:
+            return self.config
+        return {**self.config, "vocab_size": padded, "true_vocab_size": vocab}
 
     def _leaves(self, config: HFConfig) -> dict[str, ParamLeaf]:
         """Return the parameters of a config with the layout of this model."""
-        return param_leaves(family_of(config), config, self.is_tied, scan=self.scan, scan_axis=self.scan_axis)
+        return param_leaves(
+            family_of(config), config, self.is_tied, scan=self.scan, scan_axis=self.scan_axis
+        )
 
     def of_recipe(self, table: Model) -> PlannedModel:
-        """Return the model with the changes of a recipe; see `recipe_config`."""
+        """Return the model with the changes of a recipe. See `recipe_config`."""
         return replace(self, config=recipe_config(self.config, table))
 
 
@@ -77,7 +86,8 @@ def recipe_config(config: HFConfig, table: Model) -> HFConfig:
         table: The recipe's `[model]`.
 
     Raises:
-        PrepError: The model does not support the rotary embedding, or a field or its value is invalid.
+        PrepError: The model does not support the rotary embedding, or a field or its value is
+            invalid.
     """
     return override_rope(override_fields(config, table.overrides), table.rope_overrides)
 
@@ -100,5 +110,9 @@ def model_of_config(config: HFConfig, *, has_stored_head: bool = False) -> Plann
 def model_of_manifest(manifest: Mapping[str, Any]) -> PlannedModel:
     """Return the model of a checkpoint of prep."""
     return PlannedModel(
-        manifest["config"], manifest["tied"], manifest["scan"], manifest["scan_axis"], is_converted=True
+        manifest["config"],
+        manifest["tied"],
+        manifest["scan"],
+        manifest["scan_axis"],
+        is_converted=True,
     )

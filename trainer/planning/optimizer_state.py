@@ -32,7 +32,11 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
     for name in PATTERN_KEYS:
         check_used(getattr(table, name), leaves, f"optimizer.{name}")
     if not trained_leaves(table, leaves):
-        raise usage_error(f"`{FREEZE_KEY}` matches all parameters", "the run would train nothing", "fewer patterns")
+        raise usage_error(
+            f"`{FREEZE_KEY}` matches all parameters",
+            "the run would train nothing",
+            "fewer patterns",
+        )
 
 
 def trained_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
@@ -44,7 +48,10 @@ def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tupl
     """Return the leaves of the optimizer state that belong to parameters."""
     itemsize = BFLOAT16 if table.moment_dtype == "bfloat16" else FLOAT32
     trained = trained_leaves(table, leaves).values()
-    moments = [StateLeaf(leaf, axes, itemsize) for leaf in trained for axes in _moments(table, leaf)]
+    moments: list[StateLeaf] = []
+    for leaf in trained:
+        moments += [StateLeaf(leaf, axes, itemsize) for axes in _moments(table, leaf)]
+    # Averages are float32 for every dtype: with a decay rate near 1 the updates are tiny.
     averages = [StateLeaf(leaf, NO_AXES, FLOAT32) for leaf in trained if table.ema]
     return (*moments, *averages)
 
@@ -59,6 +66,7 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
         case SGDTable():
             yield from (NO_AXES,) if table.momentum else ()
         case MuonTable():
+            # Muon keeps one momentum for matrices of layers, and two moments for all other leaves.
             yield from (NO_AXES,) if is_layer_matrix(leaf) else (NO_AXES, NO_AXES)
         case AdafactorTable() | PalmTable():
             yield from _second_moments(table, leaf)
@@ -67,7 +75,9 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
             raise AssertionError(table)
 
 
-def _second_moments(table: AdafactorTable | PalmTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
+def _second_moments(
+    table: AdafactorTable | PalmTable, leaf: ParamLeaf
+) -> Iterator[tuple[int, ...]]:
     axes = None
     if isinstance(table, AdafactorTable) and table.factored:
         axes = factored_axes(leaf, table.min_factored_size)

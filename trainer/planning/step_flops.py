@@ -1,13 +1,14 @@
 """Floating-point operations of a training step, from shapes alone.
 
-A product of a matrix with N parameters takes 2*N operations per token in the forward pass and 4*N in the backward
-pass, or 2*N if the matrix is frozen: it has no gradient. Attention takes 4*H*E per visible pair of query and key, and
-8*H*E in the backward pass (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups,
-norms, activations, softmax and the optimizer are not counted. An expert's matrices count for the tokens that it is
-expected to get. Adapters (LoRA) count as two matrices each.
+A product of a matrix with N parameters takes 2*N operations per token in the forward pass and 4*N
+in the backward pass, or 2*N if the matrix is frozen: it has no gradient. Attention takes 4*H*E per
+visible pair of query and key, and 8*H*E in the backward pass (Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups, norms, activations, softmax and
+the optimizer are not counted. An expert's matrices count for the tokens that it is expected to get.
+Adapters (LoRA) count as two matrices each.
 
-`attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures do;
-`attention_causal` counts only the visible ones.
+`attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures
+do. `attention_causal` counts only the visible ones.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from trainer.models.memory_inputs import NO_SCORES, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, saved_activations
 
-TRAINING_PASSES = 3  # a forward pass, and a backward pass of twice its operations
-INPUT_PASSES = 2  # the same without the gradients of weights
+# For y = x W: y in the forward pass, dx = dy W^T and dW = x^T dy in the backward pass. Each is a
+# product of 2 * N operations per token for N weights.
+TRAINING_PASSES = 3
+# A frozen weight has no dW.
+INPUT_PASSES = 2
 HEAD = "head.weight"
 EMBEDDING = "embed.tokens"
 EXPERTS = "experts"
-SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")  # parts of paths of matrices that multiply the encoder's output
+# Parts of the paths of matrices that multiply the encoder's output.
+SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class StepFlops:
         matmul: Products with parameters.
         attention_full: Products of queries, keys and values, with masked pairs.
         attention_causal: The same without masked pairs.
-        masked: Operations on masked pairs: of all pairs without tiles, or of tiles with a visible pair.
+        masked: Operations on masked pairs: of all pairs without tiles, or of tiles with a visible
+            pair.
         recomputed: Operations that the backward pass repeats.
     """
 
@@ -89,6 +95,7 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
     """Count the operations of a step on all devices by the rules in this module's docstring."""
     stacks = [_count_stack(inputs, stack) for stack in layer_stacks(inputs)]
     num_tokens = inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
+    # A tied head has no leaf: the embedding matrix [V, D] multiplies the hidden states.
     head = inputs.leaves.get(HEAD) or inputs.leaves[EMBEDDING]
     head_flops = 2 * math.prod(head.shape) * num_tokens
     trained_head_flops = head_flops if head.path in inputs.trained_leaves else 0
@@ -107,10 +114,13 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
 
 def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     """Count the operations of the forward pass of a decoder's or an encoder's layers."""
-    num_sequences, length = inputs.accumulate * inputs.micro_batch_size, row_length(inputs, stack)
-    leaves, trained = stack.layer_leaves() + stack.layer_adapters(), inputs.trained_leaves
+    num_sequences = inputs.accumulate * inputs.micro_batch_size
+    length = row_length(inputs, stack)
+    leaves = stack.layer_leaves() + stack.layer_adapters()
+    trained = inputs.trained_leaves
     leaf_flops = {leaf.path: _leaf_flops(inputs, stack, leaf) for leaf in leaves}
     trained_flops = [flops for path, flops in leaf_flops.items() if path in trained]
+    # q k^T and p v: 2 * H * E operations each per pair of a query and a key.
     pair_flops = 4 * num_sequences * inputs.extent("heads") * inputs.extent("head_dim")
     full = causal = computed = 0
     for name in stack.kv_lengths:
@@ -118,6 +128,8 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
         is_causal = name == "attn" and not is_encoder(inputs, stack)
         for window, num_layers in Counter(stack.arch_config.sliding_windows).items():
             window_pairs = length * min(window or kv_length, kv_length)
+            # Only self-attention of a decoder is causal. Elsewhere each key of the window is
+            # visible.
             visible = _visible_pairs(length, window) if is_causal else window_pairs
             full += num_layers * window_pairs
             causal += num_layers * visible
@@ -134,20 +146,24 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
 
 
 def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
-    """Return whether layers are those of the encoder."""
+    """Return whether layers belong to the encoder."""
     return stack.arch_config is inputs.arch_config.encoder
 
 
 def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the tokens of a whole row of layers, of all devices along sp."""
-    return inputs.source_length if is_encoder(inputs, stack) else inputs.seq_length
+    if is_encoder(inputs, stack):
+        return inputs.source_length
+    return inputs.seq_length
 
 
 def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int:
-    """Return the operations of a parameter for one sequence in the forward pass; 0 if it is no matrix."""
+    """Return the operations of a parameter for one sequence in the forward pass, or 0 if it is no matrix."""
     if leaf.role != "matrix":
         return 0
-    size, is_of_source = math.prod(leaf.shape), any(part in leaf.path for part in SOURCE_PROJECTIONS)
+    size = math.prod(leaf.shape)
+    is_of_source = any(part in leaf.path for part in SOURCE_PROJECTIONS)
+    # Each token passes `experts_per_token` experts, and the whole router.
     if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
         size = size * inputs.arch_config.experts_per_token // leaf.extent(EXPERTS)
     return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
@@ -157,13 +173,14 @@ def _visible_pairs(length: int, window: int) -> int:
     """Return the pairs of a query and a key at or before it, within a sliding window."""
     if window == FULL_ATTENTION or window >= length:
         return length * (length + 1) // 2
+    # The first `window` queries see 1, 2, ..., window keys, all later ones see `window`.
     return window * (window + 1) // 2 + (length - window) * window
 
 
 def _computed_pairs(
     inputs: MemoryInputs, lengths: tuple[int, int], *, window: int, visible: int, is_causal: bool
 ) -> int:
-    """Return the pairs whose scores a kernel computes: all, those of tiles with a visible pair, or the visible ones.
+    """Return the pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs.
 
     Args:
         inputs: Inputs of the estimates.
@@ -177,6 +194,8 @@ def _computed_pairs(
         return visible
     if inputs.attention_tile is None or not num_queries * num_keys:
         return num_queries * num_keys
+    # A row of tiles with the queries [start, stop) has visible keys from start - first to stop - 1,
+    # rounded outwards to tiles of `kv_size`.
     q_size, kv_size = inputs.score_tile(*map(inputs.local_length, lengths))
     first = window - 1 if is_causal and window != FULL_ATTENTION else num_queries
     num_tiles = 0
@@ -189,13 +208,18 @@ def _computed_pairs(
 def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
     """Return the operations of a stack that the backward pass repeats.
 
-    These are the layers, or only attention, by the rematerialization policy; the chunks of tokens; and the scores of
-    tiled attention. Layers in chunks that are rematerialized as well are counted once: most of one is dead code.
+    These are the layers, or only attention, by the rematerialization policy, the chunks of tokens,
+    and the scores of tiled attention. Layers in chunks that are rematerialized as well are counted
+    once: most of one is dead code.
     """
     attention = stack.attention_computed
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
     is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length
+    # Chunks of tokens compute their products again even if the policy saves them.
     recomputed = 0 if saves_projections and not is_chunked else stack.projections
     is_saved = "attention_output" in saved_activations(inputs.remat_policy, has_experts=False)
     recomputed += 0 if is_saved or inputs.remat_policy in SAVES_ALL else attention
-    return recomputed + (attention // 2 if inputs.attention_tile else 0)
+    # Tiled kernels save no scores: the backward pass computes q k^T again, half of attention.
+    if inputs.attention_tile:
+        recomputed += attention // 2
+    return recomputed

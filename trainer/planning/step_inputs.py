@@ -75,13 +75,15 @@ def step_inputs(
         model: The model to train.
         mesh: The mesh without open axes.
         rules: Partition rules.
-        device: Kind of the devices, for the choice of `auto` and for sizes that the recipe does not set.
+        device: Kind of the devices, for the choice of `auto` and for sizes that the recipe does not
+            set.
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
         dropout: Rates of dropout and forgetful causal masking.
 
     Raises:
-        UsageError: The batch, or the tokens of a sequence, do not divide among the devices, the attention kernel of the
-            recipe lacks a feature of the run or does not run on the devices, or sources have no maximum length.
+        UsageError: The batch, or the tokens of a sequence, do not divide among the devices, the
+            attention kernel of the recipe lacks a feature of the run or does not run on the
+            devices, or sources have no maximum length.
     """
     check_source_length(recipe.data, has_encoder=model.arch_config.encoder is not None)
     check_packing(recipe.data, has_encoder=model.arch_config.encoder is not None)
@@ -91,7 +93,8 @@ def step_inputs(
     num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
     num_rows = rows_per_device(shape, num_shards, num_replicas=n_replicas)
     sizes = chunk_sizes(recipe, device, num_rows=num_rows)
-    kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules, dropout)
+    kernel = recipe.model.attention_kernel
+    needs = attention_needs(recipe, model, mesh, rules, dropout)
     if kernel != AUTO and device == ANY_ACCELERATOR:
         check_features(find_kernel(kernel), needs.features)
     else:
@@ -114,14 +117,20 @@ def step_inputs(
         accumulate=shape.size // (num_rows * n_replicas),
         is_exact=num_shards > 0,
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
-        frozen=frozenset(model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()),
+        frozen=frozenset(
+            model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()
+        ),
         blocks_overlap=widens_bfloat16,
         stored_itemsize=ITEMSIZES[recipe.model.param_dtype],
     )
 
 
 def with_adapters(
-    inputs: MemoryInputs, recipe: Recipe, adapters: Mapping[str, ParamLeaf], *, stored_itemsize: int = FLOAT32
+    inputs: MemoryInputs,
+    recipe: Recipe,
+    adapters: Mapping[str, ParamLeaf],
+    *,
+    stored_itemsize: int = FLOAT32,
 ) -> MemoryInputs:
     """Return the inputs of a run that trains only adapters.
 
@@ -143,22 +152,31 @@ def with_adapters(
 
 def check_token_split(recipe: Recipe, num_shards: int) -> None:
     """Raise UsageError if the tokens of a sequence do not divide among the shards of the mesh."""
-    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
+    for key, length in (
+        ("seq_length", recipe.data.seq_length),
+        ("source_length", recipe.data.source_length or 0),
+    ):
         try:
             check_ring_blocks(length, num_shards)
         except UsageError as error:
-            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
+            raise usage_error(
+                f"`data.{key}` is {length}: {error.what}", error.why, error.hint
+            ) from error
 
 
 def attention_needs(
-    recipe: Recipe, model: Shapes, mesh: Mesh | None, rules: Rules, dropout: DropoutConfig = NO_DROPOUT
+    recipe: Recipe,
+    model: Shapes,
+    mesh: Mesh | None,
+    rules: Rules,
+    dropout: DropoutConfig = NO_DROPOUT,
 ) -> AttentionNeeds:
     """Return the requirements of a run on its attention kernel.
 
     Args:
         recipe: The recipe.
         model: The model to train.
-        mesh: The mesh without open axes; None for one device.
+        mesh: The mesh without open axes, or None for one device.
         rules: Partition rules.
         dropout: Rates of dropout and forgetful causal masking.
     """
@@ -188,7 +206,9 @@ def run_dropout(recipe: Recipe, config: HFConfig) -> DropoutConfig:
     """
     fields = family_of(config).dropout_fields
     model = recipe.model
-    return resolve_dropout(model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields)
+    return resolve_dropout(
+        model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields
+    )
 
 
 def longest_sequence(recipe: Recipe) -> int:
@@ -204,7 +224,8 @@ def chunk_sizes(recipe: Recipe, device: DeviceKind, *, num_rows: int) -> ChunkSi
         device: Kind of the devices.
         num_rows: Sequences of a micro-batch on one device.
     """
-    default, model = default_chunk_sizes(device, length=longest_sequence(recipe), num_rows=num_rows), recipe.model
+    default = default_chunk_sizes(device, length=longest_sequence(recipe), num_rows=num_rows)
+    model = recipe.model
     return ChunkSizes(
         queries=default.queries if model.q_chunk_size is None else model.q_chunk_size,
         keys=default.keys if model.k_chunk_size is None else model.k_chunk_size,

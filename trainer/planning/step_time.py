@@ -5,11 +5,11 @@
     compute     executed operations of a device / (peak * COMPUTE_EFFICIENCY)
     memory      bytes that pass between a device and its memory: state and gradients once each way, the gathered
                 weights in three passes, and saved activations both ways
-    overlapped  the slowest mesh axis among dp, fsdp and sp, whose communication runs beside other work
+    overlapped  the slowest mesh axis among dp, fsdp and sp, in parallel with other work
     exposed     communication over mp, on whose results the next operation waits
 
 The estimate ignores elementwise work, kernel launches, the pipeline's fill, compile time, input and checkpoints, and
-contention between axes. Peaks are of bfloat16; float32 computes at a fraction of them.
+contention between axes. Peaks are for bfloat16. float32 computes at a fraction of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from trainer.planning.step_flops import StepFlops
 # Share of the peak that large matrix products reach. Published model FLOPs utilizations of whole steps are 0.33 to
 # 0.42 on H100 (torchtitan, Llama 3.1 8B) and 0.65 on v5p (MaxText, Llama 2 70B).
 COMPUTE_EFFICIENCY = 0.6
-WEIGHT_READS = 3  # forward pass, and the gradients of inputs and of weights
+# Passes over the weights: forward, gradients of inputs, gradients of weights.
+WEIGHT_READS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class StepTime:
     Attributes:
         compute_s: Computation.
         memory_s: Traffic with the device's memory.
-        overlapped_s: Communication beside other work.
+        overlapped_s: Communication in parallel with other work.
         exposed_s: Communication that other work waits for.
     """
 
@@ -48,6 +49,8 @@ class StepTime:
     @property
     def step_s(self) -> float:
         """Time of the step."""
+        # Compute, memory traffic and overlapped communication run in parallel, so the slowest one
+        # counts.
         return max(self.compute_s, self.memory_s, self.overlapped_s) + self.exposed_s
 
     @property
@@ -95,8 +98,8 @@ def _axis_seconds(axis: AxisTraffic, kind: Accelerator, stride: int) -> float:
     return within_s + axis.slow_nbytes / kind.network_bandwidth
 
 
-def step_tokens(inputs: MemoryInputs) -> int:
-    """Return the tokens of a step; with an encoder, those of the targets."""
+def tokens_per_step(inputs: MemoryInputs) -> int:
+    """Return the tokens of a step. With an encoder, only the targets count."""
     return inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
 
 
@@ -108,6 +111,8 @@ def compute_shards(inputs: MemoryInputs) -> int:
 
 def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:
     """Return the bytes that pass between a device and its memory in a step."""
+    # Per step the state and the gradients are read and written once. Per micro-batch the gathered
+    # weights are read in three passes, and saved activations are written and read.
     weights = sum(inputs.local_leaf_size(leaf, is_gathered=True) for leaf in inputs.leaves.values())
     micro_batch_nbytes = WEIGHT_READS * weights * inputs.itemsize + 2 * memory.saved
     return 2 * (memory.state + memory.gradients) + inputs.accumulate * micro_batch_nbytes

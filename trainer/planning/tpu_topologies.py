@@ -1,12 +1,12 @@
 """Generations of TPUs and their slices, as data from their vendor.
 
-A slice of v5e or v6e is a rectangle of at most one pod. A slice of v4, v5p or tpu7x is a box A x B x C with
-A <= B <= C. With more than 64 chips, each side is a multiple of 4. Of several boxes with the same number of chips,
-Google Cloud names the one closest to a cube.
+A slice of v5e or v6e is a rectangle of at most one pod. A slice of v4, v5p or tpu7x is a box A x B
+x C with A <= B <= C. With more than 64 chips, each side is a multiple of 4. Of several boxes with
+the same number of chips, Google Cloud names the one closest to a cube.
 
-Sources: Cloud TPU docs, "TPU v2", "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x": supported
-    configurations (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it). GKE docs, "Plan TPUs in GKE":
-    labels of nodes, and chips of a machine type.
+Sources: Cloud TPU docs, "TPU v2", "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x":
+    supported configurations (https://docs.cloud.google.com/tpu/docs/v5p and its sibling pages).
+    GKE docs, "Plan TPUs in GKE": labels of nodes, and chips of a machine type.
 """
 
 from __future__ import annotations
@@ -18,9 +18,23 @@ from dataclasses import dataclass
 from trainer.models.errors import PrepError, usage_error
 
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_BOXES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
-_CUBE_SIDE = 4  # of the blocks of chips that larger boxes consist of
-HOST_CHIPS = 4  # of a machine of a slice with several hosts
+_BOXES = (
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+    "4x4x4",
+    "4x4x8",
+    "4x8x8",
+    "8x8x8",
+    "8x8x16",
+    "8x16x16",
+    "16x16x16",
+)
+# Larger boxes consist of cubes of 4 x 4 x 4 chips.
+_CUBE_SIDE = 4
+# Chips of each machine of a slice with several hosts.
+HOST_CHIPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +46,12 @@ class TpuGeneration:
         jax_kind: `device_kind` of its devices in JAX.
         slices: The most common slices, by ascending number of chips.
         devices_per_chip: Devices in JAX of each chip.
-        gke_label: Value of the node label `cloud.google.com/gke-tpu-accelerator`; empty if GKE lacks the generation.
-        type_prefix: Prefix of accelerator types of TPU VMs, such as `v5litepod`; empty if only GKE has the generation.
-        type_units: Units per chip in the number of an accelerator type: 2 if it counts cores, 1 if it counts chips.
+        gke_label: Value of the node label `cloud.google.com/gke-tpu-accelerator`. Empty if GKE
+            does not have the generation.
+        type_prefix: Prefix of accelerator types of TPU VMs, such as `v5litepod`. Empty if only GKE
+            has the generation.
+        type_units: Units per chip in the number of an accelerator type: 2 if it counts cores, 1 if
+            it counts chips.
         runtime_version: Software of TPU VMs.
     """
 
@@ -137,8 +154,10 @@ _GENERATIONS = (
         type_prefix="v6e",
         runtime_version="v2-alpha-tpuv6e",
     ),
-    # Each of the two chiplets is a device of its own. Only GKE has this generation.
-    TpuGeneration("tpu7x", "TPU7x", (*_BOXES, "16x16x24", "16x24x24"), devices_per_chip=2, gke_label="tpu7x"),
+    # Each of the two chiplets of a chip is a separate device. Only GKE has this generation.
+    TpuGeneration(
+        "tpu7x", "TPU7x", (*_BOXES, "16x16x24", "16x24x24"), devices_per_chip=2, gke_label="tpu7x"
+    ),
 )
 TPU_GENERATIONS = {generation.name: generation for generation in _GENERATIONS}
 
@@ -166,8 +185,11 @@ def find_topology(kind: str, num_devices: int) -> str:
 
 
 def _size_error(generation: TpuGeneration, num_devices: int, sizes: list[int]) -> PrepError:
-    """Return the error for a number of devices that no slice has; it names the next smaller and larger slice."""
-    unit = "chips" if generation.devices_per_chip == 1 else f"devices, {generation.devices_per_chip} per chip"
+    """Return the error for a number of devices that no slice has. It names the next smaller and larger slice."""
+    if generation.devices_per_chip == 1:
+        unit = "chips"
+    else:
+        unit = f"devices, {generation.devices_per_chip} per chip"
     what = f"no slice of {generation.name} has {num_devices:,} {unit}"
     why = f"slices have {', '.join(f'{size:,}' for size in sizes[:-1])} or {sizes[-1]:,} {unit.partition(',')[0]}"
     nearest = " or ".join(f"{size:,}" for size in nearest_sizes(num_devices, sizes))

@@ -22,7 +22,7 @@ from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import ITEMSIZES, run_dropout, step_inputs, with_adapters
-from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
+from trainer.planning.step_time import StepTime, estimate_step_time, tokens_per_step
 from trainer.recipe import Recipe
 
 
@@ -74,11 +74,13 @@ class TrainingPlan:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return step_tokens(self.inputs)
+        return tokens_per_step(self.inputs)
 
     def on(self, kind: Accelerator) -> KindEstimate:
         """Estimate the step on a kind of accelerator."""
-        time = estimate_step_time(self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic)
+        time = estimate_step_time(
+            self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic
+        )
         peak_step_flops = time.step_s * self.mesh.n_devices * kind.peak_flops
         return KindEstimate(
             kind=kind,
@@ -96,16 +98,17 @@ def plan_training(
     """Plan a training step.
 
     Args:
-        recipe: The recipe; its mesh has no open axis.
+        recipe: The recipe. Its mesh has no open axis.
         model: The model to train.
         rules: Partition rules.
-        device: Kind of the devices; CPUs compute bfloat16 in float32.
+        device: Kind of the devices. CPUs compute bfloat16 in float32.
 
     Raises:
-        UsageError: The mesh has an open axis, does not divide a parameter or is not divided by the slices, or the
-            batch does not divide among the devices.
+        UsageError: The mesh has an open axis, does not divide a parameter or is not divided by the
+            slices, or the batch does not divide among the devices.
     """
-    mesh, slices = parse_mesh(recipe.mesh, "mesh"), parse_slice_counts(recipe.cluster.dcn_mesh)
+    mesh = parse_mesh(recipe.mesh, "mesh")
+    slices = parse_slice_counts(recipe.cluster.dcn_mesh)
     check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
@@ -124,7 +127,8 @@ def plan_training(
         dropout=run_dropout(recipe, model.config),
     )
     if recipe.lora.is_enabled:
-        adapters, itemsize = _adapters(recipe, model), _frozen_itemsize(recipe, model)
+        adapters = _adapters(recipe, model)
+        itemsize = _frozen_itemsize(recipe, model)
         inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
         recipe=recipe,
@@ -139,27 +143,32 @@ def plan_training(
 
 
 def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
-    """Return the adapters of a recipe; none, which take little memory, if they are those of a file."""
-    lora, family = recipe.lora.new_adapters, family_of(model.config)
+    """Return the new adapters of a recipe. Adapters of a file are not counted: they take little memory."""
+    lora = recipe.lora.new_adapters
+    family = family_of(model.config)
     if lora is None:
         return {}
-    return build_adapters(family, model.config, lora, scan=model.scan, scan_axis=model.scan_axis).leaves
+    return build_adapters(
+        family, model.config, lora, scan=model.scan, scan_axis=model.scan_axis
+    ).leaves
 
 
 def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
-    """Return the bytes per element of frozen parameters; 4 if the config does not name their dtype."""
+    """Return the bytes per element of frozen parameters. 4 if the config does not name their dtype."""
     dtype = recipe.lora.base_dtype
     stored = model.config.get("dtype") or model.config.get("torch_dtype")
     return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
-def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe with other values of dotted keys, which must be valid."""
     updates: dict[str, Any] = {}
     for key, value in values.items():
         table, _, name = key.rpartition(".")
         if table:
-            updates[table] = updates.get(table, getattr(recipe, table)).model_copy(update={name: value})
+            updates[table] = updates.get(table, getattr(recipe, table)).model_copy(
+                update={name: value}
+            )
         else:
             updates[name] = value
     return recipe.model_copy(update=updates)

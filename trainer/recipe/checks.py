@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
@@ -13,7 +15,14 @@ from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
-from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, has_eval_data, parse_sources, source_data
+from trainer.recipe.data_sources import (
+    DATASET_KEYS,
+    EVAL_KEYS,
+    SOURCES_KEY,
+    has_eval_data,
+    parse_sources,
+    source_data,
+)
 from trainer.recipe.field_checks import chat_problems, field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
@@ -21,15 +30,28 @@ from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.run_tables import Log
-from trainer.recipe.save_checks import find_save_problems
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
-MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 3.4e38
 INT32_KEYS = (
-    *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.max_position_embeddings"),
+    *(
+        "train.steps",
+        "train.max_skipped",
+        "data.seq_length",
+        "data.source_length",
+        "model.max_position_embeddings",
+    ),
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
+PROFILE_KEY = "train.profile"
+PUSH_KEY = "checkpoint.push"
+REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
+EPOCH_KEYS = {
+    "train.eval_every_epochs": "train.eval_every",
+    "checkpoint.every_epochs": "checkpoint.every",
+}
 
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -54,7 +76,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
         yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
-    yield from find_save_problems(recipe)
+    yield from _save_problems(recipe)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
@@ -73,27 +95,40 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
             continue
         maximum = MAX_INT32 if isinstance(value, int) else MAX_FLOAT32
         if value > maximum:
-            why, hint = f"out of range: the maximum is {maximum:,}", f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
+            why = f"out of range: the maximum is {maximum:,}"
+            hint = f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
             yield Problem((key,), f"`{key}` is {format_value(value)}", why, hint)
 
 
 def _start_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield keys of another kind of start than that of `model.init`; a missing path is reported by the loader."""
+    """Yield keys of another kind of start than that of `model.init`. A missing path is reported by the loader."""
     model = recipe.model
     if not model.is_random:
         for key in ("model.preset", "model.config"):
             if value_of(recipe, key) is not None:
                 why = "it is for a random start, and `model.init` is checkpoint"
-                yield Problem((key,), _key_is(recipe, key), why, '`init = "random"` in [model], without `path`')
+                yield Problem(
+                    (key,),
+                    _key_is(recipe, key),
+                    why,
+                    '`init = "random"` in [model], without `path`',
+                )
         return
     if model.path is not None:
         why = "no checkpoint is read: `model.init` is random"
         yield Problem(("model.path",), _key_is(recipe, "model.path"), why, "remove one of them")
     if model.preset is not None and model.config is not None:
-        yield _exclusive_keys(recipe, "model.preset", "model.config", "both set the config of the model")
+        yield _exclusive_keys(
+            recipe, "model.preset", "model.config", "both set the config of the model"
+        )
     if model.preset is None and model.config is None:
         why = "neither `preset` nor `config` is set, and `init` is random"
-        yield Problem(("model.init",), "`model` does not set the config of the model", why, '`preset = "gpt2"`')
+        yield Problem(
+            ("model.init",),
+            "`model` does not set the config of the model",
+            why,
+            '`preset = "gpt2"`',
+        )
 
 
 def _key_is(recipe: Recipe, key: str) -> str:
@@ -102,24 +137,30 @@ def _key_is(recipe: Recipe, key: str) -> str:
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
-    check_policy = partial(check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
+    check_policy = partial(
+        check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size
+    )
     check_kernel = partial(check_saved_scores, model.remat_policy, model.attention_kernel)
     for check in (check_policy, check_kernel):
         yield from problem_if_raised(check, "model.remat_policy", "model.offload")
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
-    scaling, theta = recipe.model.rope_scaling, recipe.model.rope_theta
+    scaling = recipe.model.rope_scaling
+    theta = recipe.model.rope_theta
     if scaling is None:
         return
     yield from problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
     if theta is not None and "rope_theta" in scaling:
         what = f"`{THETA_KEY}` is {format_value(theta)}, and `{SCALING_KEY}` has a `rope_theta`"
-        yield Problem((THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them")
+        yield Problem(
+            (THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them"
+        )
 
 
 def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
-    dropout, fcm_ratio = recipe.model.dropout, recipe.model.fcm_ratio
+    dropout = recipe.model.dropout
+    fcm_ratio = recipe.model.fcm_ratio
     if isinstance(dropout, dict):
         yield from problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
     yield from problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
@@ -127,33 +168,53 @@ def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of adapters that another key determines, or that have no effect without adapters."""
-    lora, default = recipe.lora, Lora()
-    settings = {key: getattr(lora, key) != getattr(default, key) for key in ("rank", "alpha", "targets", "use_rslora")}
+    lora = recipe.lora
+    default = Lora()
+    settings = {
+        key: getattr(lora, key) != getattr(default, key)
+        for key in ("rank", "alpha", "targets", "use_rslora")
+    }
     for key, is_set in settings.items():
         if lora.path is not None and is_set:
             why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
-            yield Problem((f"lora.{key}",), f"`lora.{key}` is {format_value(getattr(lora, key))}", why, "remove it")
+            yield Problem(
+                (f"lora.{key}",),
+                f"`lora.{key}` is {format_value(getattr(lora, key))}",
+                why,
+                "remove it",
+            )
     if lora.is_enabled and recipe.model.is_random:
         why = "adapters are trained for a checkpoint, and `model.init` is random"
         yield Problem(
-            ("lora.rank", "lora.path"), "`lora` needs a checkpoint", why, "remove [lora], or set `model.path`"
+            ("lora.rank", "lora.path"),
+            "`lora` needs a checkpoint",
+            why,
+            "remove [lora], or set `model.path`",
         )
-    changed = [key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)]
+    changed = [
+        key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)
+    ]
     if not lora.is_enabled and changed:
         what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"
-        yield Problem((f"lora.{changed[0]}",), what, "there are no adapters: `lora.rank` is 0", "`rank = 16` in [lora]")
+        yield Problem(
+            (f"lora.{changed[0]}",),
+            what,
+            "there are no adapters: `lora.rank` is 0",
+            "`rank = 16` in [lora]",
+        )
 
 
 def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield problems of the fields of each dataset and of `data.sources`, and keys of one dataset beside it."""
+    """Yield problems of the fields of each dataset and of `data.sources`, and keys of one dataset next to it."""
     data = recipe.data
     if data.sources is None:
         yield from field_problems(recipe)
-        yield from chat_problems(recipe)  # of several sources, others may be texts
+        # With several sources only some may be chats: checked per source below.
+        yield from chat_problems(recipe)
         return
     problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
     yield from problems or _source_field_problems(recipe)
-    for key in ("data.path", "data.eval_path", "data.eval_split", "data.config", "data.split", "data.revision"):
+    for key in (f"data.{name}" for name in DATASET_KEYS):
         if value_of(recipe, key) is not None:
             why = f"`{SOURCES_KEY}` names the datasets"
             hint = f"`{key.removeprefix('data.')}` in the tables of `{SOURCES_KEY}`, or no tables"
@@ -168,17 +229,23 @@ def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
     for source in parse_sources(recipe.data):
         part = recipe.model_copy(update={"data": source_data(recipe.data, source)})
         for problem in field_problems(part):
-            yield Problem((SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint)
+            yield Problem(
+                (SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint
+            )
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
     batch = recipe.batch
     micro_keys = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
     if len(micro_keys) == 2:
-        yield _exclusive_keys(recipe, "batch.per_device", "batch.per_replica", "both set the size of a micro-batch")
+        yield _exclusive_keys(
+            recipe, "batch.per_device", "batch.per_replica", "both set the size of a micro-batch"
+        )
     elif not micro_keys and not batch.size:
         why = "none of `size`, `per_device` and `per_replica` is set"
-        yield Problem(("batch",), "`batch` does not set the sequences per step", why, "`size = 32` in [batch]")
+        yield Problem(
+            ("batch",), "`batch` does not set the sequences per step", why, "`size = 32` in [batch]"
+        )
     elif micro_keys and batch.size and batch.accumulate:
         why = f"`size` and `{micro_keys[0].partition('.')[2]}` already determine it"
         what = f"`batch.accumulate` is {batch.accumulate}"
@@ -187,10 +254,17 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.steps and recipe.train.epochs:
-        yield _exclusive_keys(recipe, "train.steps", "train.epochs", "both set the length of the run")
+        yield _exclusive_keys(
+            recipe, "train.steps", "train.epochs", "both set the length of the run"
+        )
     elif not recipe.train.steps and not recipe.train.epochs:
         why = "neither `steps` nor `epochs` is set"
-        yield Problem(("train",), "`train` does not set the length of the run", why, "`steps = 1000` in [train]")
+        yield Problem(
+            ("train",),
+            "`train` does not set the length of the run",
+            why,
+            "`steps = 1000` in [train]",
+        )
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -207,10 +281,12 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of samples that have no effect without prompts."""
-    log, default = recipe.log, Log()
+    log = recipe.log
+    default = Log()
     for key in ("sample_every", "sample_tokens"):
         if log.samples is None and getattr(log, key) != getattr(default, key):
-            why, hint = "there are no prompts: `log.samples` is not set", '`samples = ["Once upon a time"]` in [log]'
+            why = "there are no prompts: `log.samples` is not set"
+            hint = '`samples = ["Once upon a time"]` in [log]'
             yield Problem((f"log.{key}",), _key_is(recipe, f"log.{key}"), why, hint)
 
 
@@ -221,25 +297,78 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
         yield _exclusive_keys(recipe, *warmup_keys, "both set the length of warm-up")
         return
     # The number of steps of a run by epochs is unknown here: that schedule is checked again when the data is known.
-    n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
+    n_steps = recipe.train.steps or (
+        optimizer.decay_steps if optimizer.warmup_ratio is None else None
+    )
     if n_steps:
         yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 
 
 def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
-    key, schedule = "optimizer.cooldown_steps", recipe.optimizer.schedule
+    key = "optimizer.cooldown_steps"
+    schedule = recipe.optimizer.schedule
     if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
         hint = '`schedule = "wsd"` in [optimizer]'
         yield Problem((key,), _key_is(recipe, key), f"`optimizer.schedule` is {schedule}", hint)
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
-    key, scale = "optimizer.loss_scale", recipe.optimizer.loss_scale
+    key = "optimizer.loss_scale"
+    scale = recipe.optimizer.loss_scale
     if scale is not None and recipe.model.dtype != "float16":
-        what, why = f"`{key}` is {format_value(scale)}", f"`model.dtype` is {recipe.model.dtype}, which needs none"
+        what = f"`{key}` is {format_value(scale)}"
+        why = f"`model.dtype` is {recipe.model.dtype}, which needs none"
         yield Problem((key,), what, why, '`dtype = "float16"` in [model]')
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:
-    what = " and ".join(f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second))
+    what = " and ".join(
+        f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second)
+    )
     return Problem((second, first), what, why, "remove one of them")
+
+
+def _save_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of these keys."""
+    checkpoint = recipe.checkpoint
+    train = recipe.train
+    data = recipe.data
+    for key, step_key in EPOCH_KEYS.items():
+        if value_of(recipe, key) is not None and value_of(recipe, step_key):
+            what = f"{_key_is(recipe, key)} and {_key_is(recipe, step_key)}"
+            yield Problem((key, step_key), what, "both set the same interval", "remove one of them")
+    if checkpoint.dtype not in (None, recipe.model.param_dtype) and checkpoint.optimizer_state:
+        key = "checkpoint.dtype"
+        why = f"a run resumes from {recipe.model.param_dtype} parameters, and the optimizer state is saved"
+        yield Problem(
+            (key,), _key_is(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
+        )
+    if checkpoint.best is not None:
+        key = "checkpoint.best"
+        if not has_eval_data(data):
+            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+            yield Problem((key,), _key_is(recipe, key), why, "`holdout = 0.05` in [data]")
+        elif not train.eval_every and train.eval_every_epochs is None:
+            why = "the run evaluates only after its last step"
+            yield Problem((key,), _key_is(recipe, key), why, "`eval_every = 500` in [train]")
+    if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
+        why = "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
+        hint = '`push = "me/llama-13b"` in [checkpoint]'
+        yield Problem((PUSH_KEY,), _key_is(recipe, PUSH_KEY), why, hint)
+    if train.profile is not None and (reason := _invalid_profile(train.profile)):
+        yield Problem(
+            (PROFILE_KEY,),
+            f"`{PROFILE_KEY}` is invalid",
+            reason,
+            "`profile = { start = 10, steps = 3 }`",
+        )
+
+
+def _invalid_profile(profile: Mapping[str, Any]) -> str:
+    """Return why a profile's table is invalid, or "" if it is valid."""
+    if {*profile} != {"start", "steps"}:
+        return f"its keys are {', '.join(profile) or 'missing'}, not start and steps"
+    invalid = [key for key, value in profile.items() if type(value) is not int or value < 1]
+    if invalid:
+        return f"{invalid[0]} is {format_value(profile[invalid[0]])}, not a positive integer"
+    return ""

@@ -8,24 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.other_trainers import value_for_synonym
 from trainer.recipe.toml_values import parse_toml_value
 
-# Names that other trainers use for a value, by the recipe's value
-VALUE_SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "bfloat16": ("bf16",),
-    "float32": ("fp32", "f32", "float", "single"),
-    "float16": ("fp16", "half"),
-    "nothing_saveable": ("full",),
-    "dots_with_no_batch_dims_saveable": ("minimal", "selective"),
-    "wsd": ("warmup_stable_decay",),
-    "rsqrt": ("inverse_sqrt",),
-    "constant": ("constant_with_warmup",),
-    "cosine": ("cosine_with_warmup", "cosine_decay"),
-    "linear": ("linear_with_warmup", "linear_decay"),
-    "adamw": ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit"),
+_PYTHON_TYPES = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "string": str,
+    "object": dict,
 }
-VALUE_BY_SYNONYM = {name: value for value, names in VALUE_SYNONYMS.items() for name in names}
-_PYTHON_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "string": str, "object": dict}
 
 
 def suggest_value(value: Any, key_schema: Mapping[str, Any]) -> str:
@@ -41,10 +33,12 @@ def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
         key_schema: JSON schema of the key.
 
     Returns:
-        The first accepted candidate; empty if there is none.
+        The first accepted candidate, or "" if there is none.
     """
     candidates = (value, *_candidate_values(value))
-    accepted = (to_toml(candidate) for candidate in candidates if is_accepted(candidate, key_schema))
+    accepted = (
+        to_toml(candidate) for candidate in candidates if is_accepted(candidate, key_schema)
+    )
     return next(accepted, "")
 
 
@@ -52,7 +46,7 @@ def _candidate_values(value: Any) -> Iterator[Any]:
     """Yield likely meanings of a value: text as a number or list, 20.0 as 20, bf16 as bfloat16, a list as `1,8,1`."""
     if isinstance(value, str):
         yield value.lower()
-        yield VALUE_BY_SYNONYM.get(value.lower())
+        yield value_for_synonym(value)
         yield [value]
         for text in (value.strip(), value.strip().lower()):
             parsed = _parse_toml_value(text)
@@ -84,7 +78,8 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
         return isinstance(value, str) and value in alternative["enum"]
     if alternative["type"] == "array":
         items = alternative["items"]
-        minimum, maximum = alternative.get("minItems", 1), alternative.get("maxItems", math.inf)
+        minimum = alternative.get("minItems", 1)
+        maximum = alternative.get("maxItems", math.inf)
         has_valid_length = isinstance(value, list) and minimum <= len(value) <= maximum
         return has_valid_length and all(_is_accepted_by(item, items) for item in value)
     if isinstance(value, bool) != (alternative["type"] == "boolean"):
@@ -94,7 +89,9 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
     if isinstance(value, dict):
         return bool(value)
     if isinstance(value, str):
-        return len(value) >= alternative.get("minLength", 0) and bool(re.search(alternative.get("pattern", ""), value))
+        return len(value) >= alternative.get("minLength", 0) and bool(
+            re.search(alternative.get("pattern", ""), value)
+        )
     return _is_within(value, alternative)
 
 

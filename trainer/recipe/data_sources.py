@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -15,7 +15,30 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat
 
 SOURCES_KEY = "data.sources"
 EVAL_KEYS = ("eval_path", "eval_split")
-SOURCE_PATHS = ("path", "eval_path")  # keys whose `~` and `${NAME}` are expanded
+# Keys of `[data]` that name one dataset. With sources each source has its own.
+DATASET_KEYS = ("path", "eval_path", "eval_split", "config", "split", "revision")
+# Paths in which `~` and `${NAME}` are expanded.
+SOURCE_PATHS = ("path", "eval_path")
+NonEmptyText = Annotated[str, Field(min_length=1)]
+
+
+def _as_in_data(key: str, example: str = "") -> Any:
+    """Return the field of a key that `[data]` has too, with its examples and the value if absent.
+
+    Args:
+        key: Name of the key in `[data]`.
+        example: Example to show instead of the one of `[data]`.
+    """
+    field = Data.model_fields[key]
+    # A source without a key has the value of `[data]`, except for the keys that name a
+    # dataset: with sources, `[data]` cannot have them.
+    absent = field.json_schema_extra if key in DATASET_KEYS else None
+    return Field(
+        default=None,
+        description=f"as `data.{key}`",
+        examples=[example] if example else field.examples,
+        json_schema_extra=absent,
+    )
 
 
 class DataSource(BaseModel):
@@ -24,7 +47,9 @@ class DataSource(BaseModel):
     model_config = STRICT
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="name in messages and metrics", examples=["wiki"]
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="name in messages and metrics",
+        examples=["wiki"],
     )
     path: Paths = Field(description="as `data.path`", examples=["wiki/*.jsonl"])
     weight: PositiveFloat | None = Field(
@@ -33,52 +58,23 @@ class DataSource(BaseModel):
         examples=[3],
         json_schema_extra=if_absent("all sequences of all sources are shuffled together"),
     )
-    eval_path: Paths | None = Field(
-        default=None,
-        description="as `data.eval_path`",
-        examples=["wiki-validation.jsonl"],
-        json_schema_extra=if_absent("the sequences of `holdout`"),
-    )
-    eval_split: str | None = Field(
-        default=None,
-        min_length=1,
-        description="as `data.eval_split`",
-        examples=["validation"],
-        json_schema_extra=if_absent("the sequences of `holdout`"),
-    )
-    type: DataType | None = Field(default=None, description="as `data.type`", examples=["json"])
-    format: DataFormat | None = Field(default=None, description="as `data.format`", examples=["chat"])
-    fields: str | None = Field(default=None, min_length=1, description="as `data.fields`", examples=["text"])
-    config: str | None = Field(
-        default=None,
-        min_length=1,
-        description="as `data.config`",
-        examples=["en"],
-        json_schema_extra=if_absent("its default"),
-    )
-    split: str | None = Field(
-        default=None,
-        min_length=1,
-        description="as `data.split`",
-        examples=["train"],
-        json_schema_extra=if_absent('"train", or the only one'),
-    )
-    revision: str | None = Field(
-        default=None,
-        min_length=1,
-        description="as `data.revision`",
-        examples=["main"],
-        json_schema_extra=if_absent('"main"'),
-    )
-    ids_dtype: IdsDtype | None = Field(default=None, description="as `data.ids_dtype`", examples=["uint32"])
-    bad_lines: NonNegativeInt | None = Field(default=None, description="as `data.bad_lines`", examples=[10])
+    eval_path: Paths | None = _as_in_data("eval_path", example="wiki-validation.jsonl")
+    eval_split: NonEmptyText | None = _as_in_data("eval_split")
+    type: DataType | None = _as_in_data("type", example="json")
+    format: DataFormat | None = _as_in_data("format", example="chat")
+    fields: NonEmptyText | None = _as_in_data("fields")
+    config: NonEmptyText | None = _as_in_data("config", example="en")
+    split: NonEmptyText | None = _as_in_data("split")
+    revision: NonEmptyText | None = _as_in_data("revision")
+    ids_dtype: IdsDtype | None = _as_in_data("ids_dtype")
+    bad_lines: NonNegativeInt | None = _as_in_data("bad_lines")
 
 
 SOURCE_SCHEMAS: Mapping[str, Mapping[str, Any]] = DataSource.model_json_schema()["properties"]
 
 
 def parse_sources(data: Data) -> tuple[DataSource, ...]:
-    """Return the sources of a recipe's data; none if it has a `path`.
+    """Return the sources of a recipe's data, or () if it has a `path`.
 
     Raises:
         UsageError: A table is invalid, two have the same name, or only some have a weight.
@@ -88,11 +84,17 @@ def parse_sources(data: Data) -> tuple[DataSource, ...]:
     names = [source.name for source in sources]
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise usage_error(f"two tables of `{SOURCES_KEY}` have the name {twice!r}", "", "give each its own name")
+        raise usage_error(
+            f"two tables of `{SOURCES_KEY}` have the name {twice!r}", "", "give each its own name"
+        )
     unweighted = [source.name for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(names):
         why = f"without one: {', '.join(unweighted)}"
-        raise usage_error(f"only some tables of `{SOURCES_KEY}` have a weight", why, "give all of them one, or none")
+        raise usage_error(
+            f"only some tables of `{SOURCES_KEY}` have a weight",
+            why,
+            "give all of them one, or none",
+        )
     return sources
 
 
@@ -109,13 +111,13 @@ def source_data(data: Data, source: DataSource) -> Data:
 
 
 def has_eval_data(data: Data) -> bool:
-    """Return whether a run has data to evaluate on: held out, or of its own."""
+    """Return whether a run has data to evaluate on: held out, or a separate dataset."""
     has_own = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
     return bool(data.holdout) or has_own
 
 
 def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
-    """Yield each source of a recipe with its data; without sources, None with the data itself."""
+    """Yield each source of a recipe with its data, or None with the data if it has no sources."""
     if data.sources is None:
         yield None, data
     for source in parse_sources(data):
@@ -138,6 +140,9 @@ def _key_error(number: int, key: str, error_type: str, table: Mapping[str, Any])
         hint = f"did you mean `{similar}`?" if similar else f"known: {', '.join(SOURCE_SCHEMAS)}"
         return usage_error(f"{place}: unknown key `{key}`", "", hint)
     schema = SOURCE_SCHEMAS[key]
-    state = "missing" if error_type == "missing" and key not in table else format_value(table.get(key))
+    if error_type == "missing" and key not in table:
+        state = "missing"
+    else:
+        state = format_value(table.get(key))
     why = f"it takes {describe_type(schema)}: {schema['description']}"
     return usage_error(f"{place}: `{key}` is {state}", why, f"`{key} = {example_value(schema)}`")

@@ -70,12 +70,17 @@ class Data(BaseModel):
         default=None,
         description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
         examples=[
-            [{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl", "weight": 1}]
+            [
+                {"name": "wiki", "path": "wiki.jsonl", "weight": 3},
+                {"name": "code", "path": "code.jsonl", "weight": 1},
+            ]
         ],
         json_schema_extra=if_absent("the dataset of `path`"),
     )
     ids_dtype: IdsDtype = Field(
-        default=DEFAULT_IDS_DTYPE, description="dtype of the token ids in .bin files", examples=["uint32"]
+        default=DEFAULT_IDS_DTYPE,
+        description="dtype of the token ids in .bin files",
+        examples=["uint32"],
     )
     bad_lines: NonNegativeInt = Field(
         default=0,
@@ -111,9 +116,13 @@ class Data(BaseModel):
         examples=["fields"],
         json_schema_extra=if_absent("`fields`"),
     )
-    subfield_separator: str = Field(default=" ", description="text between the texts that `+` joins", examples=[" "])
+    subfield_separator: str = Field(
+        default=" ", description="text between the texts that `+` joins", examples=[" "]
+    )
     prepend_text: str = Field(
-        default="", description="text put before the first field of each document", examples=["Question: "]
+        default="",
+        description="text put before the first field of each document",
+        examples=["Question: "],
     )
     add_bos: bool = Field(
         default=False,
@@ -205,9 +214,13 @@ class Data(BaseModel):
         examples=["~/tokens"],
         json_schema_extra=if_absent("`data` in the run's folder"),
     )
-    shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
+    shuffle: bool = Field(
+        default=True, description="shuffle the sequences in each epoch", examples=[True]
+    )
 
     @property
     def eval_paths(self) -> Paths | None:
-        """Files to evaluate on: another split of `path`, if there is no `eval_path`; None for held-out sequences."""
-        return self.path if self.eval_path is None and self.eval_split is not None else self.eval_path
+        """Files to evaluate on: another split of `path`, if there is no `eval_path`, or None for held-out sequences."""
+        if self.eval_path is None and self.eval_split is not None:
+            return self.path
+        return self.eval_path

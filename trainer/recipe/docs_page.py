@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
-from trainer.recipe.synonyms import SYNONYMS
+from trainer.recipe.other_trainers import other_trainers
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
 INTRO = """\
@@ -109,12 +109,17 @@ def render_page() -> str:
         table, _, name = key.rpartition(".")
         if table != current_table:
             title = f"`[{table}]`" if table else "Above the first table"
-            description = _table_description(recipe_schema, table) if table else recipe_schema["description"]
-            parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+            if table:
+                description = _table_description(recipe_schema, table)
+            else:
+                description = recipe_schema["description"]
+            parts.append(
+                f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+            )
             current_table = table
         parts.append(_key_row(name, KEY_SCHEMAS[key]))
     optimizers = [OPTIMIZERS, *_optimizer_rows()]
-    synonyms = [NAMES, *map(_synonym_row, SYNONYMS.items())]
+    synonyms = [NAMES, *map(_synonym_row, other_trainers().names.items())]
     return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
 
 
@@ -122,11 +127,14 @@ def _optimizer_rows() -> Iterator[str]:
     """Yield for each optimizer a row with its keys, and with its defaults that differ from those above."""
     common = set.intersection(*map(set, OPTIMIZER_SCHEMAS.values()))
     for name, schemas in OPTIMIZER_SCHEMAS.items():
-        keys = ", ".join(f"`{key} = {_default(item)}`" for key, item in schemas.items() if key not in common)
+        keys = ", ".join(
+            f"`{key} = {_default(item)}`" for key, item in schemas.items() if key not in common
+        )
         differing = (
             f"`{key} = {_default(item)}`"
             for key, item in schemas.items()
-            if key in common - {"type"} and _default(item) != _default(KEY_SCHEMAS[f"optimizer.{key}"])
+            if key in common - {"type"}
+            and _default(item) != _default(KEY_SCHEMAS[f"optimizer.{key}"])
         )
         yield f"| `{name}` | {keys} | {', '.join(differing)} |\n"
 
@@ -135,20 +143,26 @@ def _default(key_schema: Mapping[str, Any]) -> str:
     """Return the default of a key, or the meaning of its absence."""
     if "absent" in key_schema:
         return str(key_schema["absent"])
-    return to_toml(key_schema["default"]) if "default" in key_schema else "required"
+    if "default" in key_schema:
+        return to_toml(key_schema["default"])
+    return "required"
 
 
 def _sources_section() -> Iterator[str]:
     """Yield the section about the tables of `data.sources`."""
     yield f"\n## `[[{SOURCES_KEY}]]`\n\n{DataSource.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
     for name, key_schema in SOURCE_SCHEMAS.items():
-        default = key_schema.get("absent") or ("that of `[data]`" if "default" in key_schema else "required")
+        default = key_schema.get("absent") or (
+            "that of `[data]`" if "default" in key_schema else "required"
+        )
         yield f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
     property_schema = recipe_schema["properties"][table]
-    return property_schema.get("description") or table_members(recipe_schema, table)[0]["description"]
+    return (
+        property_schema.get("description") or table_members(recipe_schema, table)[0]["description"]
+    )
 
 
 def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:

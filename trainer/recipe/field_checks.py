@@ -32,12 +32,18 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
 def chat_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield keys about the texts of columns for conversations, which a chat template renders."""
     data = recipe.data
-    if data.format != "chat" or data.type not in DEFAULT_FIELDS or data.fields_from_example is not None:
+    if (
+        data.format != "chat"
+        or data.type not in DEFAULT_FIELDS
+        or data.fields_from_example is not None
+    ):
         return
     for key in TEXT_KEYS:
         if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
-            yield Problem((key,), what, "`data.format` is chat, and its template makes the text", "remove it")
+            yield Problem(
+                (key,), what, "`data.format` is chat, and its template makes the text", "remove it"
+            )
 
 
 def check_source_length(data: Data, *, has_encoder: bool) -> None:
@@ -52,31 +58,49 @@ def check_source_length(data: Data, *, has_encoder: bool) -> None:
 def check_packing(data: Data, *, has_encoder: bool) -> None:
     """Raise UsageError if a model with or without an encoder cannot train on the sequences of the data."""
     if has_encoder and data.packing != CONCATENATED:
-        why = "the model has an encoder: each pair of a source and a target is a sequence of its own"
+        why = (
+            "the model has an encoder: each pair of a source and a target is a sequence of its own"
+        )
         raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
     if data.objective == SPAN_CORRUPTION and not has_encoder:
         why = "the model has no encoder to read the text without the spans"
-        raise usage_error(f"`data.objective` is {format_value(data.objective)}", why, "remove it, or take a T5 model")
+        raise usage_error(
+            f"`data.objective` is {format_value(data.objective)}",
+            why,
+            "remove it, or take a T5 model",
+        )
 
 
 def _column_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield keys about columns for a type of data without columns."""
     data = recipe.data
-    defaults = {key: type(data).model_fields[key.removeprefix("data.")].default for key in COLUMN_KEYS}
+    defaults = {
+        key: type(data).model_fields[key.removeprefix("data.")].default for key in COLUMN_KEYS
+    }
     for key, default in defaults.items():
         if value_of(recipe, key) != default:
             use = "names a column" if key.startswith("data.fields") else "is for columns"
             why = f"it {use} of json objects, but `data.type` is {data.type}"
-            yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, '`type = "json"`')
+            yield Problem(
+                (key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, '`type = "json"`'
+            )
 
 
 def _list_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if data.fields_from_example is not None:
-        for key, is_set in (("data.fields", data.fields is not None), ("data.format", data.format in FORMAT_FIELDS)):
+        for key, is_set in (
+            ("data.fields", data.fields is not None),
+            ("data.format", data.format in FORMAT_FIELDS),
+        ):
             if is_set:
                 why = f"`data.fields_from_example` is {format_value(data.fields_from_example)}"
-                yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, "remove one of them")
+                yield Problem(
+                    (key,),
+                    f"`{key}` is {format_value(value_of(recipe, key))}",
+                    why,
+                    "remove one of them",
+                )
     elif data.format != "chat":
         yield from problem_if_raised(lambda: parse_fields(data.fields or ""), "data.fields")
 
@@ -90,11 +114,13 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
         has_columns = data.type in DEFAULT_FIELDS and data.format != "chat"
         has_source = has_columns and bool(parse_fields(data.fields or "").source)
     except PrepError:
-        return  # reported by _list_problems
+        # Reported by _list_problems.
+        return
     keys = ("data.source_prefix",) if data.objective == SPAN_CORRUPTION else SOURCE_KEYS
     for key in keys:
         if value_of(recipe, key) is not None and not has_source:
-            what, why = f"`{key}` is {format_value(value_of(recipe, key))}", "`data.fields` has no source in brackets"
+            what = f"`{key}` is {format_value(value_of(recipe, key))}"
+            why = "`data.fields` has no source in brackets"
             yield Problem((key,), what, why, '`fields = "[article], summary"`')
 
 
@@ -104,10 +130,13 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
     if data.objective != SPAN_CORRUPTION:
         for key in NOISE_KEYS:
             if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
-                what, why = f"`{key}` is {format_value(value_of(recipe, key))}", f"`data.objective` is {data.objective}"
+                what = f"`{key}` is {format_value(value_of(recipe, key))}"
+                why = f"`data.objective` is {data.objective}"
                 yield Problem((key,), what, why, '`objective = "span_corruption"`')
         return
-    yield from problem_if_raised(lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS)
+    yield from problem_if_raised(
+        lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS
+    )
     is_set = {
         "data.format": data.format != PLAIN,
         "data.fields": data.fields is not None and "[" in data.fields,
@@ -117,4 +146,6 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
     }
     for key in (key for key, value in is_set.items() if value):
         what = f"`{key}` is {format_value(value_of(recipe, key))}"
-        yield Problem((key,), what, "span corruption takes blocks of concatenated text", "remove it")
+        yield Problem(
+            (key,), what, "span corruption takes blocks of concatenated text", "remove it"
+        )

@@ -6,8 +6,8 @@
            | "{" column "}"                       token ids
            | column ("+" column)*                 texts that are joined, then tokenized together
 
-Fields in brackets are read by the encoder; in a model without one, their tokens have no loss. Blanks around names are
-ignored. A text without any of these signs is the name of one column.
+Fields in brackets are read by the encoder. In a model without one, their tokens have no loss.
+Blanks around names are ignored. A text without any of these signs is the name of one column.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECIAL_HINT = "`<|bos|>`, `<|eos|>` or `<|ID|>` with a token id"
 
 
 class FieldsError(ValueError):
-    """Error for a text that is not in the grammar; its message says why."""
+    """Error for a text that is not in the grammar. Its message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TextField:
 
 
 @dataclass(frozen=True, slots=True)
-class IdsField:
+class TokenIdsField:
     """A column of token ids."""
 
     column: str
@@ -50,7 +50,7 @@ class TokenField:
     token: int | Literal["bos", "eos"]
 
 
-Field: TypeAlias = TextField | IdsField | TokenField
+Field: TypeAlias = TextField | TokenIdsField | TokenField
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,11 @@ class FieldList:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns, those in brackets first."""
-        return tuple(column for field in (*self.source, *self.target) for column in _columns(field))
+        """All columns. Columns in brackets come first."""
+        columns: list[str] = []
+        for field in (*self.source, *self.target):
+            columns += _columns(field)
+        return tuple(columns)
 
 
 def parse_fields(text: str) -> FieldList:
@@ -87,15 +90,18 @@ def parse_fields(text: str) -> FieldList:
     try:
         return split_fields(text)
     except FieldsError as error:
-        raise usage_error(f'`data.fields` is "{text:.60}"', str(error), '`fields = "[article], summary"`') from None
+        raise usage_error(
+            f'`data.fields` is "{text:.60}"', str(error), '`fields = "[article], summary"`'
+        ) from None
 
 
 def split_fields(text: str) -> FieldList:
-    """Parse a list of fields; raise FieldsError if it is not in the grammar."""
+    """Parse a list of fields. Raise FieldsError if it is not in the grammar."""
     if not SIGNS.search(text):
         return FieldList(((TextField((text,)), False),))
     items: list[tuple[Field, bool]] = []
-    position, has_next = 0, True
+    position = 0
+    has_next = True
     while has_next:
         match = ITEM.match(text, position)
         if match is None:
@@ -103,10 +109,13 @@ def split_fields(text: str) -> FieldList:
         bracket = match["bracket"]
         bodies = [match["field"]] if bracket is None else bracket.split(",")
         items += [(_parse_field(body.strip()), bracket is not None) for body in bodies]
-        position, has_next = match.end(), match["end"] == ","
+        position = match.end()
+        has_next = match["end"] == ","
     fields = FieldList(tuple(items))
     if not fields.target:
-        raise FieldsError("all fields are in brackets, which have no loss: it needs one outside brackets")
+        raise FieldsError(
+            "all fields are in brackets, which have no loss: it needs one outside brackets"
+        )
     return fields
 
 
@@ -114,7 +123,7 @@ def _parse_field(body: str) -> Field:
     if token := TOKEN.fullmatch(body):
         return TokenField(_parse_token(token[1]))
     if ids := IDS.fullmatch(body):
-        return IdsField(ids[1].strip())
+        return TokenIdsField(ids[1].strip())
     columns = tuple(column.strip() for column in body.split("+"))
     if not all(columns):
         raise FieldsError("a field is empty" if not body else f'"{body}" lacks a column beside +')
@@ -134,4 +143,6 @@ def _parse_token(name: str) -> int | Literal["bos", "eos"]:
 def _columns(field: Field) -> tuple[str, ...]:
     if isinstance(field, TextField):
         return field.columns
-    return (field.column,) if isinstance(field, IdsField) else ()
+    if isinstance(field, TokenIdsField):
+        return (field.column,)
+    return ()

@@ -23,8 +23,9 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(value: object) -> str:
-    """Return a value as TOML; a table becomes an inline table, dates and times use Python's format."""
-    if isinstance(value, str):  # JSON escapes all characters that TOML requires to be escaped, except DEL
+    """Return a value as TOML. A table becomes an inline table, dates and times use Python's format."""
+    # JSON escapes all characters that TOML requires to be escaped, except DEL.
+    if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
@@ -33,12 +34,16 @@ def to_toml(value: object) -> str:
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         return min(repr(value), _scientific(value), key=len)
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_toml_key(key)} = {to_toml(item)}' for key, item in value.items())}}}"
+        return (
+            f"{{{', '.join(f'{_toml_key(key)} = {to_toml(item)}' for key, item in value.items())}}}"
+        )
     return str(value)
 
 
 def _toml_key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else to_toml(key)
+    if BARE_KEY.fullmatch(key):
+        return key
+    return to_toml(key)
 
 
 def _scientific(value: float) -> str:
@@ -50,8 +55,10 @@ def _scientific(value: float) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value for a message, cut to MAX_VALUE_CHARS; a table becomes the words "a table"."""
-    return "a table" if isinstance(value, dict) else _cut(to_toml(value))
+    """Return a value for a message, cut to MAX_VALUE_CHARS. A table becomes the words "a table"."""
+    if isinstance(value, dict):
+        return "a table"
+    return _cut(to_toml(value))
 
 
 def format_text(text: str) -> str:
@@ -60,13 +67,18 @@ def format_text(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.encode("utf-8", "backslashreplace").decode()  # an argument may not be UTF-8
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
+    # An argument may not be UTF-8.
+    text = text.encode("utf-8", "backslashreplace").decode()
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    return f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def alternatives(key_schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the schemas of a key's accepted types, without null, the value of an absent key."""
-    return [schema for schema in key_schema.get("anyOf", [key_schema]) if schema.get("type") != "null"]
+    return [
+        schema for schema in key_schema.get("anyOf", [key_schema]) if schema.get("type") != "null"
+    ]
 
 
 def describe_type(key_schema: Mapping[str, Any]) -> str:
@@ -84,15 +96,22 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         items = alternative["items"]
         if "enum" in items:
             return f"a list of {_describe_alternative(items)}"
-        count = f"{alternative['minItems']} " if alternative.get("minItems") == alternative.get("maxItems", 0) else ""
+        if alternative.get("minItems") == alternative.get("maxItems", 0):
+            count = f"{alternative['minItems']} "
+        else:
+            count = ""
         noun = TYPE_NAMES[items.get("format", items["type"])].removeprefix("a ")
         return f"a list of {count}{noun}s{_describe_bounds(items)}"
-    return TYPE_NAMES[alternative.get("format", alternative["type"])] + _describe_bounds(alternative)
+    return TYPE_NAMES[alternative.get("format", alternative["type"])] + _describe_bounds(
+        alternative
+    )
 
 
 def _describe_bounds(schema: Mapping[str, Any]) -> str:
     bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in schema]
-    return f" {' and '.join(bounds)}" if bounds else ""
+    if bounds:
+        return f" {' and '.join(bounds)}"
+    return ""
 
 
 def example_value(key_schema: Mapping[str, Any]) -> str:
@@ -101,5 +120,5 @@ def example_value(key_schema: Mapping[str, Any]) -> str:
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """Return the known word closest to a misspelled one; empty if none is close."""
+    """Return the known word closest to a misspelled one, or "" if none is close."""
     return next(iter(difflib.get_close_matches(word[:MAX_VALUE_CHARS], known, n=1)), "")

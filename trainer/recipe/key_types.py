@@ -14,7 +14,11 @@ PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
 
 
 def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -27,7 +31,9 @@ Paths = Annotated[
     tuple[PathText, ...],
     Field(min_length=1),
     BeforeValidator(_as_tuple),
-    WithJsonSchema({"anyOf": [PATH_SCHEMA, {"type": "array", "items": PATH_SCHEMA, "minItems": 1}]}),
+    WithJsonSchema(
+        {"anyOf": [PATH_SCHEMA, {"type": "array", "items": PATH_SCHEMA, "minItems": 1}]}
+    ),
 ]
 
 
@@ -52,7 +58,12 @@ Prompts = Annotated[
     Field(min_length=1),
     BeforeValidator(_as_tuple),
     WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}]}
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
     ),
 ]
 ActivationNames = Annotated[

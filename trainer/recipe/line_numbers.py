@@ -31,6 +31,8 @@ def key_line_numbers(text: str) -> dict[KeyPath, int]:
     table: KeyPath = ()
     for number, statement, values in _statements(text):
         if statement.lstrip().startswith("["):
+            # `[a.b]` parses to {"a": {"b": {}}} with the paths (a) and (a, b). The longest is the
+            # table.
             table = max(_key_paths(values), key=len)
             lines.setdefault(table, number)
         else:
@@ -46,6 +48,8 @@ def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     line = 1
     for token in _TOKEN.finditer(f"{text}\n"):
         depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        # A line break within brackets does not end a statement. Brackets within strings and
+        # comments are part of those tokens.
         if token[0] == "\n" and depth == 0:
             statement = text[start : token.start()]
             yield line, statement, tomllib.loads(statement)

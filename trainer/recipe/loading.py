@@ -1,4 +1,4 @@
-"""Load a recipe from a file and `--set` options; one error lists all diagnostics with their lines."""
+"""Load a recipe from a file and `--set` options. One error lists all diagnostics with their lines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from trainer.recipe.checks import find_problems
 from trainer.recipe.corrections import correct_value
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.data_table import Data
-from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
-from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
+from trainer.recipe.formatting import (
+    alternatives,
+    describe_type,
+    example_value,
+    format_value,
+    suggest,
+)
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
-from trainer.recipe.problems import Problem
+from trainer.recipe.problems import Diagnostic, Problem, diagnostics_error
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
@@ -34,7 +39,7 @@ class LoadedRecipe:
 
     Attributes:
         recipe: The recipe.
-        origins: `default` or `--set KEY` by dotted key; keys of the file are absent.
+        origins: `default` or `--set KEY` by dotted key. Keys of the file are absent.
     """
 
     recipe: Recipe
@@ -52,7 +57,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
 
     Raises:
         PrepError: The file cannot be read.
-        UsageError: The recipe is missing or invalid. The error lists all diagnostics with their lines.
+        UsageError: The recipe is missing or invalid. The error lists all diagnostics with their
+            lines.
     """
     return complete_recipe(read_recipe(path), overrides)
 
@@ -70,7 +76,11 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
     raw, diagnostics = apply_overrides(raw, overrides)
     unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)
     expanded, path_diagnostics = _expand_paths(raw)
-    diagnostics += [*unknown_key_diagnostics, *path_diagnostics, *_missing_start(raw, intended_keys)]
+    diagnostics += [
+        *unknown_key_diagnostics,
+        *path_diagnostics,
+        *_missing_start(raw, intended_keys),
+    ]
     recipe = _validate(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
         # An unknown key may be the cause of a conflict in the table of the key that it stands for.
@@ -102,10 +112,13 @@ def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
 
 def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
     """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
-    diagnostics, intended_keys = [], set()
+    diagnostics = []
+    intended_keys = set()
     hinted, others = find_unknown_keys(raw.tables)
     for path, value in hinted:
-        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value)))
+        diagnostics.append(
+            raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value))
+        )
         intended_keys |= {path, guess_key(path)}
         if isinstance(value, dict):
             table = suggest(path, TABLE_NAMES)
@@ -118,7 +131,9 @@ def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagn
     """Return the diagnostic of a missing `model.path`, unless the start is random."""
     key = "model.path"
     is_random = raw.has("model.init") and raw.get("model.init") == "random"
-    return [] if raw.has(key) or is_random or key in intended_keys else [_missing_key(key, raw)]
+    if raw.has(key) or is_random or key in intended_keys:
+        return []
+    return [_missing_key(key, raw)]
 
 
 def _origins(raw: RawRecipe) -> dict[str, str]:
@@ -126,20 +141,28 @@ def _origins(raw: RawRecipe) -> dict[str, str]:
     return defaults | {key: f"--set {key}" for key in raw.overridden_keys}
 
 
-def _validate(raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[str]) -> Recipe | list[Diagnostic]:
+def _validate(
+    raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[str]
+) -> Recipe | list[Diagnostic]:
     """Return the recipe, or the diagnostics of its values. Unknown keys are ignored.
 
     Args:
         raw: The recipe with expanded paths.
         unexpanded: The recipe as the user wrote it, for messages.
-        intended_keys: Keys probably meant by unknown keys; they are not reported as missing.
+        intended_keys: Keys probably meant by unknown keys. They are not reported as missing.
     """
     try:
         return Recipe.model_validate(_with_dependent_defaults(raw))
     except ValidationError as error:
-        error_types = {_schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)}
+        error_types = {
+            _schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)
+        }
     # A list with too few items has an error of type "missing" too, but its key is there.
-    missing_keys = {key for key, error_type in error_types.items() if error_type == "missing" and not raw.has(key)}
+    missing_keys = {
+        key
+        for key, error_type in error_types.items()
+        if error_type == "missing" and not raw.has(key)
+    }
     return [
         _missing_key(key, unexpanded) if key in missing_keys else _invalid_value(key, unexpanded)
         for key in error_types
@@ -168,7 +191,11 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
     if not isinstance(tables["data"], dict):
         return tables
     data_type = tables["data"].get("type", Data.model_fields["type"].default)
-    if isinstance(data_type, str) and data_type in DEFAULT_FIELDS and not raw.has("data.fields_from_example"):
+    if (
+        isinstance(data_type, str)
+        and data_type in DEFAULT_FIELDS
+        and not raw.has("data.fields_from_example")
+    ):
         data_format = raw.get("data.format") if raw.has("data.format") else None
         fields = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[data_type])
         tables["data"] = {"fields": fields} | tables["data"]
@@ -186,13 +213,16 @@ def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name in TABLE_NAMES:
         if isinstance(values := known.get(name), dict):
-            known[name] = {key: value for key, value in values.items() if is_known(name, key, values)}
+            known[name] = {
+                key: value for key, value in values.items() if is_known(name, key, values)
+            }
     return known
 
 
 def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
-    """Expand `~` and `${NAME}` in all paths; return the recipe, and the diagnostics of paths that cannot be."""
-    tables, diagnostics = raw.copy_tables(), []
+    """Expand `~` and `${NAME}` in all paths. Return the recipe, and the diagnostics of paths that cannot be."""
+    tables = raw.copy_tables()
+    diagnostics = []
     for key in KEY_SCHEMAS:
         if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
             table, _, name = key.partition(".")
@@ -206,22 +236,29 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
 def _expand_value(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return [_expand_value(item, key) for item in value]
-    if isinstance(value, dict):  # a table of `data.sources`
+    # A table of `data.sources`.
+    if isinstance(value, dict):
         paths = {name: _expand_value(value[name], key) for name in SOURCE_PATHS if name in value}
         return value | paths
-    return _expand_path(value, key) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _expand_path(value, key)
+    return value
 
 
 def _expand_path(text: str, key: str) -> str:
     for name in ENV_VARIABLE.findall(text):
         if name not in os.environ:
             why = f"it is {format_value(text)}, and {name} is not set"
-            raise usage_error(f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`")
+            raise usage_error(
+                f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`"
+            )
     expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], text)
     if "${" in expanded:
         why = "only `${NAME}` is expanded, and only once"
         raise usage_error(f"`{key}` is {format_value(expanded)}", why, "remove the remaining `${`")
-    return os.path.expanduser(expanded) if expanded.startswith("~/") or expanded == "~" else expanded
+    if expanded.startswith("~/") or expanded == "~":
+        return os.path.expanduser(expanded)
+    return expanded
 
 
 def _missing_key(key: str, raw: RawRecipe) -> Diagnostic:
@@ -235,7 +272,8 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
         what = f"`{key}` is {format_value(raw.get(key))}"
         return raw.diagnostic(key, what, "it takes a table", f"`[{key}]`, and its keys below")
     key_schema = KEY_SCHEMAS[key]
-    value = raw.get(key) if raw.has(key) else raw.path.stem  # of all defaults only the name can be invalid
+    # Among the defaults only the name, taken from the file, can be invalid.
+    value = raw.get(key) if raw.has(key) else raw.path.stem
     corrected = correct_value(value, key_schema)
     similar_choice = "" if corrected else _similar_choice(value, key_schema)
     if similar_choice:
@@ -246,11 +284,20 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
 
 
 def _similar_choice(value: Any, key_schema: Mapping[str, Any]) -> str:
-    """Return the choice of a key, or of its lists, that is similar to an invalid text; empty if there is none."""
+    """Return the choice of a key, or of its lists, that is similar to an invalid text, or "" if there is none."""
     is_list = isinstance(value, list)
-    schemas = [alternative.get("items", {}) if is_list else alternative for alternative in alternatives(key_schema)]
-    choices = [str(choice) for schema in schemas for choice in schema.get("enum", ())]
-    texts = [item for item in (value if is_list else [value]) if isinstance(item, str) and item not in choices]
+    schemas = [
+        alternative.get("items", {}) if is_list else alternative
+        for alternative in alternatives(key_schema)
+    ]
+    choices: list[str] = []
+    for schema in schemas:
+        choices += map(str, schema.get("enum", ()))
+    texts = [
+        item
+        for item in (value if is_list else [value])
+        if isinstance(item, str) and item not in choices
+    ]
     return next(filter(None, (suggest(text, choices) for text in texts)), "")
 
 

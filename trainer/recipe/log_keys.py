@@ -24,12 +24,18 @@ def check_wandb_table(table: Mapping[str, Any] | None) -> None:
     for key, value in table.items():
         if key not in WANDB_KEYS:
             hint = did_you_mean(key, WANDB_KEYS)
-            raise usage_error(f"unknown key `{key}` in `{WANDB_KEY}`", f"known: {', '.join(WANDB_KEYS)}", hint)
+            raise usage_error(
+                f"unknown key `{key}` in `{WANDB_KEY}`", f"known: {', '.join(WANDB_KEYS)}", hint
+            )
         if not _is_valid(key, value):
             kind = {"tags": "a list of texts", "offline": "true or false"}.get(key, "text")
-            raise usage_error(f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`")
+            raise usage_error(
+                f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`"
+            )
     if "project" not in table:
-        raise usage_error(f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`')
+        raise usage_error(
+            f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`'
+        )
 
 
 def _is_valid(key: str, value: object) -> bool:

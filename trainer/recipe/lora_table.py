@@ -7,18 +7,28 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from trainer.models.lora import DEFAULT_TARGETS, LoraConfig
-from trainer.recipe.key_types import STRICT, NonNegativeInt, PathText, PositiveFloat, RuleTexts, if_absent
+from trainer.recipe.key_types import (
+    STRICT,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    RuleTexts,
+    if_absent,
+)
 
-ALPHA_PER_RANK = 2  # default of `alpha`
+# Default of `alpha`.
+ALPHA_PER_RANK = 2
 
 
 class Lora(BaseModel):
-    """Low-rank adapters (LoRA). With `rank` or `path` only they are trained; all other parameters are frozen."""
+    """Low-rank adapters (LoRA). With `rank` or `path` only they are trained. All other parameters are frozen."""
 
     model_config = STRICT
 
     rank: NonNegativeInt = Field(
-        default=0, description="rank of the adapters; 0: none, all parameters are trained", examples=[16]
+        default=0,
+        description="rank of the adapters; 0: none, all parameters are trained",
+        examples=[16],
     )
     alpha: PositiveFloat | None = Field(
         default=None,
@@ -33,7 +43,9 @@ class Lora(BaseModel):
         examples=[["attn.*", "mlp.*"]],
     )
     use_rslora: bool = Field(
-        default=False, description="scale by alpha / sqrt(rank) instead of alpha / rank", examples=[True]
+        default=False,
+        description="scale by alpha / sqrt(rank) instead of alpha / rank",
+        examples=[True],
     )
     path: PathText | None = Field(
         default=None,
@@ -54,7 +66,7 @@ class Lora(BaseModel):
 
     @property
     def new_adapters(self) -> LoraConfig | None:
-        """Settings of new adapters; None without adapters, or if they are those of `path`."""
+        """Settings of new adapters, or None without adapters, or if they are those of `path`."""
         if not self.rank:
             return None
         alpha = self.alpha or float(ALPHA_PER_RANK * self.rank)

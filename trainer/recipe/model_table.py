@@ -67,7 +67,9 @@ class Model(BaseModel):
         examples=["bfloat16"],
     )
     scan_layers: bool = Field(
-        default=True, description="compile one layer and loop over it; false: unroll all layers", examples=[True]
+        default=True,
+        description="compile one layer and loop over it; false: unroll all layers",
+        examples=[True],
     )
     remat_policy: PolicyName | ActivationNames = Field(
         default="none",
@@ -98,7 +100,9 @@ class Model(BaseModel):
         examples=["blockwise"],
     )
     q_chunk_size: OptionalChunkSize = Field(
-        default=None, description="queries of a tile of blockwise attention; -1: all", examples=[1024]
+        default=None,
+        description="queries of a tile of blockwise attention; -1: all",
+        examples=[1024],
     )
     k_chunk_size: OptionalChunkSize = Field(
         default=None, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
@@ -144,4 +148,6 @@ class Model(BaseModel):
     @property
     def rope_overrides(self) -> RopeOverrides:
         """The keys that change the rotary embedding of the checkpoint."""
-        return RopeOverrides(self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings)
+        return RopeOverrides(
+            self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings
+        )

@@ -1,7 +1,8 @@
 """The recipe table `[optimizer]`: a tagged union of one table per optimizer, each with its own keys.
 
-A new optimizer needs a table, an entry in `OPTIMIZER_TABLES`, a member in `AnyOptimizerTable`, and an entry in
-`trainer.training.optimizers`. Its `type` has no default: only `AdamWTable.type` has one, so that it may be omitted.
+A new optimizer needs a table, an entry in `OPTIMIZER_TABLES`, a member in `AnyOptimizerTable`, and
+an entry in `trainer.training.optimizers`. Its `type` has no default: only `AdamWTable.type` has
+one, so that it may be omitted.
 """
 
 from __future__ import annotations
@@ -24,22 +25,37 @@ from trainer.recipe.key_types import (
 
 DEFAULT_OPTIMIZER = "adamw"
 PALM_WARMUP_STEPS = 10_000
-PALM_REFERENCE_LR = 0.01  # the `lr` of palm at which its learning rate is 1 / sqrt(step)
+# The `lr` of palm at which its learning rate is 1 / sqrt(step).
+PALM_REFERENCE_LR = 0.01
 
 ClipNorm = Annotated[
-    NonNegativeFloat, Field(description="maximum global norm of the gradients; 0: no clipping", examples=[1.0])
+    NonNegativeFloat,
+    Field(description="maximum global norm of the gradients; 0: no clipping", examples=[1.0]),
 ]
-FirstDecay = Annotated[UnitInterval, Field(description="decay rate of the first moment", examples=[0.9])]
-SecondDecay = Annotated[UnitInterval, Field(description="decay rate of the second moment", examples=[0.95])]
-Epsilon = Annotated[PositiveFloat, Field(description="added to the square root of the second moment", examples=[1e-8])]
-Momentum = Annotated[UnitInterval, Field(description="decay rate of the momentum; 0: none", examples=[0.9])]
+FirstDecay = Annotated[
+    UnitInterval, Field(description="decay rate of the first moment", examples=[0.9])
+]
+SecondDecay = Annotated[
+    UnitInterval, Field(description="decay rate of the second moment", examples=[0.95])
+]
+Epsilon = Annotated[
+    PositiveFloat,
+    Field(description="added to the square root of the second moment", examples=[1e-8]),
+]
+Momentum = Annotated[
+    UnitInterval, Field(description="decay rate of the momentum; 0: none", examples=[0.9])
+]
 Nesterov = Annotated[bool, Field(description="Nesterov's momentum", examples=[True])]
 SecondMomentPower = Annotated[
-    UnitInterval, Field(description="power r of the decay rate 1 - step^-r of the second moment", examples=[0.8])
+    UnitInterval,
+    Field(description="power r of the decay rate 1 - step^-r of the second moment", examples=[0.8]),
 ]
 ScaleByParameter = Annotated[
     bool,
-    Field(description="multiply updates by the root mean square of the parameter, layer by layer", examples=[True]),
+    Field(
+        description="multiply updates by the root mean square of the parameter, layer by layer",
+        examples=[True],
+    ),
 ]
 
 ScaleBy = Annotated[
@@ -57,12 +73,16 @@ class OptimizerTable(BaseModel):
 
     model_config = STRICT
 
-    lr: PositiveFloat = Field(description="peak learning rate, reached after warm-up", examples=[2e-5])
+    lr: PositiveFloat = Field(
+        description="peak learning rate, reached after warm-up", examples=[2e-5]
+    )
     init_lr: NonNegativeFloat = Field(
         default=0.0, description="learning rate of the first step of warm-up", examples=[1e-6]
     )
     end_lr: NonNegativeFloat = Field(
-        default=0.0, description="learning rate at the end of the decay; not used by constant", examples=[2e-6]
+        default=0.0,
+        description="learning rate at the end of the decay; not used by constant",
+        examples=[2e-6],
     )
     schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
         default="linear",
@@ -157,7 +177,9 @@ class AdafactorTable(OptimizerTable):
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.0
     decay_rate: SecondMomentPower = 0.8
-    factored: bool = Field(default=True, description="keep row and column means of matrices only", examples=[False])
+    factored: bool = Field(
+        default=True, description="keep row and column means of matrices only", examples=[False]
+    )
     min_factored_size: PositiveInt = Field(
         default=128, description="smallest dim of a matrix that is factored", examples=[128]
     )
@@ -182,7 +204,9 @@ class LionTable(OptimizerTable):
 class MuonTable(OptimizerTable):
     """Muon: orthogonalized momentum for the matrices of layers, Adam for all other parameters."""
 
-    type: Literal["muon"] = Field(description="orthogonalized momentum for matrices of layers, AdamW for all others")
+    type: Literal["muon"] = Field(
+        description="orthogonalized momentum for matrices of layers, AdamW for all others"
+    )
     b1: FirstDecay = 0.9
     b2: SecondDecay = 0.95
     eps: Epsilon = 1e-8
@@ -219,12 +243,17 @@ class PalmTable(OptimizerTable):
 
     Runs of llamabpt scale by all stacked layers together: `scale_by = "stacked"`.
 
-    With `schedule = "rsqrt"`, `lr` is relative to 0.01: the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)).
-    The weight decay of a step is weight_decay / 1e-4 times the square of the learning rate.
+    With `schedule = "rsqrt"`, `lr` is relative to 0.01: the learning rate is lr / 0.01 /
+    sqrt(max(step, warmup_steps)). The weight decay of a step is weight_decay / 1e-4 times the
+    square of the learning rate.
     """
 
-    type: Literal["palm"] = Field(description="unfactored Adafactor with momentum, rates and decay of PaLM")
-    lr: PositiveFloat = Field(default=PALM_REFERENCE_LR, description="learning rate, relative to 0.01")
+    type: Literal["palm"] = Field(
+        description="unfactored Adafactor with momentum, rates and decay of PaLM"
+    )
+    lr: PositiveFloat = Field(
+        default=PALM_REFERENCE_LR, description="learning rate, relative to 0.01"
+    )
     schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
         default="rsqrt", description="shape of the learning rate decay"
     )
@@ -233,7 +262,9 @@ class PalmTable(OptimizerTable):
         description="steps with the first learning rate",
         json_schema_extra=if_absent(f"from `warmup_ratio`, or {PALM_WARMUP_STEPS}"),
     )
-    weight_decay: NonNegativeFloat = Field(default=1e-4, description="weight decay, relative to 1e-4")
+    weight_decay: NonNegativeFloat = Field(
+        default=1e-4, description="weight decay, relative to 1e-4"
+    )
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.9
     decay_rate: SecondMomentPower = 0.99
@@ -251,9 +282,11 @@ OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {
 
 
 def optimizer_type(value: Any) -> str:
-    """Return the type of an `[optimizer]` table; the default if it is absent or unknown, which validation reports."""
+    """Return the type of an `[optimizer]` table. The default if it is absent or unknown, which validation reports."""
     name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return name if isinstance(name, str) and name in OPTIMIZER_TABLES else DEFAULT_OPTIMIZER
+    if isinstance(name, str) and name in OPTIMIZER_TABLES:
+        return name
+    return DEFAULT_OPTIMIZER
 
 
 AnyOptimizerTable = Annotated[

@@ -1,11 +1,15 @@
-"""Problems of a recipe, which are reported at the key at fault."""
+"""Problems of a recipe, and the diagnostics that one error reports together, each with its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Command, PrepError, Text, join_texts, text, usage_error
+
+# Diagnostics that are listed. The rest are counted.
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +17,7 @@ class Problem:
     """A conflict of keys, or a value out of range.
 
     Attributes:
-        keys: Keys at fault; the error is reported at the first key set by the user.
+        keys: Keys at fault. The error is reported at the first key set by the user.
         what: What is wrong.
         why: The values that cause it.
         hint: How to fix it.
@@ -26,8 +30,55 @@ class Problem:
 
 
 def problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Problem]:
-    """Yield the error of a check as a problem of some keys; nothing if the check passes."""
+    """Yield a problem of these keys if the check raises an error."""
     try:
         check()
     except PrepError as error:
         yield Problem(keys, error.what, error.why, error.hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One error of a recipe, with its place.
+
+    Attributes:
+        place: `FILE:LINE`, `--set`, or the file for a missing key.
+        what: What is wrong, as in `PrepError`.
+        why: The value that causes it.
+        hint: How to fix it.
+        line: The line in the file, or 0 for `--set` and missing keys.
+    """
+
+    place: str
+    what: str
+    why: str = ""
+    hint: str = ""
+    line: int = 0
+
+    @property
+    def text(self) -> Text:
+        """The diagnostic as one line of a list."""
+        what = text("{}: {}", self.place, self.what)
+        return join_texts(" - ", [part for part in (what, self.why, self.hint) if part])
+
+
+def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
+    """Return one UsageError that reports all diagnostics.
+
+    The order is: diagnostics of the file by line, of `--set`, of missing keys.
+
+    Args:
+        path: The recipe.
+        diagnostics: At least one diagnostic.
+    """
+    ordered = sorted(
+        diagnostics, key=lambda item: (not item.line, item.line, not item.place.startswith("--"))
+    )
+    if len(ordered) == 1:
+        only = ordered[0]
+        return usage_error(f"{only.place}: {only.what}", only.why, only.hint)
+    lines: list[str] = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
+    if len(ordered) > MAX_SHOWN:
+        lines.append(f"and {len(ordered) - MAX_SHOWN:,} more")
+    hint = text("{} lists all keys", Command("docs", "recipes"))
+    return usage_error(f"{path} has {len(ordered):,} errors", join_texts("\n", lines), hint)

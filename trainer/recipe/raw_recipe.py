@@ -9,24 +9,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.diagnostics import Diagnostic
-from trainer.recipe.formatting import format_text, suggest
+from trainer.models.errors import Command, PrepError, text, usage_error
+from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
 from trainer.recipe.line_numbers import KeyPath, key_line_numbers
-from trainer.recipe.other_formats import find_other_format
 from trainer.recipe.override_values import parse_override_value
+from trainer.recipe.problems import Diagnostic
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
-from trainer.recipe.toml_values import parse_toml
+from trainer.recipe.toml_values import parse_toml, parse_toml_value
 from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
-# Control characters, and the surrogates that stand for bytes of an argument that are not UTF-8.
+# Control characters, and the surrogates of bytes of an argument that are not UTF-8.
 INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
 
-CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")  # at least one is in each folder of weights
+# Each folder of weights has at least one of these files.
+CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")
 MAX_LISTED_RECIPES = 5
+# Limit on the memory that a wrong path, such as a file of weights, can take.
 MAX_RECIPE_NBYTES = 16 << 20
 
-SYNTAX_MESSAGES: Mapping[str, str] = {  # start of tomllib's message -> message of the error
+# Start of a message of tomllib -> message of the error. The words of tomllib may change between
+# Python versions: an unknown message becomes "the line is not valid TOML".
+SYNTAX_MESSAGES: Mapping[str, str] = {
     "Cannot overwrite": "duplicate key",
     "Cannot declare": "duplicate table",
     "Cannot mutate": "the table or list is already complete above",
@@ -45,6 +48,18 @@ SYNTAX_MESSAGES: Mapping[str, str] = {  # start of tomllib's message -> message 
     "Unescaped '\\'": "a backslash in a string must be doubled",
     "Expected": "a character is missing",
 }
+
+_YAML_LINE = re.compile(r"(\s*)([\w.-]+):(?:[ \t]+(.*))?")
+_COMMENT = re.compile(r"\s+#.*")
+_YAML_WORDS = {
+    "true": "true",
+    "false": "false",
+    "yes": "true",
+    "no": "false",
+    "on": "true",
+    "off": "false",
+}
+JSON_HINT = text("{} lists recipes in TOML", Command("recipes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +82,26 @@ class RawRecipe:
         """Return whether the file or `--set` gives a key or a table."""
         table, _, name = key.partition(".")
         values = self.tables.get(table)
-        return table in self.tables if not name else isinstance(values, Mapping) and name in values
+        if not name:
+            return table in self.tables
+        return isinstance(values, Mapping) and name in values
 
     def get(self, key: str) -> Any:
         """Return the raw value of a key that `has` finds."""
         table, _, name = key.partition(".")
-        return self.tables[table][name] if name else self.tables[table]
+        if name:
+            return self.tables[table][name]
+        return self.tables[table]
 
     def copy_tables(self) -> dict[str, Any]:
         """Return a copy of the tables that may be changed."""
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in self.tables.items()}
+        return {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in self.tables.items()
+        }
 
     def line_number(self, key: str) -> int:
-        """Return the line of a key, else of its table; 0 for overridden keys and keys absent from the file."""
+        """Return the line of a key, else of its table, or 0 for overridden keys and keys absent from the file."""
         if key in self.overridden_keys:
             return 0
         path = tuple(key.split("."))
@@ -95,12 +117,19 @@ class RawRecipe:
             hint: How to fix it.
         """
         line = self.line_number(key)
-        place = "--set" if key in self.overridden_keys else f"{self.path}:{line}" if line else f"{self.path}"
+        if key in self.overridden_keys:
+            place = "--set"
+        elif line:
+            place = f"{self.path}:{line}"
+        else:
+            place = f"{self.path}"
         return Diagnostic(place, what, why, hint, line)
 
     def set_hint(self, key: str, value: str) -> str:
         """Return a hint that sets a key to a TOML value: a `--set` option for overridden keys, else a line."""
-        return set_option_text(key, value) if key in self.overridden_keys else f"`{key.rpartition('.')[2]} = {value}`"
+        if key in self.overridden_keys:
+            return set_option_text(key, value)
+        return f"`{key.rpartition('.')[2]} = {value}`"
 
 
 def read_recipe(path: Path) -> RawRecipe:
@@ -111,20 +140,27 @@ def read_recipe(path: Path) -> RawRecipe:
         PrepError: The file cannot be read.
     """
     try:
-        with path.open("rb") as file:  # may be a pipe: `prep train <(sed ... recipe.toml)`
+        # The file may be a pipe without a size, `prep train <(sed ... recipe.toml)`: read one byte
+        # more than the limit instead of asking for the size.
+        with path.open("rb") as file:
             data = file.read(MAX_RECIPE_NBYTES + 1)
     except FileNotFoundError:
         similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
-        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else "`prep recipes` lists recipes"
+        if similar_name:
+            hint = f"did you mean `{path.parent / similar_name}`?"
+        else:
+            hint = text("{} lists recipes", Command("recipes"))
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
         raise _folder_error(path) from None
     except OSError as error:
         raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
     if len(data) > MAX_RECIPE_NBYTES:
-        raise usage_error(f"{path} is not a recipe", f"it has more than {MAX_RECIPE_NBYTES:,} bytes")
-    text = _decode(data, path)
-    return RawRecipe(path, _parse_toml(text, path), line_numbers=key_line_numbers(text))
+        raise usage_error(
+            f"{path} is not a recipe", f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
+        )
+    content = _decode(data, path)
+    return RawRecipe(path, _parse_toml(content, path), line_numbers=key_line_numbers(content))
 
 
 def _folder_error(folder: Path) -> PrepError:
@@ -138,6 +174,7 @@ def _folder_error(folder: Path) -> PrepError:
 
 def _decode(data: bytes, path: Path) -> str:
     try:
+        # tomllib rejects a byte order mark. Line numbers are counted without carriage returns.
         return data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -151,12 +188,18 @@ def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         if other_format := find_other_format(text):
             why = f"it is {other_format.name}, and a recipe is TOML"
-            raise usage_error(f"{path}:{other_format.line}: invalid TOML", why, other_format.hint) from None
-        message, _, location = str(error).rpartition(" (at ")  # "line 3, column 7)" or "end of document)"
+            raise usage_error(
+                f"{path}:{other_format.line}: invalid TOML", why, other_format.hint
+            ) from None
+        # "line 3, column 7)" or "end of document)".
+        message, _, location = str(error).rpartition(" (at ")
         line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
         hint = 'text needs quotes: `mesh = "1,1,8"`' if message == "Invalid value" else ""
         column_text = f" (column {column})" if column else ""
-        raise usage_error(f"{path}:{line}: invalid TOML", f"{_syntax_message(message)}{column_text}", hint) from None
+        raise usage_error(
+            f"{path}:{line}: invalid TOML", f"{_syntax_message(message)}{column_text}", hint
+        ) from None
+    # tomllib recurses for nested lists, and `int` raises ValueError above its limit of digits.
     except (RecursionError, ValueError):
         why = "lists or tables are nested too deeply, or a number has too many digits"
         raise usage_error(f"{path}: not a recipe", why) from None
@@ -169,12 +212,13 @@ def _syntax_message(message: str) -> str:
 
 
 def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
-    """Apply `--set` options to a recipe; the last one of a key wins.
+    """Apply `--set` options to a recipe. The last one of a key wins.
 
     Args:
         raw: The recipe.
-        overrides: `KEY=VALUE` texts. VALUE is TOML. It is taken as text if it is not valid TOML, or if the key takes
-            text and VALUE is TOML of another type. An empty VALUE removes a key that may be absent.
+        overrides: `KEY=VALUE` texts. VALUE is TOML. It is taken as text if it is not valid TOML, or
+            if the key takes text and VALUE is TOML of another type. An empty VALUE removes a key
+            that may be absent.
 
     Returns:
         The recipe with the overrides, and the diagnostics of invalid overrides.
@@ -182,8 +226,8 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
     tables = raw.copy_tables()
     keys: set[str] = set()
     diagnostics: list[Diagnostic] = []
-    for text in overrides:
-        override = _parse_override(text)
+    for argument in overrides:
+        override = _parse_override(argument)
         if isinstance(override, Diagnostic):
             diagnostics.append(override)
             continue
@@ -193,7 +237,8 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
         is_unset = value == "" and "absent" in KEY_SCHEMAS[key]
         if isinstance(values, dict) and is_unset:
             values.pop(name, None)
-        elif isinstance(values, dict):  # otherwise the file's table is invalid, which validation reports
+        # Otherwise the file's table is invalid, and validation reports it.
+        elif isinstance(values, dict):
             values[name] = value
         if is_unset:
             keys.discard(key)
@@ -213,5 +258,73 @@ def _parse_override(text: str) -> tuple[str, Any] | Diagnostic:
         hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
         return Diagnostic("--set", f"unknown key `{key}`", hint=hint)
     if INVALID_VALUE_CHARS.search(value_text):
-        return Diagnostic(option, "invalid value", "a value is one line of UTF-8 text without control characters")
+        return Diagnostic(
+            option, "invalid value", "a value is one line of UTF-8 text without control characters"
+        )
     return key, parse_override_value(value_text, KEY_SCHEMAS[key])
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFormat:
+    """The format of a file other than TOML.
+
+    Attributes:
+        name: Name of the format.
+        line: The first line with content, from 1.
+        hint: The first lines as TOML, or where recipes are shown.
+    """
+
+    name: str
+    line: int
+    hint: str
+
+
+def find_other_format(text: str) -> OtherFormat | None:
+    r"""Return the format of a text, or None if it looks like TOML.
+
+    Example:
+        >>> find_other_format("model:\n  path: gpt2").hint
+        'in TOML: `[model]`, then `path = "gpt2"`'
+    """
+    lines = _content_lines(text)
+    if not lines:
+        return None
+    number, first = lines[0]
+    if first.lstrip().startswith("{"):
+        return OtherFormat("JSON", number, JSON_HINT)
+    if first.strip() == "---":
+        lines = lines[1:]
+    matches = [_YAML_LINE.fullmatch(line) for _, line in lines[:2]]
+    if not matches or matches[0] is None:
+        return None
+    shown = [_as_toml(match) for match in matches if match is not None]
+    is_table = not matches[0][3]
+    toml = ", then ".join(f"`{line}`" for line in (shown if is_table else shown[:1]))
+    return OtherFormat("YAML", lines[0][0], f"in TOML: {toml}")
+
+
+def _content_lines(text: str) -> list[tuple[int, str]]:
+    """Return the first lines with their numbers, without empty lines and comments."""
+    # Only the first lines decide on the format. A long comment ends the search after 1,000 lines.
+    numbered = enumerate(text.split("\n")[:1000], 1)
+    content = [
+        (number, line)
+        for number, line in numbered
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    return content[:3]
+
+
+def _as_toml(match: re.Match[str]) -> str:
+    """Return a line of YAML, a key with or without a value, as TOML."""
+    key = match[2] if BARE_KEY.fullmatch(match[2]) else to_toml(match[2])
+    value = _COMMENT.sub("", match[3] or "").strip()
+    if not value:
+        return f"[{key}]"
+    if word := _YAML_WORDS.get(value.lower()):
+        return f"{key} = {word}"
+    try:
+        parsed = parse_toml_value(value)
+    except (ValueError, RecursionError, KeyError):
+        parsed = value
+    return f"{key} = {format_value(parsed)}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, Text, text, usage_error
 from trainer.recipe.optimizer_tables import PALM_WARMUP_STEPS, OptimizerTable, PalmTable
 from trainer.recipe.tables import Batch
 
-OPEN_SCHEDULES = ("constant", "rsqrt")  # that reach no end
-DEFAULT_COOLDOWN = 0.1  # length of the decay of wsd, as a fraction of the steps until its end
+# Schedules that reach no end.
+OPEN_SCHEDULES = ("constant", "rsqrt")
+# Length of the decay of wsd, as a fraction of the steps until its end.
+DEFAULT_COOLDOWN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
         n_replicas: Data-parallel shards of a batch (dp x fsdp).
 
     Raises:
-        UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not divide among the
-            replicas.
+        UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not
+            divide among the replicas.
     """
     size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
     shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
@@ -49,13 +51,13 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
         raise usage_error(
             f"a micro-batch of {shape.micro_batch_size} does not divide among {n_replicas} replicas",
             f"{equation}; {shape.micro_batch_size} mod {n_replicas} = {remainder}",
-            f"`--set batch.size={_round_up(size, n_replicas * shape.accumulate)}`",
+            _set_hint("batch.size", _round_up(size, n_replicas * shape.accumulate)),
         )
     return shape
 
 
 def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
-    """Return the micro-batch size that `per_device` or `per_replica` sets; 0 for neither."""
+    """Return the micro-batch size that `per_device` or `per_replica` sets, or 0 for neither."""
     return (batch.per_device or 0) * n_devices + (batch.per_replica or 0) * n_replicas
 
 
@@ -66,16 +68,24 @@ def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int
         what = f"`batch.size` {size} is not a whole number of micro-batches"
         why = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {divisor} = {size % divisor}"
         better_size = _round_up(size, divisor if micro_size else divisor * n_replicas)
-        raise usage_error(what, why, f"`--set batch.size={better_size}`")
-    return size // micro_size if micro_size else batch.accumulate or 1
+        raise usage_error(what, why, _set_hint("batch.size", better_size))
+    if micro_size:
+        return size // micro_size
+    return batch.accumulate or 1
 
 
 def _micro_batch_text(batch: Batch, n_devices: int, n_replicas: int) -> str:
     if batch.per_device:
-        return f"per_device {batch.per_device} x {n_devices} devices = {batch.per_device * n_devices}"
+        return (
+            f"per_device {batch.per_device} x {n_devices} devices = {batch.per_device * n_devices}"
+        )
     if batch.per_replica:
         return f"per_replica {batch.per_replica} x {n_replicas} replicas = {batch.per_replica * n_replicas}"
     return f"accumulate is {batch.accumulate}"
+
+
+def _set_hint(key: str, value: object) -> Text:
+    return text("{}", Key(key, value, is_override=True))
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -89,7 +99,7 @@ class WarmupDecay:
     Attributes:
         warmup_steps: Steps in which the learning rate rises to its peak.
         decay_steps: Step at which the decay ends, counted from 0.
-        cooldown_steps: Steps of the decay of wsd; 0 for other schedules.
+        cooldown_steps: Steps of the decay of wsd, or 0 for other schedules.
     """
 
     warmup_steps: int
@@ -112,19 +122,22 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
     if optimizer.schedule in OPEN_SCHEDULES:
         return WarmupDecay(warmup_steps, decay_steps)
     if decay_steps <= warmup_steps:
-        end = f"`optimizer.decay_steps` is {decay_steps}" if optimizer.decay_steps else f"the run has {n_steps} steps"
+        if optimizer.decay_steps:
+            end = f"`optimizer.decay_steps` is {decay_steps}"
+        else:
+            end = f"the run has {n_steps} steps"
         key = "warmup_steps" if optimizer.warmup_steps else "warmup_ratio"
         raise usage_error(
             f"`optimizer.{key}` leaves no steps for the decay",
             f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",
-            "fewer warm-up steps, or `--set optimizer.schedule=constant`",
+            text("fewer warm-up steps, or {}", _set_hint("optimizer.schedule", "constant")),
         )
     if optimizer.schedule != "wsd":
         return WarmupDecay(warmup_steps, decay_steps)
     cooldown_steps = optimizer.cooldown_steps or max(1, round(decay_steps * DEFAULT_COOLDOWN))
     if warmup_steps + cooldown_steps > decay_steps:
         why = f"warm-up takes {warmup_steps} steps, the decay {cooldown_steps}, which ends at step {decay_steps}"
-        hint = f"`--set optimizer.cooldown_steps={decay_steps - warmup_steps}`"
+        hint = _set_hint("optimizer.cooldown_steps", decay_steps - warmup_steps)
         raise usage_error("warm-up and decay of `wsd` overlap", why, hint)
     return WarmupDecay(warmup_steps, decay_steps, cooldown_steps)
 
@@ -135,4 +148,6 @@ def _warmup_steps(optimizer: OptimizerTable, n_steps: int) -> int:
         return optimizer.warmup_steps
     if optimizer.warmup_ratio is not None:
         return round(optimizer.warmup_ratio * n_steps)
-    return PALM_WARMUP_STEPS if isinstance(optimizer, PalmTable) else 0
+    if isinstance(optimizer, PalmTable):
+        return PALM_WARMUP_STEPS
+    return 0

@@ -41,7 +41,9 @@ class Checkpoint(BaseModel):
     model_config = STRICT
 
     every: NonNegativeInt = Field(
-        default=0, description="steps between two checkpoints; 0: only after the last step", examples=[500]
+        default=0,
+        description="steps between two checkpoints; 0: only after the last step",
+        examples=[500],
     )
     every_epochs: PositiveFloat | None = Field(
         default=None,
@@ -53,7 +55,9 @@ class Checkpoint(BaseModel):
         default=2, description="checkpoints to keep, the newest ones", examples=[2]
     )
     milestones: NonNegativeInt = Field(
-        default=0, description="steps between two checkpoints that are never removed; 0: none", examples=[10000]
+        default=0,
+        description="steps between two checkpoints that are never removed; 0: none",
+        examples=[10000],
     )
     best: Literal["eval_loss"] | None = Field(
         default=None,
@@ -180,7 +184,9 @@ class Cluster(BaseModel):
         examples=[60],
     )
     step_timeout: NonNegativeFloat = Field(
-        default=0.0, description="seconds after which an unfinished step ends the run; 0: no limit", examples=[1800]
+        default=0.0,
+        description="seconds after which an unfinished step ends the run; 0: no limit",
+        examples=[1800],
     )
 
     @property

@@ -9,8 +9,10 @@ from trainer.recipe.corrections import is_accepted
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, key_schemas_of, value_of
 
-COMMENT_COLUMN = 48  # column of the comments, unless a value is longer
-PROCESS_TABLE = "cluster"  # differs between the processes of a run
+# Column of the comments, unless a value is longer.
+COMMENT_COLUMN = 48
+# The table that differs between the processes of a run.
+PROCESS_TABLE = "cluster"
 
 
 def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
@@ -18,13 +20,14 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
     Args:
         recipe: The recipe.
-        origins: Origins of values from outside the file, by dotted key; written as comments.
+        origins: Origins of values from outside the file, by dotted key. Written as comments.
     """
     return "\n".join(_lines(recipe, origins)) + "\n"
 
 
 def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
-    current_table, schemas = "", key_schemas_of(recipe.optimizer.type)
+    current_table = ""
+    schemas = key_schemas_of(recipe.optimizer.type)
     for key in schemas:
         table, _, name = key.rpartition(".")
         if table == PROCESS_TABLE:
@@ -33,11 +36,16 @@ def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
             yield from ("", f"[{table}]")
             current_table = table
         value = value_of(recipe, key)
-        line = f"# {name}: {schemas[key]['absent']}" if value is None else f"{name} = {_value_text(key, value)}"
+        if value is None:
+            line = f"# {name}: {schemas[key]['absent']}"
+        else:
+            line = f"{name} = {_value_text(key, value)}"
         yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line
 
 
 def _value_text(key: str, value: Any) -> str:
-    """Return a value as TOML; a list of one text becomes the text if the key accepts it."""
-    is_one_text = isinstance(value, tuple) and len(value) == 1 and is_accepted(value[0], KEY_SCHEMAS[key])
+    """Return a value as TOML. A list of one text becomes the text if the key accepts it."""
+    is_one_text = (
+        isinstance(value, tuple) and len(value) == 1 and is_accepted(value[0], KEY_SCHEMAS[key])
+    )
     return to_toml(value[0] if is_one_text else value)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.recipe.data_table import Data
 
-SPAN_CORRUPTION = "span_corruption"  # of `data.objective`
+# Value of `data.objective`.
+SPAN_CORRUPTION = "span_corruption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class SpanSizes:
     Attributes:
         block_length: Tokens of a block of text.
         n_noise: Tokens that move to the target.
-        n_spans: Spans of them; each leaves a sentinel in the source.
+        n_spans: Spans of them. Each leaves a sentinel in the source.
     """
 
     block_length: int
@@ -38,8 +39,9 @@ class SpanSizes:
 def span_sizes(source_length: int, *, noise_density: float, mean_span_length: float) -> SpanSizes:
     """Return the numbers of tokens of the longest blocks whose sources have at most `source_length` tokens.
 
-    The formula is that of `random_spans_helper` and `random_spans_noise_mask` in t5/data/preprocessors.py of
-    google-research/text-to-text-transfer-transformer: 568 tokens for sources of 512, whose targets have 114.
+    The formula comes from `random_spans_helper` and `random_spans_noise_mask` in
+    t5/data/preprocessors.py of google-research/text-to-text-transfer-transformer: 568 tokens for
+    sources of 512 and targets of 114.
 
     Args:
         source_length: Maximum tokens of a source.
@@ -55,7 +57,8 @@ def span_sizes(source_length: int, *, noise_density: float, mean_span_length: fl
     while sizes(length + 1).source_length <= source_length:
         length += 1
     if noise_density == 0.5 and sizes(length).target_length > sizes(length).source_length:
-        length -= 1  # as in the source: sources and targets then have equal lengths
+        # As in the source: sources and targets then have equal lengths.
+        length -= 1
     return sizes(length)
 
 
@@ -63,13 +66,16 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
     """Return the numbers of tokens of a recipe's blocks.
 
     Raises:
-        UsageError: There is no `source_length`, it is too short for a span, or targets are longer than `seq_length`.
+        UsageError: There is no `source_length`, it is too short for a span, or targets are longer
+            than `seq_length`.
     """
     if data.source_length is None:
         why = 'sources have at most that number of tokens, with `objective = "span_corruption"`'
         raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
     sizes = span_sizes(
-        data.source_length, noise_density=data.noise_density, mean_span_length=data.mean_noise_span_length
+        data.source_length,
+        noise_density=data.noise_density,
+        mean_span_length=data.mean_noise_span_length,
     )
     n_other = sizes.block_length - sizes.n_noise
     if sizes.source_length > data.source_length or sizes.n_spans > min(n_other, sizes.n_noise):
@@ -81,6 +87,6 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
         )
     if sizes.target_length > data.seq_length:
         why = f"targets of sources of {data.source_length} tokens have {sizes.target_length}"
-        hint = f"`--set data.seq_length={sizes.target_length}`"
+        hint = text("{}", Key("data.seq_length", sizes.target_length, is_override=True))
         raise usage_error(f"`data.seq_length` is {data.seq_length}", why, hint)
     return sizes

@@ -32,8 +32,8 @@ from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
 class Batch(BaseModel):
     """The number of sequences per step, and its division into micro-batches.
 
-    Set `size` or a micro-batch size (`per_device` or `per_replica`). Or set two of `size`, a micro-batch size and
-    `accumulate`.
+    Set `size` or a micro-batch size (`per_device` or `per_replica`). Or set two of `size`, a
+    micro-batch size and `accumulate`.
     """
 
     model_config = STRICT
@@ -98,7 +98,9 @@ class Train(BaseModel):
         examples=[3],
         json_schema_extra=if_absent("from `steps`"),
     )
-    log_every: PositiveInt = Field(default=10, description="steps between two log lines", examples=[10])
+    log_every: PositiveInt = Field(
+        default=10, description="steps between two log lines", examples=[10]
+    )
     eval_every: NonNegativeInt = Field(
         default=0,
         description="steps between two evaluations; 0: only at the end, if there is evaluation data",
@@ -148,7 +150,9 @@ class Recipe(BaseModel):
         json_schema_extra=if_absent("the recipe's file name"),
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=0, description="seed of the order of sequences and of all other random numbers", examples=[42]
+        default=0,
+        description="seed of the order of sequences and of all other random numbers",
+        examples=[42],
     )
     mesh: str = Field(
         "-1,1,1",
@@ -166,7 +170,9 @@ class Recipe(BaseModel):
     model: Model
     data: Data
     batch: Batch
-    optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
+    optimizer: AnyOptimizerTable = Field(
+        description="The optimizer and its learning rate schedule."
+    )
     lora: Lora = Lora()
     loss: Loss = Loss()
     train: Train
@@ -177,27 +183,35 @@ class Recipe(BaseModel):
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe; constraints between keys are not part of it."""
+    """Return the JSON schema of a recipe. Constraints between keys are not part of it."""
     recipe_schema = Recipe.model_json_schema()
-    recipe_schema["required"].remove("name")  # defaults to the file's name
+    # Defaults to the file's name.
+    recipe_schema["required"].remove("name")
     return recipe_schema | {"title": "Recipe of prep train"}
 
 
 def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the JSON schemas of a table: one, or those of each member of a tagged union; empty for a key."""
+    """Return the JSON schemas of a table: one, or those of each member of a tagged union. Empty for a key."""
     property_schema = recipe_schema["properties"][name]
-    references = [member["$ref"] for member in (property_schema, *property_schema.get("oneOf", ())) if "$ref" in member]
+    references = [
+        member["$ref"]
+        for member in (property_schema, *property_schema.get("oneOf", ()))
+        if "$ref" in member
+    ]
     return [recipe_schema["$defs"][reference.rpartition("/")[2]] for reference in references]
 
 
 def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield dotted key and JSON schema of every key; tables are not keys."""
+    """Yield dotted key and JSON schema of every key. Tables are not keys."""
     for name, property_schema in recipe_schema["properties"].items():
         members = [member["properties"] for member in table_members(recipe_schema, name)]
         if not members:
             yield name, property_schema
         elif "oneOf" in property_schema:
-            yield from ((f"{name}.{key}", leaf_schema) for key, leaf_schema in merge_members(members).items())
+            yield from (
+                (f"{name}.{key}", leaf_schema)
+                for key, leaf_schema in merge_members(members).items()
+            )
         else:
             yield from ((f"{name}.{key}", leaf_schema) for key, leaf_schema in members[0].items())
 
@@ -211,16 +225,27 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = [type_schema["const"] for type_schema in types]
     description = "; ".join(f"{name}: {item['description']}" for name, item in zip(names, types))
     merged: dict[str, Any] = {
-        "type": {"enum": names, "type": "string", "default": types[0]["default"], "description": description},
+        "type": {
+            "enum": names,
+            "type": "string",
+            "default": types[0]["default"],
+            "description": description,
+        },
     }
     for member in members:
         merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
     return merged
 
 
-KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
-OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # type -> name of a key -> JSON schema
-    name: {key: KEY_SCHEMAS["optimizer.type"] if key == "type" else item for key, item in member["properties"].items()}
+# Dotted key -> JSON schema.
+KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))
+OPTIMIZER_SCHEMAS: Mapping[
+    str, Mapping[str, Mapping[str, Any]]
+] = {  # type -> name of a key -> JSON schema
+    name: {
+        key: KEY_SCHEMAS["optimizer.type"] if key == "type" else item
+        for key, item in member["properties"].items()
+    }
     for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
 }
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
@@ -228,12 +253,16 @@ TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS i
 
 def is_path(key: str) -> bool:
     """Return whether a key's value is a path or a list of paths."""
-    return any(alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key]))
+    return any(
+        alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key])
+    )
 
 
 def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
     """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
-    optimizer_schemas = {f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()}
+    optimizer_schemas = {
+        f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()
+    }
     return {
         key: optimizer_schemas.get(key, item)
         for key, item in KEY_SCHEMAS.items()

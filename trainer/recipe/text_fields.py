@@ -6,16 +6,22 @@ from collections.abc import Mapping
 from typing import Literal
 
 FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids"]
-DataType = Literal["auto", FileType]  # auto: by the suffix of the files
+# `auto` takes the type that the suffix of the files names.
+DataType = Literal["auto", FileType]
 DataFormat = Literal["text", "prompt_completion", "chat"]
-PLAIN: DataFormat = "text"  # fields of any columns
-IdsDtype = Literal["uint16", "uint32", "int32", "int64"]  # of token ids in files without a header
+# The format without a template: fields of any columns.
+PLAIN: DataFormat = "text"
+# Dtypes of token ids in files without a header.
+IdsDtype = Literal["uint16", "uint32", "int32", "int64"]
 DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
 DEFAULT_MAX_DOCUMENT_NBYTES = 64 << 20
 # Default of `data.fields` of each type that has columns, or may have some.
-DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(("auto", "json", "csv", "parquet", "arrow"), "text")
+DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(
+    ("auto", "json", "csv", "parquet", "arrow"), "text"
+)
 Packing = Literal["concatenate", "documents", "none"]
-SEGMENTED: Packing = "documents"  # sequences have segment ids and positions
+# The packing that gives sequences segment ids and positions.
+SEGMENTED: Packing = "documents"
 CONCATENATED: Packing = "concatenate"
 Objective = Literal["next_token", "span_corruption"]
 FORMAT_FIELDS: Mapping[str, str] = {"prompt_completion": "[prompt], completion", "chat": "messages"}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-MAX_DEPTH = 100  # of tables and lists
-MAX_INTEGER_BITS = 1024  # TOML promises 64; Python shows no more than 4,300 digits
+# Deepest nesting of tables and lists.
+MAX_DEPTH = 100
+# TOML promises 64. Python shows no more than 4,300 digits.
+MAX_INTEGER_BITS = 1024
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_toml_value(text: str) -> Any:
-    """Return one value, as it may follow `key =`; see `parse_toml` for the errors.
+    """Return one value, as it may follow `key =`. See `parse_toml` for the errors.
 
     Raises:
         KeyError: The text has no value.

@@ -9,25 +9,32 @@ from typing import Any
 from trainer.recipe.corrections import suggest_value
 from trainer.recipe.formatting import suggest
 from trainer.recipe.optimizer_tables import optimizer_type
+from trainer.recipe.other_trainers import (
+    ValueAdvice,
+    advice_for,
+    key_for_synonym,
+    translate_value,
+)
 from trainer.recipe.override_values import override_argument
-from trainer.recipe.synonyms import advice_for, key_for_synonym
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
-from trainer.recipe.value_translations import ValueAdvice, translate_value
 
-MAX_HINTED = 100  # unknown keys for which a hint is searched
+# Unknown keys for which a hint is searched.
+MAX_HINTED = 100
 
 
 def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Return the unknown keys, in the order of the file.
 
     Returns:
-        Dotted path and value of the first MAX_HINTED unknown keys and of the keys below them, and the paths of the
-        remaining ones. They get no hint, because searching a similar key takes a millisecond.
+        Dotted path and value of the first MAX_HINTED unknown keys and of the keys below them, and
+        the paths of the remaining ones. They get no hint, because searching a similar key takes a
+        millisecond.
     """
     unknown = [*_unknown_items(tables)]
     hinted: list[tuple[str, Any]] = []
     for path, value in unknown[:MAX_HINTED]:
-        is_table = "." not in path or path in tables  # a quoted key may contain a dot
+        # A quoted key may contain a dot.
+        is_table = "." not in path or path in tables
         hinted += _unknown_table_keys(path, value) if is_table else _unknown_leaves(path, value)
     return hinted, [path for path, _ in unknown[MAX_HINTED:]]
 
@@ -37,13 +44,15 @@ def _unknown_items(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
         if name in TABLE_NAMES:
             items = value.items() if isinstance(value, dict) else ()
-            yield from ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
+            yield from (
+                (f"{name}.{key}", item) for key, item in items if not is_known(name, key, value)
+            )
         elif name not in KEY_SCHEMAS or "." in name:
             yield name, value
 
 
 def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a table has a key; `[optimizer]` has those of its type.
+    """Return whether a table has a key. `[optimizer]` has the keys of its type.
 
     Args:
         table: Name of the table.
@@ -51,15 +60,21 @@ def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
         values: Values of the table.
     """
     known = OPTIMIZER_SCHEMAS[optimizer_type(values)] if table == "optimizer" else None
-    return f"{table}.{key}" in KEY_SCHEMAS if known is None else key in known
+    if known is None:
+        return f"{table}.{key}" in KEY_SCHEMAS
+    return key in known
 
 
 def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of an unknown table that deserve a hint of their own, or else the table itself."""
+    """Yield the keys of an unknown table that have a specific hint, or else the table itself."""
     table = suggest(name, TABLE_NAMES)
     if table and isinstance(value, dict):
         yield name, value
-        unknown = ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
+        unknown = (
+            (f"{name}.{key}", item)
+            for key, item in value.items()
+            if f"{table}.{key}" not in KEY_SCHEMAS
+        )
         for path, item in islice(unknown, MAX_HINTED):
             yield from _unknown_leaves(path, item)
     else:
@@ -67,7 +82,7 @@ def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of an unknown key's value if any has a hint of its own, or else the key itself."""
+    """Yield the leaves of an unknown key's value if any has a specific hint, or else the key itself."""
     if not isinstance(value, dict):
         yield path, value
         return
@@ -85,7 +100,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def guess_key(path: str) -> str:
-    """Return the recipe key probably meant by an unknown key; empty if none is close."""
+    """Return the recipe key probably meant by an unknown key, or "" if none is close."""
     return key_for_synonym(path) or _closest_key_in_table(path) or _same_name_in_any_table(path)
 
 
@@ -94,12 +109,16 @@ def _closest_key_in_table(path: str) -> str:
     if "." in table:
         return suggest(path, KEY_SCHEMAS)
     table = suggest(table, TABLE_NAMES) if table else ""
-    keys_by_name = {key.rpartition(".")[2]: key for key in KEY_SCHEMAS if key.rpartition(".")[0] == table}
+    keys_by_name = {
+        key.rpartition(".")[2]: key for key in KEY_SCHEMAS if key.rpartition(".")[0] == table
+    }
     return keys_by_name.get(suggest(name, keys_by_name), "")
 
 
 def _same_name_in_any_table(path: str) -> str:
-    return next((key for key in KEY_SCHEMAS if key.rpartition(".")[2] == path.rpartition(".")[2]), "")
+    return next(
+        (key for key in KEY_SCHEMAS if key.rpartition(".")[2] == path.rpartition(".")[2]), ""
+    )
 
 
 def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
@@ -126,17 +145,22 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
     if isinstance(translated, ValueAdvice):
         return translated
     text = suggest_value(translated, KEY_SCHEMAS[key])
-    hint = set_option_text(key, text) if is_override else _assignment_text(key, text, path.rpartition(".")[0])
+    if is_override:
+        hint = set_option_text(key, text)
+    else:
+        hint = _assignment_text(key, text, path.rpartition(".")[0])
     is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
-    return hint if is_certain else f"did you mean {hint}?"
+    if is_certain:
+        return hint
+    return f"did you mean {hint}?"
 
 
 def option_hint(option: str, text: str) -> str:
-    """Return a hint for an unknown option of `prep train`, usually the `--set` option to use; empty if no key matches.
+    """Return a hint for an unknown option of `prep train`, usually the `--set` option to use, or "" if no key matches.
 
     Args:
         option: The option with its dashes, such as `--learning-rate`.
-        text: Its value; empty for none.
+        text: Its value, or "" for none.
     """
     name = option.lstrip("-").replace("-", "_")
     if advice := advice_for(name):
@@ -169,7 +193,9 @@ def _other_optimizers_text(path: str) -> str:
 
 
 def _known_keys_text(table: str) -> str:
-    known = [key.removeprefix(f"{table}.") for key in KEY_SCHEMAS if key.rpartition(".")[0] == table]
+    known = [
+        key.removeprefix(f"{table}.") for key in KEY_SCHEMAS if key.rpartition(".")[0] == table
+    ]
     if table not in TABLE_NAMES:
         known = [*(key for key in KEY_SCHEMAS if "." not in key), *TABLE_NAMES]
     return f"known{f' in [{table}]' if table in TABLE_NAMES else ''}: {', '.join(known)}"

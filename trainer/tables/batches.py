@@ -1,6 +1,6 @@
 """Cut the record batches of a Parquet or Arrow file into small valid ones.
 
-Arrow files have the file format or the stream format of Arrow IPC; `datasets` writes the latter.
+Arrow files have the file format or the stream format of Arrow IPC. `datasets` writes streams.
 """
 
 from __future__ import annotations
@@ -9,16 +9,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainer.tables.value_sizes import is_view, row_nbytes
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Schema
     from pyarrow.parquet import FileMetaData
 
-PARQUET, ARROW = "Parquet", "Arrow"
-MAX_BATCH_ROWS = 256  # of a Parquet file
-READ_BUFFER_NBYTES = 1 << 20  # per column of a Parquet file
-PART_NBYTES = 4 << 20  # of the values of a part with several rows
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
+
+
+PARQUET = "Parquet"
+ARROW = "Arrow"
+# Rows that are decoded at once from a Parquet file.
+MAX_BATCH_ROWS = 256
+# Bytes read at once for each column of a Parquet file.
+READ_BUFFER_NBYTES = 1 << 20
+# Maximum bytes of the values of a part with several rows.
+PART_NBYTES = 4 << 20
 MAX_TYPE_DEPTH = 32
 FILE_MAGIC = b"ARROW1"
 
@@ -53,7 +62,9 @@ class InvalidRow:
     nbytes: int = 0
 
 
-def read_parts(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int) -> Iterator[Part | InvalidRow]:
+def read_parts(
+    stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int
+) -> Iterator[Part | InvalidRow]:
     """Yield the rows of a file in order, in parts of about PART_NBYTES, and its invalid rows.
 
     Args:
@@ -66,7 +77,11 @@ def read_parts(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes:
         pyarrow.ArrowException: The file is malformed.
         ValueError: The schema is not supported.
     """
-    batches = _parquet_batches(stream, nbytes) if table_format == PARQUET else _arrow_batches(stream, nbytes)
+    batches = (
+        _parquet_batches(stream, nbytes)
+        if table_format == PARQUET
+        else _arrow_batches(stream, nbytes)
+    )
     first_row = 1
     for batch, share in batches:
         if first_row == 1:
@@ -94,7 +109,9 @@ def _check_depth(kind: Any, depth: int) -> None:
     from pyarrow import types
 
     if not depth:
-        raise ValueError(f"a column has a type that is nested more than {MAX_TYPE_DEPTH} levels deep")
+        raise ValueError(
+            f"a column has a type that is nested more than {MAX_TYPE_DEPTH} levels deep"
+        )
     for attribute in ("value_type", "key_type", "item_type", "storage_type"):
         if hasattr(kind, attribute):
             _check_depth(getattr(kind, attribute), depth - 1)
@@ -106,7 +123,11 @@ def _check_depth(kind: Any, depth: int) -> None:
 def _valid_pieces(
     batch: RecordBatch, first_row: int, max_row_nbytes: int
 ) -> Iterator[tuple[RecordBatch, int] | InvalidRow]:
-    """Halve a batch until each piece is valid and small, or one row; yield the pieces with their first rows."""
+    """Yield valid, small pieces of a batch with their first rows, and invalid rows.
+
+    A batch is halved until each piece is valid and small, or a single row. So one bad row costs
+    log2(rows) validations, not the batch.
+    """
     part_nbytes = min(PART_NBYTES, max_row_nbytes)
     pending = [(batch, first_row, False)]
     while pending:
@@ -128,9 +149,10 @@ def _valid_pieces(
 
 
 def _fault(batch: RecordBatch) -> str:
-    """Return the fault of a batch, e.g. an offset outside of its buffer, or an empty text for a valid batch.
+    """Return the fault of a batch, e.g. an offset outside of its buffer. Empty if it is valid.
 
-    The full validation also checks that texts are UTF-8, and that indices of dictionaries are in range.
+    The full validation also checks that texts are UTF-8, and that indices of dictionaries are in
+    range.
     """
     from pyarrow import ArrowException
 
@@ -152,7 +174,9 @@ def _without_references(batch: RecordBatch) -> RecordBatch:
         if types.is_dictionary(column.type):
             columns[index] = column.dictionary_decode()
         elif is_view(column.type):
-            columns[index] = column.cast("large_string" if types.is_string_view(column.type) else "large_binary")
+            columns[index] = column.cast(
+                "large_string" if types.is_string_view(column.type) else "large_binary"
+            )
     return RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
@@ -161,11 +185,14 @@ def _parquet_batches(stream: BinaryIO, nbytes: int) -> Iterable[tuple[RecordBatc
 
     parquet = ParquetFile(stream, buffer_size=READ_BUFFER_NBYTES, pre_buffer=False)
     check_schema(parquet.schema_arrow)
-    if not parquet.schema_arrow.names:  # the number of rows is then any number
+    if not parquet.schema_arrow.names:
+        # The number of rows is then whatever the file claims, e.g. 2^62.
         raise ValueError("it has no columns")
-    n_rows, end = max(parquet.metadata.num_rows, 1), 0
+    n_rows = max(parquet.metadata.num_rows, 1)
+    end = 0
     for batch in parquet.iter_batches(_batch_rows(parquet.metadata), use_threads=False):
-        start, end = end, end + batch.num_rows
+        start = end
+        end = end + batch.num_rows
         yield batch, nbytes * end // n_rows - nbytes * start // n_rows
 
 
@@ -200,3 +227,96 @@ def _ipc_stream_batches(stream: BinaryIO) -> Iterator[tuple[RecordBatch, int]]:
     for batch in ipc.open_stream(stream):
         yield batch, stream.tell() - position
         position = stream.tell()
+
+
+# A few bytes of a file can encode a large value: a list of 2^31 nulls has no bytes at all, and each
+# element of a list can refer to the same long text of a dictionary. Rows are therefore measured by
+# the Python objects that they become. A list has a pointer of this size to each element.
+ELEMENT_NBYTES = 8
+
+
+class UnsupportedTypeError(ValueError):
+    """A column has values of an unsupported type."""
+
+
+def row_nbytes(batch: RecordBatch) -> int:
+    """Return the estimated bytes of all values of a valid record batch.
+
+    Raises:
+        UnsupportedTypeError: A column has an unsupported type.
+    """
+    return sum(values_nbytes(column) for column in batch.columns)
+
+
+def values_nbytes(array: Array[Any]) -> int:
+    """Return the estimated bytes of a valid array's values, at least 8 per element at any depth.
+
+    Raises:
+        UnsupportedTypeError: The array has an unsupported type.
+    """
+    from pyarrow import types
+
+    kind = array.type
+    pointers = len(array) * ELEMENT_NBYTES
+    if hasattr(kind, "storage_type"):
+        # An extension type.
+        return values_nbytes(array.storage)
+    if types.is_dictionary(kind):
+        return pointers + len(array) * _largest_value_nbytes(array.dictionary)
+    if _is_text_or_bytes(kind):
+        return pointers + int(_text_lengths(array).sum())
+    if types.is_struct(kind):
+        return pointers + sum(values_nbytes(child) for child in array.flatten())
+    if types.is_map(kind):
+        return pointers + values_nbytes(_list_of_map(array))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pointers + values_nbytes(array.flatten())
+    if types.is_nested(kind) or types.is_run_end_encoded(kind):
+        raise UnsupportedTypeError(f"values of the Arrow type {kind!s:.60} are not supported")
+    return max(pointers, array.nbytes)
+
+
+def is_view(kind: Any) -> bool:
+    """Return whether an Arrow type has views of texts or bytes."""
+    from pyarrow import types
+
+    return types.is_string_view(kind) or types.is_binary_view(kind)
+
+
+def _is_text_or_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return is_text or types.is_binary(kind) or types.is_large_binary(kind) or is_view(kind)
+
+
+def _text_lengths(array: Array[Any]) -> npt.NDArray[np.int64]:
+    """Return the bytes of each text of an array, 0 for nulls. Texts that share bytes count each."""
+    from pyarrow import compute
+
+    if not is_view(array.type):
+        return (
+            compute.fill_null(compute.call_function("binary_length", [array]), 0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
+    # pyarrow has no function for the lengths of views. A view has 16 bytes, the first 4 are the
+    # length of its text.
+    views = np.frombuffer(array.buffers()[1] or b"", "<i4").reshape(-1, 4)
+    lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
+    return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
+
+
+def _largest_value_nbytes(dictionary: Array[Any]) -> int:
+    """Return an upper bound of the bytes of each value of a dictionary."""
+    if _is_text_or_bytes(dictionary.type):
+        return int(_text_lengths(dictionary).max(initial=0))
+    return values_nbytes(dictionary)
+
+
+def _list_of_map(array: Array[Any]) -> Array[Any]:
+    """Return the entries of a map array as structs, without the entries outside of its slice."""
+    from pyarrow import list_, struct
+
+    kind = array.type
+    return array.cast(list_(struct([kind.key_field, kind.item_field]))).flatten()

@@ -1,6 +1,14 @@
 """Messages between a reader of tables and its worker process, over a pair of pipes.
 
 A message is its kind (1 byte), the length of its content (8 bytes, little-endian), and the content.
+The parent writes only while the worker waits for a message, so the pipes cannot deadlock:
+
+    parent                      worker
+    OPEN settings         ->
+                          <-    READ range      as often as the decoder needs bytes
+    DATA bytes            ->
+                          <-    BATCH rows, INVALID_ROW
+                          <-    END, or FAILED
 """
 
 from __future__ import annotations
@@ -10,20 +18,29 @@ from enum import Enum
 from typing import BinaryIO
 
 HEADER = struct.Struct("<cQ")
-RANGE = struct.Struct("<QQ")  # offset and length of bytes of the file
-ROWS = struct.Struct("<QQ")  # first row of a batch, and its share of the file's bytes
+# Offset and length of bytes of the file.
+RANGE = struct.Struct("<QQ")
+# First row of a batch, and its share of the file's bytes.
+ROWS = struct.Struct("<QQ")
 
 
 class Kind(Enum):
     """Kind of a message."""
 
-    OPEN = b"O"  # to the worker: read a file with these settings (JSON)
-    DATA = b"D"  # to the worker: bytes of the file
-    READ = b"R"  # from the worker: it needs a RANGE of the file
-    BATCH = b"B"  # from the worker: ROWS, then a record batch as an Arrow stream
-    INVALID_ROW = b"I"  # from the worker: number and fault of a row (JSON)
-    FAILED = b"F"  # from the worker: why the rest of the file cannot be read (JSON)
-    END = b"E"  # from the worker: the file is read
+    # To the worker: read a file with these settings (JSON).
+    OPEN = b"O"
+    # To the worker: bytes of the file.
+    DATA = b"D"
+    # From the worker: it needs a RANGE of the file.
+    READ = b"R"
+    # From the worker: ROWS, then a record batch as an Arrow stream.
+    BATCH = b"B"
+    # From the worker: number and fault of a row (JSON).
+    INVALID_ROW = b"I"
+    # From the worker: why the rest of the file cannot be read (JSON).
+    FAILED = b"F"
+    # From the worker: the file is read.
+    END = b"E"
 
 
 def write_message(stream: BinaryIO, kind: Kind, *parts: bytes | memoryview) -> None:

@@ -15,9 +15,11 @@ from typing import BinaryIO, cast
 from trainer.tables.batches import InvalidRow, Part
 from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_message
 
-# Memory of a worker besides that of rows: a page or a record batch, compressed and decompressed, and dictionaries
+# Memory of a worker besides that of rows: a page or a record batch, compressed and decompressed,
+# and dictionaries
 DECODING_NBYTES = 1 << 30
-ROW_COPIES = 8  # of the largest row: its page, its batch, and the message
+# Memory for copies of the largest row: in its page, in its batch and in the message.
+ROW_COPIES = 8
 
 
 class TableError(Exception):
@@ -31,7 +33,8 @@ class TableError(Exception):
     def __init__(self, why: str, *, exceeds_memory: bool = False) -> None:
         """Make the error."""
         super().__init__(why)
-        self.why, self.exceeds_memory = why, exceeds_memory
+        self.why = why
+        self.exceeds_memory = exceeds_memory
 
 
 class _Worker:
@@ -40,7 +43,13 @@ class _Worker:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.tables.worker"],  # -P: no imports from the current folder
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "trainer.tables.worker",
+                # Without -P, a file `json.py` in the current folder would be imported.
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -50,27 +59,31 @@ class _Worker:
 
     @property
     def is_usable(self) -> bool:
-        """Whether this process has started the worker, and nobody has ended it meanwhile."""
+        """Whether this process has started the worker, and the worker still runs."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def stop(self) -> int:
-        """End the process; return its exit code, or minus the number of the signal that ended it before."""
+        """Kill the process if it still runs. Return its exit code, or minus the signal's number."""
         self._process.kill()
         self.requests.close()
-        with suppress(OSError):  # bytes that the process has not taken
+        with suppress(OSError):
+            # Bytes that the process has not taken.
             self.answers.close()
         return self._process.wait()
 
     def wait(self) -> int:
-        """Return the exit code of a process that closed its pipe, or minus the number of a signal."""
+        """Wait for a process with a closed pipe. Return its exit code or minus a signal number."""
         return self._process.wait()
 
 
-_idle: list[_Worker] = []  # workers that have read a file; a new one takes a second to start
+# Workers that have read a file. A new one takes a second to start.
+_idle: list[_Worker] = []
 
 
-def read_table(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int) -> Iterator[Part | InvalidRow]:
-    """Yield the rows of a Parquet or Arrow file in parts, and its invalid rows, decoded by a worker process.
+def read_table(
+    stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int
+) -> Iterator[Part | InvalidRow]:
+    """Yield the valid parts and the invalid rows of a table, decoded by a worker process.
 
     Args:
         stream: The file, seekable.
@@ -106,7 +119,9 @@ def read_table(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes:
             worker.stop()
 
 
-def _receive_parts(stream: BinaryIO, worker: _Worker, max_nbytes: int) -> Iterator[Part | InvalidRow]:
+def _receive_parts(
+    stream: BinaryIO, worker: _Worker, max_nbytes: int
+) -> Iterator[Part | InvalidRow]:
     from pyarrow import ipc
 
     while True:
@@ -128,7 +143,7 @@ def _receive_parts(stream: BinaryIO, worker: _Worker, max_nbytes: int) -> Iterat
 
 
 def _read_range(stream: BinaryIO, nbytes: int) -> bytes:
-    """Return the next bytes of a stream that may return fewer at once; fewer at its end."""
+    """Return the next `nbytes` bytes of a stream, fewer only at its end."""
     blocks: list[bytes] = []
     while nbytes > 0 and (block := stream.read(nbytes)):
         blocks.append(block)
@@ -151,7 +166,11 @@ def _describe_end(code: int) -> str:
 
 
 def _take_worker() -> _Worker:
-    """Return an idle worker, or a new one. A forked process does not use the workers of its parent."""
+    """Return an idle worker, or a new one.
+
+    A forked process inherits the list of idle workers. It does not use them: two processes on one
+    pair of pipes would mix their messages.
+    """
     while _idle:
         worker = _idle.pop()
         if worker.is_usable:

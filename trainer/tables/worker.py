@@ -1,7 +1,7 @@
 """The process that decodes tables: `python -m trainer.tables.worker`.
 
-It reads the bytes of the file through its parent, so it needs no access to the file, which may be remote. It ends when
-its parent does.
+It reads the bytes of the file through its parent, so it needs no access to the file, which may be
+remote. It ends when its parent does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_messa
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-BUFFER_NBYTES = 64 << 10  # small reads are joined to this size
-MAX_READ_NBYTES = 4 << 20  # of a message with bytes of the file
+# pyarrow reads a few bytes at a time. Each read of the buffer is a message to the parent.
+BUFFER_NBYTES = 64 << 10
+# Maximum bytes of the file in one message, which both processes hold in memory.
+MAX_READ_NBYTES = 4 << 20
 
 
 class ParentFile(io.RawIOBase):
@@ -37,8 +39,10 @@ class ParentFile(io.RawIOBase):
             answers: Pipe from the parent.
             nbytes: Size of the file.
         """
-        self._requests, self._answers = requests, answers
-        self._nbytes, self._position = nbytes, 0
+        self._requests = requests
+        self._answers = answers
+        self._nbytes = nbytes
+        self._position = 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -49,7 +53,7 @@ class ParentFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset from the start, the position or the end; return the new position."""
+        """Move to an offset from the start, the position or the end. Return the new position."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
         if start + offset < 0:
             raise OSError(f"there is no byte {start + offset:,}")
@@ -61,7 +65,7 @@ class ParentFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Read bytes into a buffer; return their number, 0 at the end."""
+        """Read bytes into a buffer. Return their number, 0 at the end."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._nbytes - self._position, MAX_READ_NBYTES))
         if not count:
@@ -75,13 +79,17 @@ class ParentFile(io.RawIOBase):
 
 def main() -> None:
     """Decode files at the requests of the parent, one after another."""
-    # SLURM and terminals send a signal to all processes of a job. The parent handles it. If the worker ended at once,
-    # the parent would report a malformed file.
+    # SLURM and terminals send a signal to all processes of a job. The parent handles it. If the
+    # worker ended at once, the parent would report a malformed file.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # A malformed file may crash the decoder. The parent reports the signal, and nobody needs the
+    # dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers, requests = cast(BinaryIO, sys.stdin.buffer), cast(BinaryIO, sys.stdout.buffer)
-    # Other allocators reserve 1 GiB at once, which counts for the limit. pyarrow reads this name when it is loaded.
+    answers = cast(BinaryIO, sys.stdin.buffer)
+    requests = cast(BinaryIO, sys.stdout.buffer)
+    # Other allocators reserve 1 GiB at once, which counts for the limit. pyarrow reads this name
+    # when it is loaded.
     os.putenv("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
         import pyarrow
@@ -98,7 +106,9 @@ def main() -> None:
         return
 
 
-def _send_file(settings: Mapping[str, Any], requests: BinaryIO, answers: BinaryIO, start_nbytes: int) -> None:
+def _send_file(
+    settings: Mapping[str, Any], requests: BinaryIO, answers: BinaryIO, start_nbytes: int
+) -> None:
     """Send the rows of a file to the parent."""
     from pyarrow import ArrowException
 
@@ -137,6 +147,9 @@ def _send_part(part: Part | InvalidRow, requests: BinaryIO) -> None:
 
 
 def _limit_memory(nbytes: int) -> None:
+    # RLIMIT_DATA counts private writable memory (since Linux 4.7), not the mapped libraries of
+    # pyarrow, which RLIMIT_AS would count. A failed allocation raises MemoryError or ends the
+    # process.
     hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard_limit != resource.RLIM_INFINITY:
         nbytes = min(nbytes, hard_limit)

@@ -14,7 +14,8 @@ from trainer.nn.kernels.probe import find_mismatch
 from trainer.planning.step_inputs import Shapes, attention_needs, longest_sequence
 from trainer.recipe import Recipe
 
-UNCHECKED = "reference"  # the kernel that others are compared with
+# The reference kernel is the standard of the comparison, so it is never compared with itself.
+UNCHECKED = "reference"
 
 
 def choose_kernel(
@@ -43,7 +44,9 @@ def choose_kernel(
     """
     device = device_kind(sharding)
     needs, choices = _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)
-    return first_correct(choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn)
+    return first_correct(
+        choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn
+    )
 
 
 def preferred_kernel(
@@ -70,10 +73,16 @@ def preferred_kernel(
 
 
 def _ranked_kernels(
-    recipe: Recipe, model: Shapes, sharding: ShardingContext, *, device: DeviceKind, dropout: DropoutConfig
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig,
 ) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
     needs = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout)
-    requested, length = recipe.model.attention_kernel, longest_sequence(recipe)
+    requested = recipe.model.attention_kernel
+    length = longest_sequence(recipe)
     return needs, rank_kernels(requested, needs, device=device, length=length)
 
 
@@ -85,7 +94,7 @@ def first_correct(
     is_auto: bool,
     warn: Callable[[str], None],
 ) -> KernelChoice:
-    """Return the first kernel that computes what the reference kernel computes.
+    """Return the first kernel with the results of the reference kernel.
 
     Args:
         choices: Kernels in order of preference, at least one.
@@ -107,4 +116,8 @@ def first_correct(
             raise PrepError(what, failure, f'`model.attention_kernel = "{AUTO}"`')
         warn(f"{what}: {failure}")
         failures.append(f"{choice.name} failed its numeric check")
-    raise PrepError("all attention kernels failed their numeric check", "; ".join(failures), "a `mesh` without sp")
+    raise PrepError(
+        "all attention kernels failed their numeric check",
+        "; ".join(failures),
+        "a `mesh` without sp",
+    )

@@ -1,4 +1,4 @@
-"""Compile a recipe's training step for devices that need not exist, in a process of its own.
+"""Compile a recipe's training step for devices that need not exist, in a separate process.
 
 JAX starts with one set of devices and keeps it. The process therefore has simulated CPU devices only, whatever devices
 this machine has, and no training state is ever allocated in it.
@@ -58,17 +58,18 @@ def compiled_plan(
 
     Args:
         recipe: The recipe. Its data need not exist.
-        manifest: Of a checkpoint's manifest `config` with the recipe's rotary embedding, `tied`, `scan`, `scan_axis`
-            and `rules`.
+        manifest: Entries of a checkpoint's manifest: `config` with the recipe's rotary embedding,
+            `tied`, `scan`, `scan_axis` and `rules`.
         mesh: The mesh without open axes.
-        topology: TPU topology of each slice to compile for, such as `v5p:8x8x4`; None to compile for simulated CPU
-            devices, whose plan is an upper bound.
+        topology: TPU topology of each slice to compile for, such as `v5p:8x8x4`. None to compile
+            for simulated CPU devices. Their plan is an upper bound.
         watch: Reports and time limit.
 
     Raises:
-        PrepError: libtpu is missing, the step does not fit the devices' memory, the compiler failed, or it reached the
-            time limit.
-        UsageError: The topology is unknown, or recipe, model, mesh and topology do not fit together.
+        PrepError: libtpu is missing, the step does not fit the devices' memory, the compiler
+            failed, or it reached the time limit.
+        UsageError: The topology is unknown, or recipe, model, mesh and topology do not fit
+            together.
     """
     request = {
         "recipe": recipe.model_dump(mode="json"),
@@ -76,6 +77,8 @@ def compiled_plan(
         "mesh": str(mesh),
         "topology": topology,
     }
+    # With a topology, libtpu describes the devices of the mesh, and JAX itself needs one CPU device
+    # only.
     num_cpu_devices = 1 if topology else mesh.n_devices
     answer = json.loads(run_compile_process(__name__, json.dumps(request), num_cpu_devices, watch))
     if error := answer.get("error"):
@@ -83,13 +86,19 @@ def compiled_plan(
     return CompiledPlan.from_json(answer)
 
 
-def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None) -> CompiledPlan:
+def _compile(
+    recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None
+) -> CompiledPlan:
     """Compile the step in this process."""
     report_phase("libtpu describes the devices" if topology else "JAX starts")
     slices = parse_slice_counts(recipe.cluster.dcn_mesh)
     devices = tpu_devices(topology, num_slices(slices)) if topology else None
-    sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices, slices=slices)
-    device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
+    sharding = make_sharding_context(
+        mesh, partition_rules(recipe, manifest), devices=devices, slices=slices
+    )
+    device = (
+        device_kind(sharding) if topology else ANY_ACCELERATOR
+    )  # simulated devices stand for accelerators
     model = model_from_manifest({**manifest, **_lora_entry(recipe)})
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
@@ -98,19 +107,27 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
         model,
         sharding=sharding,
         kernel=preferred_kernel(recipe, model, sharding, device=device, dropout=dropout).name,
+        # Without `train.steps` the number of steps follows from the data, which is not read here.
+        # The largest supported number stands for it.
         steps=recipe.train.steps or MAX_INT32,
         dropout=dropout,
         device=device,
     )
-    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    shape = batch_shape(
+        recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size
+    )
     batch = column_shapes(_columns(recipe), shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
 def _lora_entry(recipe: Recipe) -> dict[str, Any]:
-    """Return the manifest's entry for the adapters of a recipe; empty without adapters."""
+    """Return the manifest's entry for the adapters of a recipe.
+
+    Empty without adapters.
+    """
     if recipe.lora.path is not None:
-        why, hint = "the rank is in the adapter's files, which are not read", "`lora.rank` instead of `lora.path`"
+        why = "the rank is in the adapter's files, which are not read"
+        hint = "`lora.rank` instead of `lora.path`"
         raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
     lora = recipe.lora.new_adapters
     return {} if lora is None else {"lora": asdict(lora)}
@@ -124,13 +141,14 @@ def _columns(recipe: Recipe) -> ColumnSpecs:
 
 
 def main() -> None:
-    """Compile the request on stdin; write the plan or the error to stdout as a line of JSON."""
+    """Compile the request on stdin, and write the plan or the error to stdout as a line of JSON."""
     request = read_request()
-    recipe, mesh = Recipe.model_validate_json(json.dumps(request["recipe"])), parse_mesh(request["mesh"])
+    recipe = Recipe.model_validate_json(json.dumps(request["recipe"]))
+    mesh = parse_mesh(request["mesh"])
     try:
         answer = _compile(recipe, request["manifest"], mesh, request["topology"]).to_json()
     except PrepError as error:
-        answer = {"error": asdict(error)}
+        answer = {"error": error.fields()}
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

@@ -11,17 +11,18 @@ from typing import Any
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
+from trainer.data.files import Note
 from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
-from trainer.data.span_corruption import SpanCorruptionDataset, SpecialIds, sentinel_ids
+from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig
 from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import Data
@@ -29,7 +30,12 @@ from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.training.shared_tokens import tokenize_in_group
-from trainer.training.source_datasets import Datasets, build_mixture, eval_selection, train_selection
+from trainer.training.source_datasets import (
+    Datasets,
+    build_mixture,
+    eval_selection,
+    train_selection,
+)
 
 CHAT = "chat"
 
@@ -53,9 +59,9 @@ def build_datasets(
         recipe: The recipe.
         model: The model to train.
         manifest: Manifest of the start checkpoint.
-        folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
-            tokens that the cache lacks, if the cache must not be written to.
-        group: Processes of the job; None for one process.
+        folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`,
+            optional: folder for tokens missing in the cache, if the cache must not be written to.
+        group: Processes of the job. None means one process.
         remote: Finds the data files of URLs.
         progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
@@ -71,7 +77,12 @@ def build_datasets(
         model=model,
         manifest=manifest,
         seed=recipe.seed,
-        make_config=partial(_tokenize_config, folders=folders, remote=remote, is_mixed=recipe.data.sources is not None),
+        make_config=partial(
+            _tokenize_config,
+            folders=folders,
+            remote=remote,
+            is_mixed=recipe.data.sources is not None,
+        ),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
     return build_mixture(recipe.data, build, note=note)
@@ -79,13 +90,13 @@ def build_datasets(
 
 def _build_source(
     data: Data,
+    note: Note,
     *,
     model: ModelSpec,
     manifest: Mapping[str, Any],
     seed: int,
     make_config: Callable[[Data, ModelSpec, Mapping[str, Any]], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
-    note: Callable[[str], None],
 ) -> Datasets:
     """Return the datasets of one source."""
     config = make_config(data, model, manifest["config"])
@@ -99,7 +110,9 @@ def _build_source(
         note=note,
     )
     if config.examples.has_encoder:
-        decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
+        decoder_start_token_id(
+            manifest["config"], config.vocab
+        )  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_paths is None:
@@ -107,7 +120,9 @@ def _build_source(
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_config = replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    eval_config = replace(
+        config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0
+    )
     eval_tokens = tokenize(eval_config, note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
@@ -156,7 +171,7 @@ def _example_settings(
     """Return the settings of examples.
 
     Raises:
-        PrepError: The fields do not fit the model, or the model lacks a special token that the recipe needs.
+        PrepError: The fields do not fit the model, or the model has no special token of a kind that the recipe needs.
     """
     is_chat = data.format == CHAT
     settings = ExampleSettings(
@@ -187,22 +202,27 @@ def _build_dataset(
     data: Data,
     seed: int,
     model_config: Mapping[str, Any],
-    special_ids: SpecialIds | None,
+    special_ids: SpanCorruptionTokenIds | None,
     note: Callable[[str], None],
 ) -> Dataset:
-    """Return the dataset of a store; `special_ids` are those of span corruption."""
+    """Return the dataset of a store. `special_ids` are the token ids of span corruption."""
     settings = config.examples
     if special_ids is not None:
         return _span_corruption_dataset(tokens, data, special_ids, seed=seed)
     if settings.has_encoder:
         start_id = decoder_start_token_id(model_config, config.vocab)
-        return seq2seq_dataset(tokens, config.source_length, decoder_start_id=start_id, eos_id=settings.end_id)
+        return seq2seq_dataset(
+            tokens, config.source_length, decoder_start_id=start_id, eos_id=settings.end_id
+        )
     first_input = settings.bos_id if data.always_start_with_bos else None
     if config.has_blocks:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
     dataset = document_dataset(tokens, data.packing, first_input=first_input)
     if dataset.rows.max_length == 1:
-        raise PrepError("the data has no token to train on", "each document has one token, which no token precedes")
+        raise PrepError(
+            "the data has no token to train on",
+            "each document has one token, which no token precedes",
+        )
     note(_packing_summary(dataset))
     return dataset
 
@@ -212,7 +232,9 @@ def _packing_summary(dataset: DocumentDataset) -> str:
     return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
 
 
-def _span_corruption_dataset(tokens: MappedTokens, data: Data, special_ids: SpecialIds, *, seed: int) -> Dataset:
+def _span_corruption_dataset(
+    tokens: MappedTokens, data: Data, special_ids: SpanCorruptionTokenIds, *, seed: int
+) -> Dataset:
     sizes = recipe_span_sizes(data)
     return SpanCorruptionDataset(
         tokens,
@@ -226,19 +248,27 @@ def _span_corruption_dataset(tokens: MappedTokens, data: Data, special_ids: Spec
     )
 
 
-def _span_special_ids(data: Data, config: TokenizeConfig, model_config: Mapping[str, Any]) -> SpecialIds | None:
-    """Return the token ids that span corruption adds; None for another objective.
+def _span_special_ids(
+    data: Data, config: TokenizeConfig, model_config: Mapping[str, Any]
+) -> SpanCorruptionTokenIds | None:
+    """Return the token ids that span corruption adds.
+
+    None if the objective is another one.
 
     Raises:
-        PrepError: The model or its tokenizer lacks one of them.
+        PrepError: One of them is missing in the model or its tokenizer.
     """
     if data.objective != SPAN_CORRUPTION:
         return None
     eos_id = config.examples.eos_id
     if eos_id is None:
-        raise PrepError("config.json has no eos_token_id", "span corruption ends each source and target with it")
-    return SpecialIds(
-        sentinel_ids(load_tokenizer(config.tokenizer), recipe_span_sizes(data).n_spans, config.vocab),
+        raise PrepError(
+            "config.json has no eos_token_id", "span corruption ends each source and target with it"
+        )
+    return SpanCorruptionTokenIds(
+        sentinel_ids(
+            load_tokenizer(config.tokenizer), recipe_span_sizes(data).n_spans, config.vocab
+        ),
         eos=eos_id,
         decoder_start=decoder_start_token_id(model_config, config.vocab),
     )
@@ -253,8 +283,14 @@ def _check_special_ids(data: Data, settings: ExampleSettings, vocab: int) -> Non
     ):
         name = "eos_token_id" if key == "add_eos" else "bos_token_id"
         if needs_it and (token_id is None or not 0 <= token_id < vocab):
-            what = f"no {name}" if token_id is None else f"{name} {token_id:,}, but {vocab:,} tokens"
-            raise usage_error(f"`data.{key}` is true", f"the model has {what}", f"`--set data.{key}=false`")
+            what = (
+                f"no {name}" if token_id is None else f"{name} {token_id:,}, but {vocab:,} tokens"
+            )
+            raise usage_error(
+                f"`data.{key}` is true",
+                f"the model has {what}",
+                text("{}", Key(f"data.{key}", "false", is_override=True)),
+            )
 
 
 def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
@@ -263,13 +299,21 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         for key in ("source_length", "source_prefix"):
             if getattr(data, key) is not None:
                 what = f"`data.{key}` is {getattr(data, key)!r:.60}"
-                raise usage_error(what, f"{name} has no encoder to read the source columns in brackets", "remove it")
+                raise usage_error(
+                    what,
+                    f"{name} has no encoder to read the source columns in brackets",
+                    "remove it",
+                )
         return
     keys = {"always_start_with_bos": data.always_start_with_bos, "prepend_text": data.prepend_text}
     for key in (key for key, value in {**keys, "format": data.format == CHAT}.items() if value):
         hint = "`data.source_prefix`" if key == "prepend_text" else "remove it"
-        raise usage_error(f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint)
-    if not (settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)):
+        raise usage_error(
+            f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint
+        )
+    if not (
+        settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)
+    ):
         why = "it trains on pairs of a source and a target, or on text by span corruption"
         hint = '`type = "json"` and `fields = "[article], summary"`, or `objective = "span_corruption"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
@@ -287,7 +331,10 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
         PrepError: The config has neither id, or the id is not in the vocabulary.
     """
     what = "config.json has no valid decoder_start_token_id"
-    key = next((key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None), None)
+    key = next(
+        (key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None),
+        None,
+    )
     if key is None:
         raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
     token_id = config[key]
@@ -297,7 +344,10 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
 
 
 def _special_id(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a token id of a model's config, the first of several; None if the config has none."""
+    """Return a token id of a model's config, the first of several.
+
+    None if the config has none.
+    """
     value = config.get(key)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None

@@ -25,7 +25,9 @@ from trainer.training.feed import TokenBatch, load_batch
 METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
 RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")  # of the values of each evaluation
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
-EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]  # sums of a batch [], or of each row [batch]
+EvalStep = Callable[
+    [Tree, TokenBatch], Mapping[str, Array]
+]  # sums of a batch [], or of each row [batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,10 @@ class EvaluationResult:
     """Loss and accuracy over the predicted tokens of a dataset.
 
     Attributes:
-        mean_loss: Mean cross-entropy of a token; NaN without tokens.
-        accuracy: Fraction of the tokens that are predicted correctly; NaN without tokens.
+        mean_loss: Mean cross-entropy of a token. NaN without tokens.
+        accuracy: Fraction of the tokens that are predicted correctly. NaN without tokens.
         num_tokens: Number of predicted tokens.
-        metrics: Mean over the tokens of each value that `metric_fn` computes; NaN without tokens.
+        metrics: Mean over the tokens of each value that `metric_fn` computes. NaN without tokens.
     """
 
     mean_loss: float
@@ -50,26 +52,35 @@ class EvaluationResult:
         return math.exp(min(self.mean_loss, MAX_EXPONENT))
 
 
-def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig, metric_fn: TokenMetrics | None = None) -> EvalStep:
+def jit_eval_step(
+    model: ModelSpec, forward_config: ForwardConfig, metric_fn: TokenMetrics | None = None
+) -> EvalStep:
     """Return a function that computes the sums `loss`, `weight` and `correct` of a batch, compiled once per shape.
 
     Args:
         model: The model.
         forward_config: Execution options.
-        metric_fn: Computes values of each token by name; their sums have the names with `METRIC_PREFIX`.
+        metric_fn: Computes values of each token by name. Their sums have the names with
+            `METRIC_PREFIX`.
     """
 
     def sum_batch(params: Tree, batch: TokenBatch) -> dict[str, Array]:
         sums, metrics = transformer.evaluation_sums(params, batch, model, forward_config, metric_fn)
         if reserved := [name for name in metrics if name in RESERVED_NAMES]:
-            what, why = f"`metric_fn` returned the name {reserved[0]!r}", "evaluations have a value of this name"
+            what = f"`metric_fn` returned the name {reserved[0]!r}"
+            why = "evaluations have a value of this name"
             raise usage_error(what, why, "another name")
-        return {**sums._asdict(), **{f"{METRIC_PREFIX}{name}": value for name, value in metrics.items()}}
+        return {
+            **sums._asdict(),
+            **{f"{METRIC_PREFIX}{name}": value for name, value in metrics.items()},
+        }
 
     return jax.jit(sum_batch)
 
 
-def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_shards: int) -> EvalStep:
+def jit_exact_eval_step(
+    model: ModelSpec, forward_config: ForwardConfig, num_shards: int
+) -> EvalStep:
     """Return a function that computes the same sums over logical shards of a batch, in a fixed order.
 
     Args:
@@ -103,7 +114,7 @@ def jit_fast_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> E
 def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
     """Return a function that computes the same sums for each row alone, with the same rounding on every mesh.
 
-    Each device holds all parameters, and computes its rows one after the other. `evaluate` then returns the same bits
+    Each device has all parameters, and computes its rows one at a time. `evaluate` then returns the same bits
     for every mesh and batch size.
 
     Args:
@@ -120,7 +131,9 @@ def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalSt
         exact = ExactReduction(len(batch["tokens"]), sharding, model.leaves)
         return exact.map_shards(sum_row, params, batch)
 
-    return jax.jit(sum_rows, out_shardings=sharding.replicated_sharding(), compiler_options=compiler_options())
+    return jax.jit(
+        sum_rows, out_shardings=sharding.replicated_sharding(), compiler_options=compiler_options()
+    )
 
 
 def evaluate(
@@ -132,15 +145,18 @@ def evaluate(
     batch_size: int,
     limit: int = 0,
 ) -> EvaluationResult:
-    """Compute loss and accuracy on a dataset; the sums of batches or rows are added without rounding.
+    """Compute loss and accuracy on a dataset.
+
+    The sums of batches or rows are added without rounding.
 
     Args:
         params: Parameters in float32 or bfloat16, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
-        eval_step: Computes the sums of a batch or of its rows, from `jit_eval_step` or `jit_row_eval_step`.
+        eval_step: Computes the sums of a batch or of its rows, from `jit_eval_step` or
+            `jit_row_eval_step`.
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
-        limit: Number of rows to evaluate on, from the first; 0 for all.
+        limit: Number of rows to evaluate on, from the first. 0 means all.
 
     Raises:
         UsageError: The mesh does not divide the batch.
@@ -157,22 +173,34 @@ def evaluate(
         accuracy=means["correct"],
         num_tokens=int(weight),
         metrics={
-            name.removeprefix(METRIC_PREFIX): mean for name, mean in means.items() if name.startswith(METRIC_PREFIX)
+            name.removeprefix(METRIC_PREFIX): mean
+            for name, mean in means.items()
+            if name.startswith(METRIC_PREFIX)
         },
     )
 
 
 def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
-    """Return the result over the tokens of several datasets; datasets without tokens do not count."""
+    """Return the result over the tokens of several datasets.
+
+    Datasets without tokens do not count.
+    """
     counted = [result for result in results if result.num_tokens]
     num_tokens = sum(result.num_tokens for result in counted)
     return EvaluationResult(
-        mean_loss=math.fsum(r.mean_loss * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
-        accuracy=math.fsum(r.accuracy * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
+        mean_loss=math.fsum(r.mean_loss * r.num_tokens for r in counted) / num_tokens
+        if counted
+        else math.nan,
+        accuracy=math.fsum(r.accuracy * r.num_tokens for r in counted) / num_tokens
+        if counted
+        else math.nan,
         num_tokens=num_tokens,
     )
 
 
 def _exact_sum(values: list[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order; infinite and NaN values are added too."""
+    """Return the correctly rounded sum, which does not depend on the order.
+
+    Infinite and NaN values are added too.
+    """
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

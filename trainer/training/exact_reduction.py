@@ -1,8 +1,8 @@
 """Gradients and loss sums that do not depend on the number of devices that split the batch.
 
-A batch is a fixed number of logical shards of equal shape. Each device computes its logical shards one after the other
+A batch is a fixed number of logical shards of equal shape. Each device computes its logical shards one at a time
 with full parameters, and all sums have the order of one binary tree (`trainer.distributed.tree_sum`). The norm of
-the gradients is the sum of blocks whose shapes depend on the parameters and the number of logical shards only.
+the gradients is a sum over blocks. Their shapes depend on the parameters and the number of logical shards only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from trainer.distributed.sharding import ShardingContext, jax_partition_spec
-from trainer.distributed.tree_sum import call_in_loop, dim_axes, square_sums, sum_in_tree, sum_over_devices
+from trainer.distributed.tree_sum import (
+    call_in_loop,
+    dim_axes,
+    fixed_order_psum,
+    square_sums,
+    sum_in_tree,
+)
 from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.training.feed import TokenBatch
 
@@ -29,7 +35,7 @@ REPLICATED = PartitionSpec()
 def compiler_options() -> dict[str, Any]:
     """Return XLA options with which a function has equal results in the programs of all meshes.
 
-    XLA eliminates common subexpressions earlier on several devices than on one, after which it simplifies other
+    XLA eliminates common subexpressions earlier on several devices than on one. It then simplifies other
     expressions. On CPUs, contraction of products and sums depends on the division of a program for compilation, and
     the optimizations of LLVM round some values of parameters otherwise if a mesh splits them.
     """
@@ -45,7 +51,7 @@ class ExactReduction:
 
     Attributes:
         num_shards: Logical shards of a batch, a power of two.
-        sharding: The device mesh; its axes, if larger than 1, split the batch.
+        sharding: The device mesh. Its axes, if larger than 1, split the batch.
         leaves: Parameters by path.
     """
 
@@ -53,21 +59,31 @@ class ExactReduction:
     sharding: ShardingContext
     leaves: Mapping[str, ParamLeaf]
 
-    def sum_losses(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
+    def sum_losses(
+        self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch
+    ) -> Any:
         """Sum a function of parameters and rows, a tree of arrays, over all logical shards."""
 
         def sum_local(params: Tree, rows: TokenBatch) -> Any:
             sums = self._sum_device(function, params, rows)
-            return jax.tree.map(lambda x: sum_over_devices(x, REPLICATED, self._batch_axes), sums)
+            return jax.tree.map(lambda x: fixed_order_psum(x, REPLICATED, self._batch_axes), sums)
 
         return self._map_devices(sum_local, REPLICATED)(params, batch)
 
-    def map_shards(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
-        """Compute a function of parameters and rows for each logical shard; arrays of its result are [shards, ...]."""
+    def map_shards(
+        self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch
+    ) -> Any:
+        """Compute a function of parameters and rows for each logical shard.
+
+        Arrays of its result are [shards, ...].
+        """
 
         def map_local(params: Tree, rows: TokenBatch) -> Any:
             one = _one(rows)
-            return lax.map(lambda shard: call_in_loop(partial(function, params), shard, one), self._local_shards(rows))
+            return lax.map(
+                lambda shard: call_in_loop(partial(function, params), shard, one),
+                self._local_shards(rows),
+            )
 
         return self._map_devices(map_local, PartitionSpec(tuple(self._batch_axes)))(params, batch)
 
@@ -88,15 +104,19 @@ class ExactReduction:
 
         def sum_local(params: Tree, rows: TokenBatch) -> tuple[Tree, Any, Array]:
             (_, sums), gradients = self._sum_device(value_and_grad, params, rows)
-            sums = jax.tree.map(lambda x: sum_over_devices(x, REPLICATED, self._batch_axes), sums)
+            sums = jax.tree.map(lambda x: fixed_order_psum(x, REPLICATED, self._batch_axes), sums)
             leaves = {
-                path: sum_over_devices(gradient, specs[path], self._batch_axes)
+                path: fixed_order_psum(gradient, specs[path], self._batch_axes)
                 for path, gradient in flatten_tree(gradients).items()
             }
-            blocks = [self._block_sums(path, leaf, specs[path], one=_one(rows)) for path, leaf in leaves.items()]
+            blocks = [
+                self._block_sums(path, leaf, specs[path], one=_one(rows))
+                for path, leaf in leaves.items()
+            ]
             return unflatten_tree(leaves), sums, call_in_loop(_norm_of_blocks, blocks, _one(rows))
 
         out_specs = (unflatten_tree(specs), REPLICATED, REPLICATED)
+        # The barrier keeps XLA from fusing the sums with the operations that use them.
         return lax.optimization_barrier(self._map_devices(sum_local, out_specs)(params, batch))
 
     @property
@@ -117,23 +137,35 @@ class ExactReduction:
         if mesh is None:
             return function
         in_specs = (REPLICATED, PartitionSpec(tuple(self._batch_axes)))
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
-    def _sum_device(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, rows: TokenBatch) -> Any:
+    def _sum_device(
+        self, function: Callable[[Tree, TokenBatch], Any], params: Tree, rows: TokenBatch
+    ) -> Any:
         """Sum a function over the logical shards of one device."""
         return sum_in_tree(partial(function, params), self._local_shards(rows), one=_one(rows))
 
     def _local_shards(self, rows: TokenBatch) -> dict[str, Array]:
         """Split the rows of one device into its logical shards."""
+        # 8 logical shards over batch axes of sizes 2 and 2 leave 2 logical shards per device.
         num_local = self.num_shards // math.prod(self._batch_axes.values())
-        return {name: array.reshape(num_local, -1, *array.shape[1:]) for name, array in rows.items()}
+        return {
+            name: array.reshape(num_local, -1, *array.shape[1:]) for name, array in rows.items()
+        }
 
     def _block_sums(self, path: str, shard: Array, spec: PartitionSpec, *, one: Array) -> Array:
         """Compute the sums of squares of all blocks of a gradient."""
         leaf = self.leaves[path]
         counts = [
+            # Blocks per dim on this device. With 8 logical shards, a dim of 12 has gcd(12, 8) = 4
+            # blocks of 3. A device with 6 of the 12 has 4 * 6 // 12 = 2 of them. The number 4 does
+            # not depend on the mesh.
             (math.gcd(extent, self.num_shards) if is_split else 1) * local // extent
-            for extent, local, is_split in zip(leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf))
+            for extent, local, is_split in zip(
+                leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf)
+            )
         ]
         sums = square_sums(_split_blocks(shard, counts), one=one).reshape(counts)
         for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
@@ -143,13 +175,17 @@ class ExactReduction:
 
 
 def _one(rows: TokenBatch) -> Array:
-    """Return 1, computed from token ids, which are not negative."""
+    """Return 1 as min(token id, 0) + 1. Token ids are never negative."""
     return 1 + jnp.minimum(rows["tokens"][0, 0], 0)
 
 
 def _split_blocks(x: Array, counts: Sequence[int]) -> Array:
     """Split an array into blocks, `counts` per dim, and return them as [blocks, elements of a block]."""
-    split = x.reshape([n for count, extent in zip(counts, x.shape) for n in (count, extent // count)])
+    split = x.reshape(
+        # [4, 6] with counts [2, 3] becomes [2, 2, 3, 2]: count and extent of a block, per dim. The
+        # transpose with order (0, 2, 1, 3) puts the counts first: [2, 3, 2, 2], then [6, 4].
+        [n for count, extent in zip(counts, x.shape) for n in (count, extent // count)]
+    )
     order = (*range(0, split.ndim, 2), *range(1, split.ndim, 2))
     return split.transpose(order).reshape(math.prod(counts), -1)
 

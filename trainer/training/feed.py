@@ -1,6 +1,7 @@
-"""Batches from a dataset to devices; a process reads only the rows of its own devices.
+"""Batches from a dataset to devices.
 
-On a mesh that splits the tokens of a row, all columns of a batch are in its `token_order`.
+A process reads only the rows of its own devices. On a mesh that splits the tokens of a row, all
+columns of a batch are in its `zigzag_order`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from jax import Array
 from trainer.data.order import Int64Array
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
-from trainer.distributed.token_order import token_order
+from trainer.distributed.zigzag_order import zigzag_order
 
 TokenBatch = Mapping[str, Array]
 Index = tuple[slice, ...]
 
 
-def batch_shapes(dataset: Dataset, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(
+    dataset: Dataset, batch_size: int, sharding: ShardingContext
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape, dtype and sharding of each array of a batch of a dataset, as `column_shapes` does."""
     return column_shapes(dataset.columns, batch_size, sharding)
 
 
-def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape, dtype and sharding of each array of a batch; without a mesh, on a device of this process.
+def column_shapes(
+    columns: ColumnSpecs, batch_size: int, sharding: ShardingContext
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and sharding of each array of a batch.
+
+    Without a mesh, the arrays are on a device of this process.
 
     Args:
         columns: Length and dtype of each array of a row, by name.
@@ -41,7 +48,9 @@ def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingConte
     shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in columns.items()}
     return {
         name: jax.ShapeDtypeStruct(
-            shape, dtype, sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device
+            shape,
+            dtype,
+            sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device,
         )
         for name, (shape, dtype) in shapes.items()
     }
@@ -52,36 +61,50 @@ def place_batch(rows: Arrays, sharding: ShardingContext) -> dict[str, Array]:
     columns = {name: (array.shape[1], array.dtype) for name, array in rows.items()}
     shapes = column_shapes(columns, len(rows["tokens"]), sharding)
     return {
-        name: jax.make_array_from_callback(shape.shape, shape.sharding, lambda index, name=name: rows[name][index])
+        name: jax.make_array_from_callback(
+            shape.shape, shape.sharding, lambda index, name=name: rows[name][index]
+        )
         for name, shape in shapes.items()
     }
 
 
 def load_batch(
-    dataset: Dataset, rows: Int64Array, sharding: ShardingContext, *, epochs: Int64Array | None = None
+    dataset: Dataset,
+    rows: Int64Array,
+    sharding: ShardingContext,
+    *,
+    epochs: Int64Array | None = None,
 ) -> dict[str, Array]:
-    """Load rows of a dataset as sharded arrays; devices that hold the same rows share one read.
+    """Load rows of a dataset as sharded arrays.
+
+    Devices that hold the same rows share one read.
 
     Args:
         dataset: The dataset.
-        rows: Indices of the rows; -1 for padding.
+        rows: Indices of the rows. -1 is padding.
         sharding: The device mesh of the batch.
-        epochs: Epoch of each row; None for epoch 0.
+        epochs: Epoch of each row. None if all are of epoch 0.
 
     Raises:
         UsageError: The mesh does not divide the batch or its rows.
     """
 
+    # JAX calls `read_shard` for each device and column. The cache reads the rows of a slice once
+    # for all of them.
     @cache
     def read_rows(start: int, stop: int) -> Arrays:
         return dataset.get_batch(rows[start:stop], None if epochs is None else epochs[start:stop])
 
-    orders = {name: token_order(length, sharding) for name, (length, _) in dataset.columns.items()}
+    orders = {name: zigzag_order(length, sharding) for name, (length, _) in dataset.columns.items()}
 
     def read_shard(name: str, index: Index | None) -> np.ndarray:
         row_slice, column_slice = index or (slice(None), slice(None))
         start, stop, _ = row_slice.indices(len(rows))
-        columns = column_slice if sharding.sequence_parallel_size == 1 else orders[name][column_slice]
+        columns = (
+            # A slice of a NumPy array is a view. The zigzag order is an index array, which copies,
+            # and is therefore used only on a mesh that splits tokens.
+            column_slice if sharding.sequence_parallel_size == 1 else orders[name][column_slice]
+        )
         return read_rows(start, stop)[name][:, columns]
 
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-Interval = int | Fraction  # steps; 0 for never
+Interval = int | Fraction  # steps, 0 for never
 
 
 def is_due(step: int, every: Interval) -> bool:

@@ -27,30 +27,35 @@ from trainer.distributed.process_shards import (
     local_boxes,
     local_coordinates,
 )
+from trainer.models.boxes import Box, volume
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
-from trainer.models.partition import Box
 from trainer.models.read_plan import ReadPlan, RowSlab, ShardedLeaf, choose_read_plan, read_ratio
 from trainer.training import shard_filling
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
 ALIGNMENT_NBYTES = 4096
-MAX_READ_RATIO = 1.01  # of a leaf's bytes, by own reads; beyond it the leaf is exchanged
+# Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
+MAX_READ_RATIO = 1.01
 
 
 def exchange_is_faster(reader: CheckpointReader) -> bool:
     """Return whether bytes that several processes need should be read once and exchanged over the devices.
 
     On one host the page cache already shares the reads of local files, and a copy out of it is faster than an exchange.
-    Hosts share nothing: a shared file system, a hub or a bucket would send the same bytes to each of them, over a
-    network that is slower than the one between devices. All processes call this together.
+    Hosts have no common page cache. A shared file system, a hub or a bucket would send the same bytes to each of them,
+    over a slower network than the network between devices. All processes call this together.
     """
-    return has_several_processes() and all_agree_on_exchange(reader.is_remote, _layout_digest(reader))
+    if not has_several_processes():
+        return False
+    return all_agree_on_exchange(reader.is_remote, _layout_digest(reader))
 
 
 def _layout_digest(reader: CheckpointReader) -> int:
-    """Return a digest of what decides on the programs that load a checkpoint: shape, dtype and unit of each leaf."""
-    leaves = sorted((name, spec.shape, spec.dtype, spec.read_unit) for name, spec in reader.leaves.items())
+    """Return a digest of the shape, dtype and read unit of each leaf, which choose the loading programs."""
+    leaves = sorted(
+        (name, spec.shape, spec.dtype, spec.read_unit) for name, spec in reader.leaves.items()
+    )
     return zlib.crc32(repr(leaves).encode())
 
 
@@ -70,18 +75,23 @@ class LeafLoader:
         """Load one leaf with the shape, dtype and sharding of `target`.
 
         Raises:
-            PrepError: The checkpoint lacks the leaf, or it has another shape.
+            PrepError: The leaf is missing in the checkpoint, or it has another shape.
         """
-        spec, sharding = _checked_spec(name, self.reader.leaves.get(name), target.shape), target.sharding
+        spec = _checked_spec(name, self.reader.leaves.get(name), target.shape)
+        sharding = target.sharding
         assert isinstance(sharding, Sharding)
-        unit = spec.read_unit or (1,) * len(spec.shape)
         if not self.exchanges or not isinstance(sharding, NamedSharding):
             return self._load_directly(name, target, sharding)
-        if read_ratio(boxes_by_process(sharding, target.shape), target.shape, unit) <= MAX_READ_RATIO:
+        # Processes that need different bytes of a leaf have no common bytes to exchange.
+        unit = spec.read_unit or (1,) * len(spec.shape)
+        boxes = boxes_by_process(sharding, target.shape)
+        if read_ratio(boxes, target.shape, unit) <= MAX_READ_RATIO:
             return self._load_directly(name, target, sharding)
         return self.load_exchanged(name, target, sharding)
 
-    def load_exchanged(self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+    def load_exchanged(
+        self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding
+    ) -> jax.Array:
         """Load one leaf such that each of its bytes is read by one device only.
 
         Host memory holds two slabs at most.
@@ -91,7 +101,8 @@ class LeafLoader:
             target: Shape and dtype.
             sharding: Sharding on the devices of all processes.
         """
-        leaf, spec = sharded_leaf(target.shape, sharding), self.reader.leaves[name]
+        leaf = sharded_leaf(target.shape, sharding)
+        spec = self.reader.leaves[name]
         unit = spec.read_unit or (1,) * len(spec.shape)
         dtype = exchange_dtype(spec.dtype, target.dtype)
         plan = choose_read_plan(leaf, unit, dtype.itemsize)
@@ -100,21 +111,36 @@ class LeafLoader:
         array = allocation_program(target.shape, target.dtype, sharding)()
         for slab in plan.slabs(dtype.itemsize):
             parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
-            jax.block_until_ready(array)  # bounds the slabs in memory; the last exchange ran during this read
-            array = slab_program(plan, sharding, slab.rows)(array, parts, np.array(slab.start, np.int32))
+            # The exchange of the last slab ran during this read. Waiting for it here bounds the slabs
+            # in memory to two.
+            jax.block_until_ready(array)
+            write_slab = slab_program(plan, sharding, slab.rows)
+            array = write_slab(array, parts, np.array(slab.start, np.int32))
         return array
 
-    def _load_directly(self, name: str, target: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-        """Read the shards of this process; replicas share one read."""
+    def _load_directly(
+        self, name: str, target: jax.ShapeDtypeStruct, sharding: Sharding
+    ) -> jax.Array:
+        """Read the shards of this process.
+
+        Replicas share one read.
+        """
         boxes = local_boxes(sharding, target.shape)
-        nbytes = sum(_volume(box) for box in set(boxes.values())) * target.dtype.itemsize
+        nbytes = sum(volume(box) for box in set(boxes.values())) * target.dtype.itemsize
         if nbytes > shard_filling.MIN_FILLED_NBYTES and shard_filling.copies_host_arrays([*boxes]):
             unit = self.reader.leaves[name].read_unit or (1,) * len(target.shape)
             shards = shard_filling.fill_shards(
-                self.reader, name, boxes=boxes, dtype=target.dtype, unit=unit, allocate=_empty_aligned
+                self.reader,
+                name,
+                boxes=boxes,
+                dtype=target.dtype,
+                unit=unit,
+                allocate=_empty_aligned,
             )
             return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
-        buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in dict.fromkeys(boxes.values())}
+        # One buffer per distinct box: devices with the same box are replicas, and read once.
+        distinct_boxes = dict.fromkeys(boxes.values())
+        buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in distinct_boxes}
         self.reader.read(name, buffers)
         shards = [jax.device_put(buffers[box], device) for device, box in boxes.items()]
         return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
@@ -127,29 +153,44 @@ class LeafLoader:
         coordinates = local_coordinates(sharding)
         boxes = {device: plan.box(slab, position) for device, position in coordinates.items()}
         buffers = {device: _empty_aligned(shape, dtype) for device in boxes}
-        arrays = {box: _part_of(buffers[device], _extents(box)) for device, box in boxes.items() if _volume(box)}
+        arrays: dict[Box, np.ndarray] = {}
+        for device, box in boxes.items():
+            if volume(box):
+                arrays[box] = _part_of(buffers[device], _extents(box))
         if arrays:
             self.reader.read(name, arrays)
         for device, box in boxes.items():
-            if _volume(box) and arrays[box].shape != shape:
+            # A part that is smaller than its buffer may have been read to another array.
+            if volume(box) and arrays[box].shape != shape:
                 buffers[device][tuple(slice(extent) for extent in arrays[box].shape)] = arrays[box]
         source = part_sharding(plan, sharding)
         return _from_shards(plan.parts_shape(slab), source, buffers)
 
-    def _broadcast(self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
-        """Read a whole leaf for one device, chosen by its name, and copy it to the others."""
+    def _broadcast(
+        self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype
+    ) -> jax.Array:
+        """Read a whole leaf for one device and copy it to all. The name of the leaf chooses the device."""
         coordinates = local_coordinates(sharding)
         axes = tuple(axis for axis, _ in leaf.mesh_sizes)
+        # CRC-32 instead of `hash`, which is seeded per process: all processes must choose the same
+        # device. Different names spread the reads over the devices.
         reading_rank = zlib.crc32(name.encode()) % leaf.num_devices
+        # Zeros, not empty memory: the broadcast is a sum over devices, and only one of them has the
+        # leaf.
         buffers = {device: np.zeros((1, *leaf.shape), dtype) for device in coordinates}
         for device, position in coordinates.items():
             if leaf.rank(axes, position) == reading_rank:
-                self.reader.read(name, {tuple((0, extent) for extent in leaf.shape): buffers[device][0, ...]})
+                whole = tuple((0, extent) for extent in leaf.shape)
+                self.reader.read(name, {whole: buffers[device][0, ...]})
         source = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(axes))
-        return broadcast_program(leaf, sharding)(_from_shards((leaf.num_devices, *leaf.shape), source, buffers))
+        return broadcast_program(leaf, sharding)(
+            _from_shards((leaf.num_devices, *leaf.shape), source, buffers)
+        )
 
 
-def _from_shards(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Any, np.ndarray]) -> jax.Array:
+def _from_shards(
+    shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Any, np.ndarray]
+) -> jax.Array:
     shards = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -167,12 +208,11 @@ def _extents(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)
 
 
-def _volume(box: Box) -> int:
-    return math.prod(_extents(box))
-
-
 def _part_of(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
-    """Return the start of a buffer as a contiguous array of these extents; a new array if it is not contiguous."""
+    """Return the start of a buffer as a contiguous array of these extents.
+
+    A new array if it is not contiguous.
+    """
     view = buffer[tuple(slice(extent) for extent in extents)]
     return view if view.flags.c_contiguous else np.empty(extents, buffer.dtype)
 
@@ -182,5 +222,6 @@ def _empty_aligned(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
     shape = tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT_NBYTES, np.uint8)
+    # Bytes up to the next multiple: an address of 4096 * k + 16 gives 4080, an aligned one gives 0.
     start = -raw.ctypes.data % ALIGNMENT_NBYTES
     return raw[start : start + nbytes].view(dtype).reshape(shape)

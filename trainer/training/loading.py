@@ -17,19 +17,21 @@ from trainer.training.param_rounding import RoundingLoader, round_params
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 
-def restore_state(reader: CheckpointReader, setup: StepSetup, base: CheckpointReader | None = None) -> TrainState:
+def restore_state(
+    reader: CheckpointReader, setup: StepSetup, base: CheckpointReader | None = None
+) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds two slabs of a leaf at a time, or two read units if these are larger. CPU devices keep the host
-    memory that a leaf is read into.
+    Host memory holds two slabs of a leaf at a time, or two read units if these are larger. CPU
+    devices keep the host memory that a leaf is read into.
 
     Args:
         reader: The saved state.
         setup: The static parts of the step.
-        base: Checkpoint of the frozen parameters; None if there are none.
+        base: Checkpoint of the frozen parameters. None if there are none.
 
     Raises:
-        PrepError: The checkpoint lacks a leaf, or a leaf has another shape.
+        PrepError: A leaf is missing in the checkpoint, or has another shape.
     """
     loader = make_loader(reader)
     base_loader = loader if base is None else make_loader(base)
@@ -54,17 +56,19 @@ def init_state(
     Args:
         reader: The checkpoint.
         setup: The static parts of the step.
-        adapters: Checkpoint of the model's adapters, if it has any; None to initialize them.
-        on_rounding: Called if trained parameters were rounded to bfloat16, with the counts of `RoundingLoader`.
+        adapters: Checkpoint of the model's adapters, if it has any. None to initialize them.
+        on_rounding: Called if trained parameters were rounded to bfloat16, with the counts of
+            `RoundingLoader`.
 
     Raises:
-        PrepError: The checkpoint lacks a parameter, a parameter has another shape, or a value is too large for the
-            dtype of the parameters.
+        PrepError: A parameter is missing in the checkpoint or has another shape, or a value is too
+            large for the dtype of the parameters.
     """
     shapes = _sharded_shapes(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     init_rest = jax.jit(
-        lambda params: _without_params(init_train_state(params, setup)), out_shardings=_without_params(shardings)
+        lambda params: _without_params(init_train_state(params, setup)),
+        out_shardings=_without_params(shardings),
     )
     trained_reader = reader if setup.model.adapters is None else adapters
     loader = None if trained_reader is None else RoundingLoader(make_loader(trained_reader))
@@ -87,16 +91,25 @@ def random_state(setup: StepSetup, seed: int) -> TrainState:
 def _initial_params(
     reader: CheckpointReader, setup: StepSetup, trained_loader: RoundingLoader | None, shapes: Tree
 ) -> Tree:
-    """Load the parameters; load or initialize the adapters."""
-    model, sharding = setup.model, setup.sharding
+    """Load the parameters, and load or initialize the adapters."""
+    model = setup.model
+    sharding = setup.sharding
     dtype_of = setup.param_dtype_of
     frozen = {path: model.leaves[path] for path in model.frozen_paths}
-    base = load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of) if frozen else {}
+    base = (
+        load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of)
+        if frozen
+        else {}
+    )
     if trained_loader is not None:
-        trained = load_leaves(trained_loader, model.trained_leaves, sharding=sharding, dtype_of=dtype_of)
+        trained = load_leaves(
+            trained_loader, model.trained_leaves, sharding=sharding, dtype_of=dtype_of
+        )
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.trained(shapes))
-        init = jax.jit(lambda: round_params(init_adapters(model, setup.seed), setup), out_shardings=shardings)
+        init = jax.jit(
+            lambda: round_params(init_adapters(model, setup.seed), setup), out_shardings=shardings
+        )
         trained = init()
     return setup.with_trained(base, trained)
 
@@ -107,28 +120,37 @@ def _without_params(state: TrainState) -> TrainState:
 
 def load_float32_params(reader: CheckpointReader, setup: StepSetup) -> Tree:
     """Load the parameters in float32."""
-    return load_params(reader, setup.model, sharding=setup.sharding, dtype_of=lambda path: "float32")
+    return load_params(
+        reader, setup.model, sharding=setup.sharding, dtype_of=lambda path: "float32"
+    )
 
 
 def load_params(
-    reader: CheckpointReader, model: ModelSpec, *, sharding: ShardingContext, dtype_of: Callable[[str], str]
+    reader: CheckpointReader,
+    model: ModelSpec,
+    *,
+    sharding: ShardingContext,
+    dtype_of: Callable[[str], str],
 ) -> Tree:
     """Load the parameters of a model.
 
     Args:
         reader: An open checkpoint.
-        model: The model whose parameters are read.
-        sharding: Mesh and partition rules; without a mesh, parameters go to the first device.
+        model: The model.
+        sharding: Mesh and partition rules. Without a mesh, parameters go to the first device.
         dtype_of: Returns the dtype for a parameter's path.
 
     Raises:
-        PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
+        PrepError: A parameter is missing in the checkpoint, or has another shape.
     """
     return load_leaves(make_loader(reader), model.leaves, sharding=sharding, dtype_of=dtype_of)
 
 
 def make_loader(reader: CheckpointReader) -> LeafLoader:
-    """Return the loader of a checkpoint's leaves; all processes of a job call it together."""
+    """Return the loader of a checkpoint's leaves.
+
+    All processes of a job call it together.
+    """
     return LeafLoader(reader, exchange_is_faster(reader))
 
 
@@ -139,18 +161,26 @@ def load_leaves(
     sharding: ShardingContext,
     dtype_of: Callable[[str], str],
 ) -> Tree:
-    """Load parameters by path with a loader; the other arguments are those of `load_params`."""
+    """Load parameters by path with a loader.
+
+    `sharding` and `dtype_of` are as for `load_params`.
+    """
     first_device = local_device_sharding()
     params = {}
     for path, leaf in leaves.items():
         dtype = jax.numpy.dtype(dtype_of(path))
-        target = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding.param_sharding(leaf) or first_device)
+        target = jax.ShapeDtypeStruct(
+            leaf.shape, dtype, sharding=sharding.param_sharding(leaf) or first_device
+        )
         params[path] = loader.load(f"params.{path}", target)
     return unflatten_tree(params)
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
-    """Return the state's shapes with a sharding each; without a mesh, the first device."""
+    """Return the state's shapes with a sharding each.
+
+    Without a mesh, all leaves are on the first device.
+    """
     first_device = local_device_sharding()
 
     def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

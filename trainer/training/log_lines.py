@@ -32,13 +32,17 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
     }
 
 
-def speed_fields(step_s: float | None, *, tokens_per_step: int, peak_step_s: float | None) -> dict[str, float]:
-    """Return the entries of a step's line about its speed; none if its duration is not known.
+def speed_fields(
+    step_s: float | None, *, tokens_per_step: int, peak_step_s: float | None
+) -> dict[str, float]:
+    """Return the entries of a step's line about its speed.
+
+    Empty if its duration is not known.
 
     Args:
         step_s: Seconds of the step.
         tokens_per_step: Its tokens.
-        peak_step_s: Seconds of its model operations at the devices' peak; None if it is unknown.
+        peak_step_s: Seconds of its model operations at the devices' peak. None if it is unknown.
     """
     if not step_s:
         return {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -17,6 +18,7 @@ from trainer.data.packing import Dataset
 from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
+from trainer.recipe import Recipe
 from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -33,67 +35,76 @@ from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
+METRICS_LAG = 2
 # CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
-METRICS_LAG, CPU_METRICS_LAG = 2, 0
+CPU_METRICS_LAG = 0
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Complete description of a run. Equal jobs that start from equal states end in equal states.
+class LoopConfig:
+    """Complete description of a run for the loop. Equal configs that start from equal states end in equal states.
 
     Attributes:
         setup: Model, forward config, optimizer and accumulation of a step.
+        recipe: Recipe of the run. The loop reads its tables `train`, `eval`, `checkpoint` and
+            `log`.
         steps: Number of the last step.
         order: Rows of each step.
         train: Rows to train on.
-        evaluation: Rows to evaluate on; None without evaluation.
-        eval_limit: Number of rows of an evaluation; 0 for all.
-        log_every: Steps between two log lines.
-        eval_every: Steps between two evaluations; 0 to evaluate only after the last step.
-        save_every: Steps between two checkpoints; 0 to save only after the last step.
-        also_save_every: Further intervals of checkpoints, such as that of milestones.
-        saves_best: Save each step whose evaluation has the lowest loss so far, with the loss in its manifest.
-        sampler: Generates texts from the prompts of the recipe; None without prompts.
-        sample_every: Steps between two samples, from step 0 on; 0 to sample only after the last step.
-        saved_dtype: Dtype of the saved parameters; None: that of the state, which resuming needs.
-        optimizer_state: Save the optimizer's moments.
-        max_skipped: Consecutive skipped steps that end the run.
+        evaluation: Rows to evaluate on. None without evaluation.
+        eval_every: Steps between two evaluations. 0 evaluates only after the last step.
+        save_every: Steps between two checkpoints. 0 saves only after the last step.
         manifest_fields: Extra entries for the manifest of every checkpoint.
-        stop_after: Steps that this process takes; 0 for no limit.
-        eval_at_start: Evaluate before the first step; None to do so if `eval_every` is set.
-        peak_step_s: Seconds of the model operations of a step at the devices' peak; None if it is unknown.
+        stop_after: Steps that this process takes. 0 means no limit.
+        peak_step_s: Seconds of the model operations of a step at the devices' peak. None if it is
+            unknown.
+        sampler: Generates texts from the prompts of the recipe. None without prompts.
     """
 
     setup: StepSetup
+    recipe: Recipe
     steps: int
     order: RowOrder
     train: Dataset
     evaluation: Dataset | None
-    eval_limit: int
-    log_every: int
     eval_every: Interval
     save_every: Interval
-    optimizer_state: bool
-    max_skipped: int
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
     peak_step_s: float | None = None
-    eval_at_start: bool | None = None
-    also_save_every: tuple[Interval, ...] = ()
-    saves_best: bool = False
-    saved_dtype: str | None = None
     sampler: Sampler | None = None
-    sample_every: Interval = 0
 
     @property
     def evaluates_at_start(self) -> bool:
         """Whether the start parameters are evaluated before the first step."""
-        return self.eval_every > 0 if self.eval_at_start is None else self.eval_at_start
+        at_start = self.recipe.eval.at_start
+        return self.eval_every > 0 if at_start is None else at_start
+
+    @property
+    def save_intervals(self) -> tuple[Interval, ...]:
+        """All intervals of checkpoints: a milestone and a step to export are saved too."""
+        table = self.recipe.checkpoint
+        return (self.save_every, table.milestones, table.export_every)
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether each step with the lowest evaluation loss so far is saved, with the loss in its manifest."""
+        return self.recipe.checkpoint.best is not None
+
+    @property
+    def saved_dtype(self) -> str | None:
+        """Dtype of the saved parameters, or None without a cast. Resuming needs them without a cast."""
+        dtype = self.recipe.checkpoint.dtype
+        return None if dtype == self.setup.param_dtype else dtype
 
     @property
     def eval_batch_size(self) -> int:
-        """Sequences of an evaluation batch: as many as in a training micro-batch, or a batch of logical shards."""
+        """Sequences of an evaluation batch.
+
+        As many as in a training micro-batch, which is known to fit into memory. With an exact reduction, a batch of
+        logical shards.
+        """
         if self.setup.reduction_shards:
             return self.order.batch_size
         return self.order.batch_size // self.setup.accumulate
@@ -102,7 +113,11 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of a training step, source tokens included."""
         columns = self.train.columns
-        return self.order.batch_size * sum(columns[name][0] for name in ("tokens", "source") if name in columns)
+        tokens_per_row = 0
+        for name in ("tokens", "source"):
+            if name in columns:
+                tokens_per_row += columns[name][0]
+        return self.order.batch_size * tokens_per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +126,7 @@ class RunResult:
 
     Attributes:
         step: The last step taken.
-        stop_reason: Why the run stopped early; empty if all steps were taken.
+        stop_reason: Why the run stopped early. Empty if all steps were taken.
     """
 
     step: int
@@ -121,12 +136,12 @@ class RunResult:
 class Loop:
     """A run in progress.
 
-    Apart from the training state, everything it holds can be rebuilt from the job and the step.
+    Apart from the training state, all its values can be rebuilt from the config and the step.
     """
 
     def __init__(
         self,
-        job: Job,
+        config: LoopConfig,
         state: TrainState,
         *,
         store: CheckpointStore,
@@ -142,24 +157,33 @@ class Loop:
         """Create a loop that starts at the step of `state`.
 
         Args:
-            job: The job to run.
+            config: The run.
             state: Training state to start from.
             store: Receives the checkpoints.
             metrics: Receives the log lines.
             sample_log: Receives the lines of samples.
             callbacks: Receives progress reports.
-            poll_stop_reason: Called before every step; a non-empty reason stops the run, in all processes.
-            enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
+            poll_stop_reason: Called before every step. A non-empty reason stops the run, in all
+                processes.
+            enter_phase: Called with the name of each phase, such as `compile`,
+                `step 12` or `save 12`.
             best_eval_loss: Lowest loss in the manifest of a saved step.
             profiler: Records some of the steps.
             warn: Called with a message if parameters cannot be cast for a checkpoint.
         """
-        self.job, self.state = job, state
-        self.store, self.callbacks = store, callbacks
-        self.metrics, self.sample_log = metrics, sample_log
-        self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
-        self.enter_phase, self.profiler, self.warn = enter_phase, profiler, warn
-        self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
+        self.config = config
+        self.state = state
+        self.store = store
+        self.callbacks = callbacks
+        self.metrics = metrics
+        self.sample_log = sample_log
+        self.stop_signals = StopSignals(poll_stop_reason, config.setup.sharding)
+        self.enter_phase = enter_phase
+        self.profiler = profiler
+        self.warn = warn
+        self.best_eval_loss = best_eval_loss
+        # Loss of the last evaluation by its step, so that no later step is saved with it.
+        self.eval_losses: dict[int, float] = {}
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
@@ -167,19 +191,21 @@ class Loop:
         self.timer = StepTimer()
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
-        self.eval_step = _jit_eval_step(job.setup)
+        self.eval_step = _jit_eval_step(config.setup)
 
     def run(self) -> RunResult:
-        """Take the remaining steps, or stop early for a stop reason; save the last step in both cases.
+        """Take the remaining steps, or stop early for a stop reason.
+
+        Save the last step in both cases.
 
         Raises:
-            PrepError: Too many consecutive steps were skipped because loss or gradients were not finite, or a
-                checkpoint cannot be saved.
+            PrepError: Too many consecutive steps were skipped because loss or gradients were not
+                finite, or a checkpoint cannot be saved.
         """
         compiled_step = self._compile_step()
-        if self.step == 0 and self.job.evaluates_at_start:
+        if self.step == 0 and self.config.evaluates_at_start:
             self._evaluate()
-        if self.step == 0 and self.job.sample_every:
+        if self.step == 0 and self.config.recipe.log.sample_every:
             self._sample()
         self.timer.resume()
         try:
@@ -187,7 +213,8 @@ class Loop:
         finally:
             if self.profiler is not None:
                 self.profiler.stop()
-        if not reason and self.start_step < self.step == self.job.steps:
+        # A run that starts at its last step takes no step, and does not evaluate it again.
+        if not reason and self.start_step < self.step == self.config.steps:
             self._evaluate()
             self._sample()
         self._save()
@@ -195,15 +222,18 @@ class Loop:
         return RunResult(self.step, reason)
 
     def _take_steps(self, compiled_step: CompiledStep) -> str:
-        """Take the remaining steps; return the reason of an early stop."""
+        """Take the remaining steps, and return the reason of an early stop."""
         reason = ""
-        while self.step < self.job.steps and not (reason := self._stop_reason()):
+        while self.step < self.config.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
             if self.profiler is not None:
+                # The profiler waits for all steps in flight: a trace begins and ends between steps.
                 self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
             batch = self._load_batch()
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
+            # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
+            # are read METRICS_LAG steps later.
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(self.metrics_lag)
             self._report_save()
@@ -212,24 +242,33 @@ class Loop:
         return reason
 
     def _stop_reason(self) -> str:
-        if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
-            return f"--stop-after {self.job.stop_after}"
+        if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
+            return f"--stop-after {self.config.stop_after}"
         return self.stop_signals.reason()
 
     def _load_batch(self) -> dict[str, Array]:
         """Load the batch of the next step."""
-        order, sharding = self.job.order, self.job.setup.sharding
-        return load_batch(self.job.train, order.rows(self.step), sharding, epochs=order.epochs(self.step))
+        config = self.config
+        return load_batch(
+            config.train,
+            config.order.rows(self.step),
+            config.setup.sharding,
+            epochs=config.order.epochs(self.step),
+        )
 
     def _compile_step(self) -> CompiledStep:
-        """Compile the training step for the state's shardings; the state is donated."""
+        """Compile the training step for the state's shardings.
+
+        The state is donated.
+        """
         self.enter_phase("compile")
-        setup = self.job.setup
+        setup = self.config.setup
         start_s = self.timer.clock()
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            self.state,
         )
-        batch = batch_shapes(self.job.train, self.job.order.batch_size, setup.sharding)
+        batch = batch_shapes(self.config.train, self.config.order.batch_size, setup.sharding)
         batch |= self.stop_signals.batch_shapes()
         compiled = jit_train_step(setup).lower(shapes, batch).compile()
         self.callbacks.on_compile(self.timer.clock() - start_s)
@@ -237,51 +276,59 @@ class Loop:
 
     def _run_due_events(self) -> None:
         """Evaluate, sample and save, each if it is due after this step."""
-        job = self.job
-        if self.step == job.steps:
+        config = self.config
+        if self.step == config.steps:
             return  # `run` does this after the last step
-        if is_due(self.step, job.eval_every):
+        if is_due(self.step, config.eval_every):
             self._evaluate()
-        if is_due(self.step, job.sample_every):
+        if is_due(self.step, config.recipe.log.sample_every):
             self._sample()
-        if any(is_due(self.step, every) for every in (job.save_every, *job.also_save_every)) or self._is_best():
+        is_save_due = any(is_due(self.step, every) for every in config.save_intervals)
+        if is_save_due or self._is_best():
             self._save()
 
     def _is_best(self) -> bool:
         """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
         eval_loss = self.eval_losses.get(self.step, math.inf)
-        return self.job.saves_best and eval_loss < self.best_eval_loss
+        return self.config.saves_best and eval_loss < self.best_eval_loss
 
     def _drain_metrics(self, lag: int) -> None:
-        """Fetch and log the metrics of all steps but the last `lag`; raise PrepError if too many were skipped."""
-        job = self.job
+        """Fetch and log the metrics of all steps but the last `lag`.
+
+        Raise PrepError if too many were skipped.
+        """
+        config = self.config
         while len(self.pending_metrics) > lag:
             step, metrics = self.pending_metrics.popleft()
             consecutive_skips = int(metrics["in_row"])  # blocks until the step is done
             self.stop_signals.read(metrics)
             self.timer.count_step()
             self.callbacks.on_step(step)
-            if step % job.log_every == 0 or step in (1, job.steps):
+            if step % config.recipe.train.log_every == 0 or step in (1, config.steps):
                 self._log_step(step, metrics)
-            if consecutive_skips >= job.max_skipped:
+            if consecutive_skips >= config.recipe.train.max_skipped:
                 raise self._divergence_error(step, consecutive_skips)
 
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
-        job = self.job
+        config = self.config
         values = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        line = step_line(step, values, tokens=step * job.tokens_per_step)
-        tokens_per_row = job.tokens_per_step // job.order.batch_size
-        line |= tokens_by_source(job.order, job.train, step, tokens_per_row=tokens_per_row)
+        line = step_line(step, values, tokens=step * config.tokens_per_step)
+        tokens_per_row = config.tokens_per_step // config.order.batch_size
+        line |= tokens_by_source(config.order, config.train, step, tokens_per_row=tokens_per_row)
         step_s = self.timer.lap()
-        line |= speed_fields(step_s, tokens_per_step=job.tokens_per_step, peak_step_s=job.peak_step_s)
-        memory_nbytes = peak_memory_nbytes(job.setup.sharding)
-        line |= {} if memory_nbytes is None else {"memory_bytes": memory_nbytes}
+        line |= speed_fields(
+            step_s, tokens_per_step=config.tokens_per_step, peak_step_s=config.peak_step_s
+        )
+        memory_nbytes = peak_memory_nbytes(config.setup.sharding)
+        if memory_nbytes is not None:
+            line["memory_bytes"] = memory_nbytes
         self.metrics.write(line)
-        self.callbacks.on_log(line, step_s * (job.steps - step) if step_s else None)
+        self.callbacks.on_log(line, step_s * (config.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
         """Log the loss over the evaluation rows."""
-        job, dataset = self.job, self.job.evaluation
+        config = self.config
+        dataset = config.evaluation
         if dataset is None:
             return
         self.enter_phase(f"evaluate {self.step}")
@@ -291,9 +338,9 @@ class Loop:
             self.state["params"],
             dataset,
             eval_step=self.eval_step,
-            sharding=job.setup.sharding,
-            batch_size=job.eval_batch_size,
-            limit=job.eval_limit,
+            sharding=config.setup.sharding,
+            batch_size=config.eval_batch_size,
+            limit=config.recipe.eval.limit,
         )
         line = evaluation_line(self.step, result)
         self.eval_losses = {self.step: result.mean_loss}
@@ -302,60 +349,87 @@ class Loop:
         self.timer.resume()
 
     def _sample(self) -> None:
-        """Generate a text for each prompt of the job, and log it."""
-        if self.job.sampler is None:
+        """Generate a text for each prompt of the recipe, and log it."""
+        if self.config.sampler is None:
             return
         self.enter_phase(f"sample {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
-        samples = self.job.sampler.generate(self.state["params"])
+        samples = self.config.sampler.generate(self.state["params"])
         for line in sample_lines(self.step, samples):
             self.sample_log.write(line)
         self.callbacks.on_samples(self.step, samples)
         self.timer.resume()
 
     def _save(self) -> None:
-        """Begin to save this step unless it is saved already; raise PrepError if the state is not finite."""
+        """Begin to save this step unless it is saved already.
+
+        Raise PrepError if the state is not finite.
+        """
         if self.last_saved_step == self.step:
             return
         self.enter_phase(f"save {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
         self._wait_for_save()
+        # Checked before the first byte is written: a checkpoint that is not finite could replace a
+        # good one under `checkpoint.keep`.
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        fields, frozen = self._manifest_fields(), self.job.setup.model.frozen_paths
-        dtype = self.job.saved_dtype if "param_cast" in fields else None
-        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, saved_dtype=dtype)
+        config = self.config
+        fields = self._manifest_fields()
+        leaves = host_leaves(
+            self.state,
+            config.recipe.checkpoint.optimizer_state,
+            frozen=config.setup.model.frozen_paths,
+            saved_dtype=config.saved_dtype if "param_cast" in fields else None,
+        )
+        # The save may go on in the background. `_wait_for_save` above leaves at most one save in
+        # flight, so steps become durable in their order.
         self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
         self.last_saved_step = self.step
         self.timer.resume()
 
     def _manifest_fields(self) -> Mapping[str, Any]:
-        """Return the entries of the manifest; `param_cast` is absent if a value is too large for `saved_dtype`."""
-        fields = dict(self.job.manifest_fields)
+        """Return the entries of the manifest.
+
+        `param_cast` is absent if a value is too large for `saved_dtype`.
+        """
+        fields = dict(self.config.manifest_fields)
         eval_loss = self.eval_losses.get(self.step, math.nan)
-        if self.job.saves_best and math.isfinite(eval_loss):
+        if self.config.saves_best and math.isfinite(eval_loss):
             fields["eval_loss"] = eval_loss
             self.best_eval_loss = min(self.best_eval_loss, eval_loss)
-        if self.job.saved_dtype is not None:
-            frozen = self.job.setup.model.frozen_paths
+        if self.config.saved_dtype is not None:
+            frozen = self.config.setup.model.frozen_paths
             try:
-                fields["param_cast"] = count_changed_values(self.state["params"], self.job.saved_dtype, frozen)
+                fields["param_cast"] = count_changed_values(
+                    self.state["params"], self.config.saved_dtype, frozen
+                )
             except PrepError as error:
-                self.warn(f"step {self.step}: {error.what} - {error.why}; they are saved without a cast")
+                self.warn(
+                    f"step {self.step}: {error.what} - {error.why}; they are saved without a cast"
+                )
         return fields
 
     def _report_save(self) -> None:
-        """Report a save that has ended since the last call; raise its PrepError if it failed."""
+        """Report a save that has ended since the last call.
+
+        Raise its PrepError if it failed.
+        """
         if self.pending_save and self.pending_save[1].is_done:
             self._wait_for_save()
 
     def _wait_for_save(self) -> None:
-        """Wait for the save in the background, and report it; raise its PrepError if it failed."""
+        """Wait for the save in the background, and report it.
+
+        Raise its PrepError if it failed.
+        """
         if self.pending_save:
-            (step, save), self.pending_save = self.pending_save, None
+            step, save = self.pending_save
+            # Cleared first: an error of the save is raised once, and not again when the run ends.
+            self.pending_save = None
             self.callbacks.on_save(step, save.wait())
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
@@ -378,5 +452,6 @@ def _jit_eval_step(setup: StepSetup) -> EvalStep:
 
 @jax.jit
 def _all_finite(state: TrainState) -> Array:
-    floats = [leaf for leaf in jax.tree.leaves(state) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)]
-    return jax.numpy.stack([jax.numpy.isfinite(leaf).all() for leaf in floats]).all()
+    leaves = jax.tree.leaves(state)
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()

@@ -1,10 +1,10 @@
 """The factor of the loss that keeps gradients in the range of float16.
 
-The gradients of a step are those of factor * loss. They are divided by the factor in float32, before their norm is
-taken. A step with an overflow is skipped like every step with a gradient that is not finite.
+The gradients of a step are the gradients of factor * loss. They are divided by the factor in float32, before their
+norm is taken. A step with an overflow is skipped like every step with a gradient that is not finite.
 
 The loss is a sum over tokens, so the factor is the loss scale divided by the tokens of the batch, rounded to a power of
-two. A loss scale thus has its usual meaning, that of a mean over tokens.
+two. A loss scale has the usual meaning of a factor of the mean over tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-SCALE, FINITE_STEPS = "loss_scale", "loss_scale_steps"  # of the training state: float32 [] and int32 []
+SCALE, FINITE_STEPS = (
+    "loss_scale",
+    "loss_scale_steps",
+)  # of the training state: float32 [] and int32 []
 INITIAL_SCALE = 2.0**15
 MAX_SCALE = 2.0**24
 GROWTH_STEPS = 2000
@@ -34,7 +37,10 @@ class LossScale:
     is_dynamic: bool = True
 
     def init(self) -> dict[str, Array]:
-        """Return the entries of the training state before the first step; a static scale has none."""
+        """Return the entries of the training state before the first step.
+
+        A static scale has none.
+        """
         if not self.is_dynamic:
             return {}
         return {SCALE: jnp.float32(self.initial), FINITE_STEPS: jnp.int32(0)}
@@ -44,9 +50,11 @@ class LossScale:
 
         Args:
             state: The training state.
-            num_tokens: Tokens of the batch, those without weight included.
+            num_tokens: Tokens of the batch, including tokens without weight.
         """
         scale = state[SCALE] if self.is_dynamic else jnp.float32(self.initial)
+        # The largest power of two up to num_tokens: 1000 tokens have 10 bits, so the divisor is 2^9
+        # = 512. Division by a power of two changes only the exponent, without rounding.
         return scale / (1 << (num_tokens.bit_length() - 1))
 
     def next(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
@@ -62,6 +70,7 @@ class LossScale:
         grows = steps == GROWTH_STEPS
         grown = jnp.where(grows, jnp.minimum(2 * state[SCALE], MAX_SCALE), state[SCALE])
         return {
+            # The floor of 1 keeps a series of overflows from scaling the loss to 0.
             SCALE: jnp.where(is_finite, grown, jnp.maximum(state[SCALE] / 2, 1.0)),
             FINITE_STEPS: jnp.where(is_finite & ~grows, steps, 0),
         }

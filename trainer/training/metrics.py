@@ -1,12 +1,13 @@
 """Metrics of a run: one JSON object per line in `metrics.jsonl`, and a timer of steps.
 
-Process 0 writes that file. With `log.all_workers` every other process writes a file of its own, such as
+Process 0 writes that file. With `log.all_workers` every other process writes a separate file, such as
 `metrics.1.jsonl`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a short metrics file; empty if it does not exist.
+    """Return the lines of a short metrics file.
+
+    Empty if it does not exist.
 
     Raises:
         PrepError: The file cannot be read.
@@ -79,8 +82,11 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _line_step(line: bytes) -> int | None:
-    """Return the step of a line; None if it is not a JSON object with a step."""
-    # As prep writes lines; this is faster than parsing them.
+    """Return the step of a line.
+
+    None if it is not a JSON object with a step.
+    """
+    # Matches lines as prep writes them, which is faster than parsing JSON.
     match = LINE_START.match(line)
     if match and line.endswith(b"}"):
         return int(match[1])
@@ -115,13 +121,16 @@ def remove_other_metrics(folder: Path, num_processes: int) -> None:
 def metric_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line by the names in TensorBoard and W&B: `train/loss`, `eval/loss`."""
     return {
-        f"eval/{name.removeprefix(EVAL_PREFIX)}" if name.startswith(EVAL_PREFIX) else f"train/{name}": value
+        f"eval/{name.removeprefix(EVAL_PREFIX)}"
+        if name.startswith(EVAL_PREFIX)
+        else f"train/{name}": value
         for name, value in line.items()
         if name != "step" and value is not None
     }
 
 
-LogKey = tuple[int, bool]  # step of a line, and whether the line is of an evaluation
+# Step of a line, and whether the line is of an evaluation
+LogKey = tuple[int, bool]
 
 
 def log_key(line: Mapping[str, Any]) -> LogKey:
@@ -148,7 +157,7 @@ class MetricsLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MetricsLogs:
-    """MetricsLog that passes lines to others; a process that does not log has none."""
+    """MetricsLog that passes each line to several logs, or drops it without any."""
 
     logs: tuple[MetricsLog, ...]
 
@@ -178,24 +187,44 @@ class MetricsWriter:
         """
         self.path = path
         try:
+            # The shortened file replaces the old one as a whole: a kill before leaves the old
+            # lines.
             with replacing_file(path) as file:
                 for line in MetricsFile(path).raw_lines() if step else ():
                     line_step = _line_step(line)
                     if line_step is not None and line_step <= step:
                         file.write(line + b"\n")
+                # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
+                # a bucket, and replace the file in the local folder that both have on one host. Until this start
+                # notices it, its lines must not get between the other's lines.
+                self._fd = os.dup(file.fileno())
         except OSError as error:
-            raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
+            raise self._error(error) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, visible to readers at once; raise PrepError if the disk refuses it."""
+        """Append a line, visible to readers at once.
+
+        Raise PrepError if the disk refuses it.
+        """
+        data = f"{_to_json(line)}\n".encode()
         try:
-            with self.path.open("a") as file:
-                file.write(f"{_to_json(line)}\n")
+            while data:
+                # `os.write` may write a part only, e.g. on a disk that fills up. The rest follows
+                # in the next round.
+                data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise PrepError(f"cannot write {self.path}", error.strerror or str(error)) from error
+            raise self._error(error) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _error(self, error: OSError) -> PrepError:
+        return PrepError(f"cannot write {self.path}", error.strerror or str(error))
 
 
 def _to_json(line: Mapping[str, Any]) -> str:
+    # NaN and Infinity are not JSON, and many readers reject them.
     return json.dumps(line, allow_nan=False)
 
 
@@ -205,7 +234,7 @@ class StepTimer:
 
     Attributes:
         clock: Returns the time in seconds.
-        started_at: Time of the last `resume`; None while paused.
+        started_at: Time of the last `resume`. None while paused.
         seconds: Seconds of the current lap, up to the last `pause`.
         steps: Steps of the current lap.
     """
@@ -230,9 +259,13 @@ class StepTimer:
         self.steps += 1
 
     def lap(self) -> float | None:
-        """Start a new lap; return the seconds per step of the last one, None if it had no steps."""
+        """Start a new lap, and return the seconds per step of the last one.
+
+        The result is None if the lap had no steps.
+        """
         self.pause()
         self.resume()
         step_s = self.seconds / self.steps if self.steps else None
-        self.seconds, self.steps = 0.0, 0
+        self.seconds = 0.0
+        self.steps = 0
         return step_s

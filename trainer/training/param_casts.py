@@ -15,10 +15,12 @@ from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.training.optimizers.rounding import LOW_BITS
 
-LOW_MASK = 2**LOW_BITS - 1  # of the bits that bfloat16 lacks
+LOW_MASK = 2**LOW_BITS - 1  # of the bits that bfloat16 cuts off
 ABS_MASK = 0x7FFFFFFF
 INFINITY = 0x7F800000
-FIRST_OVERFLOW = 0x7F7F8000  # the smallest float32 that rounds to an infinite bfloat16
+# The smallest float32 that rounds to an infinite bfloat16: halfway between the largest bfloat16,
+# 0x7F7F0000, and infinity, 0x7F800000. The tie goes to the even one, infinity.
+FIRST_OVERFLOW = 0x7F7F8000
 
 
 def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> dict[str, Any]:
@@ -51,15 +53,26 @@ def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ())
 
 def overflow_text(paths: Sequence[str]) -> str:
     """Return why the parameters with these paths cannot be cast."""
-    subject = f"{paths[0]} has" if len(paths) == 1 else f"{len(paths)} parameters, {paths[0]} first, have"
+    subject = (
+        f"{paths[0]} has" if len(paths) == 1 else f"{len(paths)} parameters, {paths[0]} first, have"
+    )
     return f"{subject} values that are too large for it"
 
 
 def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
-    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite; NaN stays NaN."""
+    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite.
+
+    NaN stays NaN.
+    """
     sharding = leaf.sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    counts = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)(leaf, dtype=dtype)
+    replicated = (
+        NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, NamedSharding)
+        else None
+    )
+    counts = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)(
+        leaf, dtype=dtype
+    )
     num_changed, num_overflows = (int(np.asarray(count).sum(dtype=np.int64)) for count in counts)
     return num_changed, num_overflows
 
@@ -77,8 +90,10 @@ def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
     else:
         cast = values.astype(dtype).astype(jnp.float32)
         masks = lax.bitcast_convert_type(cast, jnp.uint32) != bits, jnp.isinf(cast)
-    changed, overflowed = masks[0] & (magnitude <= INFINITY), masks[1] & (magnitude < INFINITY)
+    changed = masks[0] & (magnitude <= INFINITY)
+    overflowed = masks[1] & (magnitude < INFINITY)
     num_changed, num_overflows = (
-        mask.sum(axis=tuple(range(1, leaf.ndim)), dtype=jnp.uint32) for mask in (changed, overflowed)
+        mask.sum(axis=tuple(range(1, leaf.ndim)), dtype=jnp.uint32)
+        for mask in (changed, overflowed)
     )
     return num_changed, num_overflows

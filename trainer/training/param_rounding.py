@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.training.leaf_loading import LeafLoader
 from trainer.training.optimizers.rounding import round_to_nearest
@@ -29,15 +29,19 @@ class RoundingLoader:
         self._overflowed: list[str] = []
 
     def load(self, name: str, target: jax.ShapeDtypeStruct) -> Array:
-        """Load one leaf with the shape, dtype and sharding of `target`; all processes of a job call it.
+        """Load one leaf with the shape, dtype and sharding of `target`.
+
+        All processes of a job call it.
 
         Raises:
-            PrepError: The checkpoint lacks the leaf, or it has another shape.
+            PrepError: The leaf is missing in the checkpoint, or it has another shape.
         """
         spec = self._loader.reader.leaves.get(name)
         if target.dtype != jnp.bfloat16 or spec is None or spec.dtype == "bfloat16":
             return self._loader.load(name, target)
-        leaf = self._loader.load(name, jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.sharding))
+        leaf = self._loader.load(
+            name, jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.sharding)
+        )
         num_changed, num_overflows = count_leaf_changes(leaf, "bfloat16")
         self._num_values += leaf.size
         self._num_changed += num_changed
@@ -52,9 +56,15 @@ class RoundingLoader:
             PrepError: A finite value is too large for bfloat16.
         """
         if self._overflowed:
-            why, hint = overflow_text(self._overflowed), "`--set model.param_dtype=float32`"
+            why = overflow_text(self._overflowed)
+            hint = text("{}", Key("model.param_dtype", "float32", is_override=True))
             raise PrepError("parameters cannot be rounded to bfloat16", why, hint)
-        return {"from": "float32", "to": "bfloat16", "values": self._num_values, "changed": self._num_changed}
+        return {
+            "from": "float32",
+            "to": "bfloat16",
+            "values": self._num_values,
+            "changed": self._num_changed,
+        }
 
 
 def round_params(params: Tree, setup: StepSetup) -> Tree:

@@ -19,7 +19,7 @@ from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.text_fields import DataType
-from trainer.training.loop import Job
+from trainer.training.loop import LoopConfig
 from trainer.training.source_datasets import eval_selection, train_selection
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
@@ -28,7 +28,8 @@ MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if the batch of a recipe, its logical shards, or its tokens do not divide among the devices."""
     assert sharding.mesh is not None
-    mesh, n_replicas = sharding.mesh, sharding.data_parallel_size
+    mesh = sharding.mesh
+    n_replicas = sharding.data_parallel_size
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
     reduction_shards(recipe, shape, mesh=mesh, rules=sharding.rules)
     check_token_split(recipe, sharding.sequence_parallel_size)
@@ -53,8 +54,13 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
     for _, data in split_sources(recipe.data):
         check_selection(data.path or (), train_selection(data))
         check_selection(data.eval_paths or (), eval_selection(data), split_key="eval_split")
-        for paths, selection in ((data.path, train_selection(data)), (data.eval_paths, eval_selection(data))):
-            _check_files(find_data_files(paths or (), data.type, selection, remote=remote), data.type)
+        for paths, selection in (
+            (data.path, train_selection(data)),
+            (data.eval_paths, eval_selection(data)),
+        ):
+            _check_files(
+                find_data_files(paths or (), data.type, selection, remote=remote), data.type
+            )
     if recipe.data.tokenizer:
         check_tokenizer_exists(Path(recipe.data.tokenizer))
 
@@ -76,15 +82,17 @@ def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
         raise empty[0]
 
 
-def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[str]:
+def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> Iterator[str]:
     """Yield a warning for each length, interval, split or profile in conflict with the data or the steps.
 
     Args:
         recipe: The recipe.
-        job: Its job.
-        last_step: The step to resume from; 0 for none.
+        config: Configuration of its loop.
+        last_step: The step to resume from. 0 without one.
     """
-    n_rows, batch_size, steps = job.train.n_rows, job.order.batch_size, job.steps
+    n_rows = config.train.n_rows
+    batch_size = config.order.batch_size
+    steps = config.steps
     if n_rows < batch_size:
         yield f"a batch of {batch_size:,} takes sequences more than once: the data has {n_rows:,}"
     if recipe.train.epochs and recipe.train.epochs * n_rows < batch_size:
@@ -93,14 +101,19 @@ def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[st
     epochs = steps * batch_size / n_rows
     if epochs > MANY_EPOCHS:
         yield f"{steps:,} steps are {epochs:,.0f} epochs of {n_rows:,} sequences"
-    if job.evaluation is not None:
-        n_evaluated = min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows)
+    if config.evaluation is not None:
+        n_evaluated = min(
+            config.evaluation.n_rows, config.recipe.eval.limit or config.evaluation.n_rows
+        )
         if n_evaluated > n_rows:
             yield (
                 f"{n_evaluated:,} sequences are evaluated, more than the {n_rows:,} that are trained on; "
                 "`eval.limit` takes fewer"
             )
-    for key, interval in (("train.eval_every", job.eval_every), ("checkpoint.every", job.save_every)):
+    for key, interval in (
+        ("train.eval_every", config.eval_every),
+        ("checkpoint.every", config.save_every),
+    ):
         if interval > steps:
             every = f"{interval:,}" if isinstance(interval, int) else f"{float(interval):,g} steps"
             yield f"`{key}` is {every}, but the run has {steps:,} steps: it happens only at the end"
@@ -110,8 +123,8 @@ def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[st
             yield f"{what}, but the run has {steps:,} steps: nothing is recorded"
         elif recipe.train.profile["start"] <= last_step:
             yield f"{what}, but the run resumes after step {last_step:,}: nothing is recorded"
-    if job.setup.model.adapters is not None:
-        yield from _rank_warnings(job.setup.model.adapters)
+    if config.setup.model.adapters is not None:
+        yield from _rank_warnings(config.setup.model.adapters)
 
 
 def _rank_warnings(adapters: Adapters) -> Iterator[str]:
@@ -125,5 +138,7 @@ def _rank_warnings(adapters: Adapters) -> Iterator[str]:
 
 def _features(leaf: ParamLeaf) -> int:
     """Return the input features of an adapter's A, or the output features of its B."""
-    axes = (n for n, dim in enumerate(leaf.dims) if n != leaf.stack_axis and dim[:1] != (RANK_ATOM,))
+    axes = (
+        n for n, dim in enumerate(leaf.dims) if n != leaf.stack_axis and dim[:1] != (RANK_ATOM,)
+    )
     return math.prod(leaf.shape[n] for n in axes)

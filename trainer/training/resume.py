@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, Option, PrepError, text
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.formatting import to_toml
-from trainer.training.loop import Job
+from trainer.training.loop import LoopConfig
 from trainer.training.optimizers.lr_schedule import changed_fields
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
@@ -90,13 +90,17 @@ FIXED_ON_RESUME = {
 
 
 def check_resumable(
-    manifest: Mapping[str, Any], job: Job, *, changed: Mapping[str, tuple[Any, Any]], step: int
+    manifest: Mapping[str, Any],
+    config: LoopConfig,
+    *,
+    changed: Mapping[str, tuple[Any, Any]],
+    step: int,
 ) -> None:
-    """Check whether a job may resume from a checkpoint.
+    """Check whether a run may resume from a checkpoint.
 
     Args:
         manifest: Manifest of the checkpoint.
-        job: The resuming job.
+        config: The resuming run.
         changed: Recipe keys whose values differ, as (value when the run began, value now).
         step: Step of the checkpoint.
 
@@ -109,35 +113,59 @@ def check_resumable(
         for key, values in changed.items()
         if key not in CHANGEABLE_ON_RESUME and not (key == SOURCES_KEY and _have_moved(*values))
     }
-    hint = "`--restart` starts again from step 0; another `name` keeps both runs"
+    hint = text(
+        "{} starts again from step 0; another {} keeps both runs",
+        Option("restart", True),
+        Key("name"),
+    )
     if fixed:
-        changes = ", ".join(f"{key}: {_change_text(values)}" for key, values in sorted(fixed.items()))
+        changes = ", ".join(
+            f"{key}: {_change_text(values)}" for key, values in sorted(fixed.items())
+        )
         raise PrepError("the run began with another recipe", changes, hint)
     for key, label in FIXED_ON_RESUME.items():
-        before, after = manifest.get(key), job.manifest_fields.get(key)
+        before = manifest.get(key)
+        after = config.manifest_fields.get(key)
         if before != after:
-            raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
-    rates = changed_fields(manifest.get("rate", {}), job.manifest_fields.get("rate", {}))
+            raise PrepError(
+                f"{label} has changed since the run began", f"{before}, now {after}", hint
+            )
+    rates = changed_fields(manifest.get("rate", {}), config.manifest_fields.get("rate", {}))
     if rates:
-        if "decay" in rates and {*rates} <= {"decay", "cooldown"}:  # both follow from the number of steps
-            hint = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; {hint}"
+        if "decay" in rates and {*rates} <= {
+            "decay",
+            "cooldown",
+        }:  # both follow from the number of steps
+            decay_steps = Key("optimizer.decay_steps", rates["decay"][0], is_override=True)
+            hint = text("{} keeps it; {}", decay_steps, hint)
         why = _schedule_change(rates, changed)
         raise PrepError("the learning rate schedule has changed since the run began", why, hint)
-    if step > job.steps:
-        raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
+    if step > config.steps:
+        raise PrepError(
+            f"the run is at step {step}", f"the recipe has only {config.steps} steps", hint
+        )
 
 
-def _schedule_change(rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _schedule_change(
+    rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]
+) -> str:
     """Return the changed keys of the schedule, and the resulting changes of the schedule."""
-    causes = ", ".join(f"{key}: {_change_text(changed[key])}" for key in SCHEDULE_KEYS if key in changed)
+    causes = ", ".join(
+        f"{key}: {_change_text(changed[key])}" for key in SCHEDULE_KEYS if key in changed
+    )
     effects = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
     return f"{causes} (of the schedule: {effects})" if causes else effects
 
 
-def _have_moved(before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None) -> bool:
+def _have_moved(
+    before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None
+) -> bool:
     """Return whether the sources of a mixture differ only in the paths of their data."""
     kept = [
-        [{key: value for key, value in source.items() if key not in SOURCE_PATHS} for source in sources or ()]
+        [
+            {key: value for key, value in source.items() if key not in SOURCE_PATHS}
+            for source in sources or ()
+        ]
         for sources in (before, after)
     ]
     return kept[0] == kept[1]

@@ -10,7 +10,7 @@ from trainer.data.tokenizer import TextTokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
@@ -43,23 +43,30 @@ class Sampler:
         """Encode the prompts, and check that the model can generate from them.
 
         Args:
-            prompts: The prompts; an encoder-decoder model reads them with its encoder.
+            prompts: The prompts. An encoder-decoder model reads them with its encoder.
             tokenizer: Tokenizer of the model.
             model: The model.
             sharding: Mesh and rules of the run.
             dtype: Dtype of the computation.
-            max_new_tokens: Maximum number of new tokens; fewer if the longest prompt leaves fewer positions.
+            max_new_tokens: Maximum number of new tokens. Fewer if the longest prompt leaves fewer
+                positions.
             eos_token_ids: Tokens that end a text.
-            decoder_start_id: First token of the decoder; None for a model without an encoder.
+            decoder_start_id: First token of the decoder. None if the model has no encoder.
 
         Raises:
-            UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is unknown to the model.
+            UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is
+                unknown to the model.
             PrepError: The tokenizer fails.
         """
         if sharding.sequence_parallel_size > 1:
             why = "generation appends one token at a time, so that there are no tokens to split"
-            raise usage_error(f"`{SAMPLES_KEY}` is not supported with sp in `mesh`", why, f"remove `{SAMPLES_KEY}`")
-        self.prompts, self._tokenizer = tuple(prompts), tokenizer
+            raise usage_error(
+                f"`{SAMPLES_KEY}` is not supported with sp in `mesh`",
+                why,
+                f"remove `{SAMPLES_KEY}`",
+            )
+        self.prompts = tuple(prompts)
+        self._tokenizer = tokenizer
         with _name_keys():
             ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         self._has_encoder = decoder_start_id is not None
@@ -68,12 +75,24 @@ class Sampler:
         num_fitting = max_fitting_new_tokens(self._ids, model)
         if num_fitting is not None and num_fitting < 1:
             what = f"a prompt of `{SAMPLES_KEY}` has {max(map(len, ids)):,} tokens"
-            raise usage_error(what, f"the model has {model.arch_config.max_positions:,} positions", "a shorter prompt")
-        generation_config = GenerationConfig(min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids)
+            raise usage_error(
+                what,
+                f"the model has {model.arch_config.max_positions:,} positions",
+                "a shorter prompt",
+            )
+        generation_config = GenerationConfig(
+            min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids
+        )
         with _name_keys():
-            check_prompts(self._ids, self._sources, model=model, generation_config=generation_config)
-        forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
-        self._generator = Generator(None, model, forward_config=forward_config, generation_config=generation_config)
+            check_prompts(
+                self._ids, self._sources, model=model, generation_config=generation_config
+            )
+        forward_config = ForwardConfig(
+            dtype, scan_layers=model.has_stacked_layers, sharding=sharding
+        )
+        self._generator = Generator(
+            None, model, forward_config=forward_config, generation_config=generation_config
+        )
 
     def generate(self, params: Tree) -> list[Sample]:
         """Generate a text for each prompt, with the most likely token at each position.
@@ -86,15 +105,19 @@ class Sampler:
         """
         outputs = self._generator.with_params(params).generate(self._ids, self._sources)
         prefixes: Sequence[Sequence[int]] = [()] * len(outputs) if self._has_encoder else self._ids
-        texts = (self._tokenizer.decode(ids, prefix) for ids, prefix in zip(outputs, prefixes, strict=True))
+        texts = (
+            self._tokenizer.decode(ids, prefix)
+            for ids, prefix in zip(outputs, prefixes, strict=True)
+        )
         return [Sample(prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
 
 
 @contextmanager
 def _name_keys() -> Iterator[None]:
-    """Name the recipe keys in errors about prompts, whose hints are options of `prep generate`."""
+    """Name the recipe keys in errors about prompts. Their hints are options of `prep generate`."""
     try:
         yield
     except PrepError as error:
-        error.what, error.hint = f"`{SAMPLES_KEY}`: {error.what}", f"change `{SAMPLES_KEY}` or `log.sample_tokens`"
-        raise
+        what = text("{}: {}", Key(SAMPLES_KEY), error.what)
+        hint = text("change {} or {}", Key(SAMPLES_KEY), Key("log.sample_tokens"))
+        raise error.with_texts(what=what, hint=hint) from error.__cause__

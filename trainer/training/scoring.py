@@ -14,12 +14,14 @@ from trainer.models.param_tree import Tree
 from trainer.training.evaluation import EvalStep
 from trainer.training.feed import place_batch
 
-LENGTH_MULTIPLE = 64  # lengths are rounded up to it times a power of two, so that few shapes are compiled
+LENGTH_MULTIPLE = (
+    64  # lengths are rounded up to it times a power of two, so that few shapes are compiled
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A sequence whose last tokens are scored.
+    """A sequence with scored last tokens.
 
     Attributes:
         tokens: Token ids, at least two.
@@ -52,15 +54,17 @@ def score_sequences(
     batch_size: int,
     max_length: int,
 ) -> list[Score]:
-    """Score sequences, the longest first; the result has the order of the requests.
+    """Score sequences, the longest first.
 
-    The rows of a batch have the same rounded length, so that the padding of a row does not depend on other rows. With
-    `jit_row_eval_step` a score has the same bits in batches of any size.
+    The result has the order of the requests. The rows of a batch have the same rounded length, so
+    that the padding of a row does not depend on other rows. With `jit_row_eval_step` a score has
+    the same bits in batches of any size.
 
     Args:
         params: Parameters, sharded by the partition rules of `sharding`.
         requests: The sequences, of at most `max_length + 1` tokens.
-        eval_step: Computes the sums of each row, from `jit_row_eval_step` or `jit_fast_row_eval_step`.
+        eval_step: Computes the sums of each row, from `jit_row_eval_step` or
+            `jit_fast_row_eval_step`.
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
@@ -69,27 +73,44 @@ def score_sequences(
     for indices, length in _batches(requests, batch_size, max_length):
         rows = _make_rows([requests[index] for index in indices], batch_size, length)
         sums = eval_step(params, place_batch(rows, sharding))
-        losses, weights, correct = (np.ravel(sums[name]).tolist() for name in ("loss", "weight", "correct"))
-        scores |= {index: Score(-losses[i], correct[i] == weights[i]) for i, index in enumerate(indices)}
+        losses, weights, correct = (
+            np.ravel(sums[name]).tolist() for name in ("loss", "weight", "correct")
+        )
+        scores |= {
+            index: Score(-losses[i], correct[i] == weights[i]) for i, index in enumerate(indices)
+        }
     return [scores[index] for index in range(len(requests))]
 
 
-def _batches(requests: Sequence[ScoreRequest], batch_size: int, max_length: int) -> Iterator[tuple[Sequence[int], int]]:
+def _batches(
+    requests: Sequence[ScoreRequest], batch_size: int, max_length: int
+) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the positions of the requests of each batch, and their common rounded length."""
     lengths = [_round_length(len(request.tokens) - 1, max_length) for request in requests]
+    # The longest first: a batch that does not fit into memory fails at the start. `sorted` is
+    # stable, so equal lengths keep the order of the requests.
     order = sorted(range(len(requests)), key=lambda index: -lengths[index])
     for length, group in groupby(order, key=lengths.__getitem__):
         indices = [*group]
-        yield from ((indices[start : start + batch_size], length) for start in range(0, len(indices), batch_size))
+        yield from (
+            (indices[start : start + batch_size], length)
+            for start in range(0, len(indices), batch_size)
+        )
 
 
-def _make_rows(requests: Sequence[ScoreRequest], num_rows: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return inputs, targets and weights [num_rows, length]; rows beyond the requests and padding weigh nothing."""
+def _make_rows(
+    requests: Sequence[ScoreRequest], num_rows: int, length: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return inputs, targets and weights [num_rows, length].
+
+    Padding, and rows beyond the requests, have weight 0.
+    """
     tokens, targets = np.zeros((2, num_rows, length), np.int32)
     weights = np.zeros((num_rows, length), np.float32)
     for row, request in enumerate(requests):
         end = len(request.tokens) - 1
         tokens[row, :end], targets[row, :end] = request.tokens[:-1], request.tokens[1:]
+        # A sequence of 6 tokens has 5 targets. With num_scored = 2 the weights are [0 0 0 1 1].
         weights[row, end - request.num_scored : end] = 1
     return {"tokens": tokens, "targets": targets, "weights": weights}
 

@@ -1,4 +1,4 @@
-"""Build a training job from a recipe, a checkpoint manifest and devices."""
+"""Build the configuration of the training loop from a recipe, a checkpoint manifest and devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
 from trainer.models.lora import lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
@@ -29,7 +29,7 @@ from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
 from trainer.training.intervals import Interval
-from trainer.training.loop import Job
+from trainer.training.loop import LoopConfig
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
 from trainer.training.samples import Sampler
@@ -40,7 +40,10 @@ from trainer.training.utilization import peak_step_s
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
+    """Build the ModelSpec of a checkpoint's manifest.
+
+    Layers are stacked as in the checkpoint.
+    """
     config = manifest["config"]
     return build_model(
         family_of(config),
@@ -61,7 +64,8 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
         PrepError: The model does not support the recipe's rotary embedding, or a field or its value is invalid.
     """
     table = recipe.model
-    if table.is_random:  # its overrides are in the config; the vocabulary may have been padded since
+    if table.is_random:
+        # The config has the recipe's other overrides already, and its vocabulary may have been padded since.
         return {**manifest, "config": override_rope(manifest["config"], table.rope_overrides)}
     return {**manifest, "config": recipe_config(manifest["config"], table)}
 
@@ -93,8 +97,17 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
         try:
             sharding.param_spec(leaf)
         except PrepError as error:
-            command = f"`prep save-init MODEL --mesh {sharding.mesh} --pad-vocab auto`, or with `--rule`"
-            hint = f"another mesh, or a checkpoint made for this one: {command}"
+            command = Command(
+                "save-init",
+                "MODEL",
+                Option("mesh", str(sharding.mesh)),
+                Option("pad_vocab", "auto"),
+            )
+            hint = text(
+                "another mesh, or a checkpoint made for this one: {}, or with {}",
+                command,
+                Option("rules"),
+            )
             raise usage_error(error.what, error.why, hint) from error
 
 
@@ -104,8 +117,10 @@ def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
 
 
 def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
-    """Return the partition rules of a run: those of the recipe, or else of the start checkpoint."""
-    return rules_from_manifest(manifest) if recipe.rules is None else merge_rules(recipe.rules, origin="rules")
+    """Return the partition rules of a run: the recipe's, or else the start checkpoint's."""
+    if recipe.rules is None:
+        return rules_from_manifest(manifest)
+    return merge_rules(recipe.rules, origin="rules")
 
 
 def check_seq_length(data: Data, model: ModelSpec) -> None:
@@ -117,10 +132,14 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
     max_positions = model.arch_config.max_positions
     if model.arch_config.has_learned_positions and data.seq_length > max_positions:
         why = f"the model has {max_positions} positions"
-        raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={max_positions}`")
+        raise usage_error(
+            f"`data.seq_length` is {data.seq_length}",
+            why,
+            text("{}", Key("data.seq_length", max_positions, is_override=True)),
+        )
 
 
-def build_job(
+def build_loop_config(
     recipe: Recipe,
     model: ModelSpec,
     *,
@@ -133,8 +152,8 @@ def build_job(
     stop_after: int = 0,
     frozen_dtypes: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
-) -> Job:
-    """Build the job of a run.
+) -> LoopConfig:
+    """Build the configuration of a run.
 
     Args:
         recipe: The recipe.
@@ -145,22 +164,27 @@ def build_job(
         dropout: Rates of dropout and forgetful causal masking.
         manifest_fields: Extra entries for the manifest of every checkpoint.
         token_functions: A user's loss and metrics.
-        stop_after: Steps after which this process stops; 0 for no limit.
-        frozen_dtypes: Dtype of each frozen parameter, by path; None for float32.
+        stop_after: Steps after which this process stops. 0 means no limit.
+        frozen_dtypes: Dtype of each frozen parameter, by path. None means float32.
         sampler: Generates texts from the prompts of the recipe.
 
     Raises:
-        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
+        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too
+            many steps.
     """
     assert sharding.mesh is not None
     check_patterns(recipe.optimizer, model.trained_leaves)
-    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    shape = batch_shape(
+        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
+    )
     n_rows = datasets.train.n_rows
     order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
-        raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
+        raise usage_error(
+            "`train.epochs` is too large", why, text("{}", Key("train.epochs", 3, is_override=True))
+        )
     setup = build_step_setup(
         recipe,
         model,
@@ -171,18 +195,15 @@ def build_job(
         token_functions=token_functions,
     )
     setup = replace(setup, frozen_dtypes=frozen_dtypes or {})
-    return Job(
+    return LoopConfig(
         setup=setup,
+        recipe=recipe,
         steps=steps,
         order=order,
         train=datasets.train,
         evaluation=datasets.evaluation,
-        eval_limit=recipe.eval.limit,
-        log_every=recipe.train.log_every,
         eval_every=_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
         save_every=_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
-        optimizer_state=recipe.checkpoint.optimizer_state,
-        max_skipped=recipe.train.max_skipped,
         manifest_fields={
             **manifest_fields,
             **token_functions.manifest_fields,
@@ -192,18 +213,16 @@ def build_job(
             **_evaluation_fields(recipe, datasets),
         },
         stop_after=stop_after,
-        eval_at_start=recipe.eval.at_start,
-        also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
-        saves_best=recipe.checkpoint.best is not None,
-        saved_dtype=None if recipe.checkpoint.dtype == recipe.model.param_dtype else recipe.checkpoint.dtype,
         peak_step_s=peak_step_s(recipe, model, sharding),
         sampler=sampler,
-        sample_every=recipe.log.sample_every,
     )
 
 
 def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> dict[str, Any]:
-    """Return the manifest entry that tells which losses of saved steps are comparable; the data is fixed in a run."""
+    """Return the manifest entry that tells which losses of saved steps are comparable.
+
+    The data is fixed in a run.
+    """
     if recipe.checkpoint.best is None or datasets.evaluation is None:
         return {}
     n_rows = datasets.evaluation.n_rows
@@ -235,13 +254,17 @@ def build_step_setup(
         steps: Steps of the run, for the learning rate schedule.
         dropout: Rates of dropout and forgetful causal masking.
         token_functions: A user's loss and metrics.
-        device: Kind of the devices whose default sizes to use; None for that of the mesh.
+        device: Kind of the devices, for default sizes. The kind of the mesh's devices if it is
+            None.
 
     Raises:
-        UsageError: Batch, learning rate schedule and mesh do not fit together, or a pattern matches no parameter.
+        UsageError: Batch, learning rate schedule and mesh do not fit together, or a pattern matches
+            no parameter.
     """
     assert sharding.mesh is not None
-    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    shape = batch_shape(
+        recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
+    )
     num_shards = reduction_shards(recipe, shape, mesh=sharding.mesh, rules=sharding.rules)
     if num_shards:
         check_exact_model(model.arch_config, kernel)
@@ -262,7 +285,9 @@ def build_step_setup(
         forward_config,
         build_optimizer(recipe.optimizer, steps),
         accumulate=shape.accumulate,
-        loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing, token_functions.loss_fn),
+        loss_terms=LossTerms(
+            recipe.loss.z_loss, recipe.loss.label_smoothing, token_functions.loss_fn
+        ),
         dropout=dropout,
         seed=recipe.seed,
         metric_fn=token_functions.metric_fn,
@@ -273,7 +298,10 @@ def build_step_setup(
 
 
 def _loss_scale(recipe: Recipe) -> LossScale | None:
-    """Return the loss scale of a run in float16; None in other dtypes."""
+    """Return the loss scale of a run in float16.
+
+    None in other dtypes.
+    """
     if recipe.model.dtype != "float16":
         return None
     scale = recipe.optimizer.loss_scale

@@ -13,11 +13,12 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from trainer.distributed.exchange import allocation_program
+from trainer.models.boxes import Box, intersection
 from trainer.models.checkpoint_store import CheckpointReader
-from trainer.models.partition import Box
 from trainer.models.read_plan import aligned_slabs
 
-SLAB_NBYTES = 32 << 20  # of the slabs of all devices of a process together
+# Bytes of the slabs of all devices of a process together
+SLAB_NBYTES = 32 << 20
 MIN_FILLED_NBYTES = 2 * SLAB_NBYTES  # smaller leaves are read as a whole
 
 Allocate = Callable[[Sequence[int], np.dtype], np.ndarray]
@@ -39,7 +40,7 @@ def fill_shards(
 ) -> list[jax.Array]:
     """Read shards of a leaf in slabs of whole read units, and copy each slab to the devices.
 
-    A slab has at least one unit, which may be a whole tensor that is compared with its digest.
+    A slab has at least one unit. A unit may be a whole tensor, for the comparison with its digest.
 
     Args:
         reader: The open checkpoint.
@@ -56,24 +57,40 @@ def fill_shards(
         device: allocation_program(_extents(box), dtype, SingleDeviceSharding(device))()
         for device, box in boxes.items()
     }
-    bounds = tuple((min(low for low, _ in spans), max(high for _, high in spans)) for spans in zip(*boxes.values()))
+    bounds = tuple(
+        (min(low for low, _ in spans), max(high for _, high in spans))
+        for spans in zip(*boxes.values())
+    )
     for slab in aligned_slabs(bounds, unit, SLAB_NBYTES // dtype.itemsize):
-        parts = {box: _intersection(box, slab) for box in dict.fromkeys(boxes.values())}
-        buffers = {part: allocate(_extents(part), dtype) for part in parts.values() if math.prod(_extents(part))}
+        parts = {box: intersection(box, slab) for box in dict.fromkeys(boxes.values())}
+        buffers = {
+            part: allocate(_extents(part), dtype)
+            for part in parts.values()
+            if math.prod(_extents(part))
+        }
         if not buffers:
             continue
         reader.read(name, buffers)
-        jax.block_until_ready(list(shards.values()))  # bounds the slabs in memory; the last copy ran during this read
+        # The copy of the last slab ran during this read. The wait bounds the slabs in memory to
+        # two.
+        jax.block_until_ready(list(shards.values()))
         for device, box in boxes.items():
             if (part := parts[box]) in buffers:
-                start = np.array([low - origin for (low, _), (origin, _) in zip(part, box)], np.int32)
-                shards[device] = _update_program()(shards[device], jax.device_put(buffers[part], device), start)
+                start = np.array(
+                    [low - origin for (low, _), (origin, _) in zip(part, box)], np.int32
+                )
+                shards[device] = _update_program()(
+                    shards[device], jax.device_put(buffers[part], device), start
+                )
     return list(shards.values())
 
 
 @lru_cache(maxsize=1)
 def _update_program() -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]:
-    """Return the copy of a part into a shard, which is donated; it is compiled for each pair of shapes."""
+    """Return the program that copies a part into a shard, and donates the shard.
+
+    It is compiled for each pair of shapes.
+    """
 
     def update(shard: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(shard, part, [start[dim] for dim in range(shard.ndim)])
@@ -83,9 +100,3 @@ def _update_program() -> Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
 
 def _extents(box: Box) -> tuple[int, ...]:
     return tuple(high - low for low, high in box)
-
-
-def _intersection(a: Box, b: Box) -> Box:
-    """Return the common box; its extents are 0 where there is none."""
-    spans = ((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
-    return tuple((low, max(low, high)) for low, high in spans)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.data.files import io_error
+from trainer.data.files import Note, io_error
 from trainer.data.store import MappedTokens
 from trainer.data.store_writer import make_cache
-from trainer.data.tokenize import Note, TokenizeConfig, TokenizeProgress, open_tokens, tokenize_files
+from trainer.data.tokenize import (
+    TokenizeConfig,
+    TokenizeProgress,
+    open_tokens,
+    tokenize_files,
+)
 from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.errors import PrepError
@@ -16,10 +21,11 @@ from trainer.models.errors import PrepError
 def tokenize_in_group(
     config: TokenizeConfig, group: ProcessGroup, *, progress: TokenizeProgress, note: Note
 ) -> MappedTokens:
-    """Return the tokens of the configured files; all processes call it together.
+    """Return the tokens of the configured files.
 
-    Process 0 makes the tokens, and the first process of each host that does not see its cache. The others wait, then
-    open them without reading the data files. With a scratch folder, each process makes those that the cache lacks.
+    All processes call it together. Process 0 makes the tokens, and the first process of each host
+    that does not see its cache. All other processes wait, then open the tokens without reading the data
+    files. With a scratch folder, each process makes the tokens that are missing in the cache.
 
     Args:
         config: Files, tokenizer and cache.
@@ -37,6 +43,7 @@ def tokenize_in_group(
     tokens = None
     if writes_shared_folder(config.cache, group):
         tokens = tokenize_files(config, progress=progress, note=note)
+    # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
     identities = group.gather("tokens", tokens.identity if tokens else "")
     if group.index == 0:
         _check_equal(identities)
@@ -55,10 +62,15 @@ def _check_equal(identities: Sequence[str]) -> None:
     """Raise PrepError if two hosts made different tokens.
 
     Args:
-        identities: Identity of the tokens by process; empty for a process that made none.
+        identities: Identity of the tokens by process. Empty for a process that made none.
     """
-    other = next((index for index, identity in enumerate(identities) if identity not in ("", identities[0])), None)
+    other = next(
+        (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
+        None,
+    )
     if other is not None:
         what = f"the data of process {other} differs from that of process 0"
         why = f"its tokens are {identities[other]}, those of process 0 {identities[0]}"
-        raise PrepError(what, why, "the same files in `data.path` on all hosts, or on a shared file system")
+        raise PrepError(
+            what, why, "the same files in `data.path` on all hosts, or on a shared file system"
+        )

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
-from trainer.data.mixing import ConcatenatedDataset, MixedOrder, mix_by_weight
-from trainer.data.order import RowOrder, SampleOrder
-from trainer.data.packing import Dataset
+from trainer.data.files import Note
+from trainer.data.order import MixedOrder, RowOrder, SampleOrder, mix_by_weight
+from trainer.data.packing import ConcatenatedDataset, Dataset
 from trainer.data.remote_files import Selection
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, text
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
-
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +22,10 @@ class Datasets:
 
     Attributes:
         train: Rows to train on.
-        evaluation: Rows to evaluate on; None without evaluation.
+        evaluation: Rows to evaluate on. None without evaluation.
         identity: Digest of the tokens of both, compared on resume.
-        weights: Weight of each source of a mixture, whose rows are concatenated; empty for rows in one order.
+        weights: Weight of each source of a mixture. The rows of its sources are concatenated.
+            Empty if the rows have one order.
     """
 
     train: Dataset
@@ -35,12 +34,8 @@ class Datasets:
     weights: tuple[float, ...] = ()
 
 
-class BuildSource(Protocol):
-    """Function that builds the datasets of one source."""
-
-    def __call__(self, data: Data, *, note: Note) -> Datasets:
-        """Return the datasets of a recipe's data, which has no sources."""
-        ...
+# Builds the datasets of one source from its data table, which has no sources itself.
+BuildSource: TypeAlias = Callable[[Data, Note], Datasets]
 
 
 def train_selection(data: Data) -> Selection:
@@ -67,17 +62,19 @@ def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
         PrepError: The data is invalid.
     """
     if data.sources is None:
-        return build(data, note=note)
+        return build(data, note)
     datasets: dict[str, Datasets] = {}
     weights: dict[str, float] = {}
     for source, part in split_sources(data):
         assert source is not None
         with _label_errors(source.name):
-            datasets[source.name] = build(part, note=_label_notes(source.name, note))
+            datasets[source.name] = build(part, _label_notes(source.name, note))
         if source.weight is not None:
             weights[source.name] = source.weight
     train = {name: part.train for name, part in datasets.items()}
-    evaluation = {name: part.evaluation for name, part in datasets.items() if part.evaluation is not None}
+    evaluation = {
+        name: part.evaluation for name, part in datasets.items() if part.evaluation is not None
+    }
     for line in _describe_mixture(train, weights):
         note(line)
     return Datasets(
@@ -90,12 +87,12 @@ def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
 
 @contextmanager
 def _label_errors(name: str) -> Iterator[None]:
-    """Name the source in errors that leave the block."""
+    """Prefix PrepErrors raised in the block with the name of the data source."""
     try:
         yield
     except PrepError as error:
-        error.what = f"source `{name}`: {error.what}"
-        raise
+        what = text("source `{}`: {}", name, error.what)
+        raise error.with_texts(what=what) from error.__cause__
 
 
 def _label_notes(name: str, note: Note) -> Note:
@@ -103,13 +100,19 @@ def _label_notes(name: str, note: Note) -> Note:
 
 
 def _describe_mixture(train: dict[str, Dataset], weights: dict[str, float]) -> list[str]:
-    """Return a line per source: its sequences, and how often a run takes them as it takes as many as all have."""
-    n_rows, total = sum(part.n_rows for part in train.values()), sum(weights.values())
+    """Return a line per source: its sequences, and how often one epoch of the mixture takes them.
+
+    An epoch of the mixture has as many sequences as all sources together.
+    """
+    n_rows = sum(part.n_rows for part in train.values())
+    total = sum(weights.values())
     lines: list[str] = []
     for name, part in train.items():
         share = weights[name] / total if weights else part.n_rows / n_rows
         epochs = share * n_rows / part.n_rows
-        lines.append(f"{name}: {100 * share:.4g} % of {part.n_rows:,} sequences, {epochs:.4g} times in an epoch")
+        lines.append(
+            f"{name}: {100 * share:.4g} % of {part.n_rows:,} sequences, {epochs:.4g} times in an epoch"
+        )
     return lines
 
 
@@ -127,12 +130,22 @@ def make_order(datasets: Datasets, batch_size: int, *, seed: int, shuffle: bool)
         return SampleOrder(train.n_rows, batch_size, seed, shuffle)
     assert isinstance(train, ConcatenatedDataset)
     source_rows = tuple(part.n_rows for part in train.parts.values())
-    return MixedOrder(source_rows, mix_by_weight(datasets.weights), batch_size, seed=seed, shuffle=shuffle)
+    return MixedOrder(
+        source_rows, mix_by_weight(datasets.weights), batch_size, seed=seed, shuffle=shuffle
+    )
 
 
-def tokens_by_source(order: RowOrder, train: Dataset, step: int, *, tokens_per_row: int) -> dict[str, int]:
-    """Return the tokens of each source in the first steps, by metric name; empty without a mixture."""
+def tokens_by_source(
+    order: RowOrder, train: Dataset, step: int, *, tokens_per_row: int
+) -> dict[str, int]:
+    """Return the tokens of each source in the first steps, by metric name.
+
+    Empty without a mixture.
+    """
     if not isinstance(order, MixedOrder) or not isinstance(train, ConcatenatedDataset):
         return {}
     counts = order.source_counts(step)
-    return {f"tokens.{name}": tokens_per_row * count for name, count in zip(train.parts, counts)}
+    tokens: dict[str, int] = {}
+    for name, count in zip(train.parts, counts):
+        tokens[f"tokens.{name}"] = tokens_per_row * count
+    return tokens

@@ -31,8 +31,12 @@ from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, widen
 
-TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
-ROW_IDS = "row_ids"  # entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
+# Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`
+TrainState = dict[str, Any]
+# Entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
+ROW_IDS = "row_ids"
+# Replaces a weight or norm of 0. It is far below the weight of one token.
+MIN_DIVISOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,17 @@ class StepSetup:
         forward_config: Execution options of the forward pass.
         optimizer: The optimizer.
         accumulate: Number of micro-batches per batch.
-        loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
-        dropout: Rates of dropout and forgetful causal masking; evaluation has none.
+        loss_terms: Terms of the loss besides the cross entropy. Evaluation has none.
+        dropout: Rates of dropout and forgetful causal masking. Evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
-        loss_scale: Factor of the loss in float16; None in other dtypes.
-        metric_fn: Computes values of each token in evaluation by name; None for none.
-        reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
-            in the order that is fastest on the mesh.
-        param_dtype: Dtype of the model's trained parameters in the state, "float32" or "bfloat16". Leaves of
-            `Optimizer.freeze` have it too.
-        frozen_dtypes: Dtype of each parameter that adapters leave frozen, by path; float32 for those that are absent.
+        loss_scale: Factor of the loss in float16. None in other dtypes.
+        metric_fn: Computes values of each token in evaluation by name. None without metrics.
+        reduction_shards: Logical shards of a batch, for gradients that are summed in a fixed order. 0
+            sums gradients in the order that is fastest on the mesh.
+        param_dtype: Dtype of the model's trained parameters in the state, "float32" or "bfloat16".
+            Leaves of `Optimizer.freeze` have it too.
+        frozen_dtypes: Dtype of each parameter that adapters leave frozen, by path. The
+            default is float32.
     """
 
     model: ModelSpec
@@ -71,7 +76,7 @@ class StepSetup:
 
     @property
     def exact_reduction(self) -> ExactReduction | None:
-        """The sums in a fixed order; None if they are in the fastest order."""
+        """The sums in a fixed order, or None for sums in the fastest order."""
         if not self.reduction_shards:
             return None
         return ExactReduction(self.reduction_shards, self.sharding, self.trained_leaves)
@@ -88,7 +93,9 @@ class StepSetup:
 
     def param_dtype_of(self, path: str) -> str:
         """Return the dtype of a parameter in the state."""
-        return self.param_dtype if path in self.model.trained_leaves else self.frozen_dtypes.get(path, "float32")
+        if path in self.model.trained_leaves:
+            return self.param_dtype
+        return self.frozen_dtypes.get(path, "float32")
 
     def trained(self, params: Tree) -> Tree:
         """Return the parameters that training changes."""
@@ -96,7 +103,7 @@ class StepSetup:
         return unflatten_tree({path: leaves[path] for path in self.trained_leaves})
 
     def with_trained(self, params: Tree, trained: Tree) -> Tree:
-        """Return all parameters, with other values of those that training changes."""
+        """Return all parameters, with new values of the trained ones."""
         return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
 
 
@@ -113,21 +120,20 @@ def _zero_counters() -> dict[str, Array]:
 
 
 def state_shapes(setup: StepSetup) -> TrainState:
-    """Return shape, dtype and sharding of each leaf of the state; moments are sharded like their parameters.
+    """Return shape, dtype and sharding of each leaf of the state.
 
-    A statistic over some axes of a parameter is split along its other axes.
+    Moments are sharded like their parameters. A statistic over some axes of a parameter is split
+    along its other axes.
     """
-    leaves, sharding = setup.model.leaves, setup.sharding
-    params = unflatten_tree(
-        {
-            path: jax.ShapeDtypeStruct(
-                leaf.shape,
-                jnp.dtype(setup.param_dtype_of(path)),
-                sharding=sharding.param_sharding(leaf),
-            )
-            for path, leaf in leaves.items()
-        }
-    )
+    leaves = setup.model.leaves
+    sharding = setup.sharding
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, leaf in leaves.items():
+        dtype = jnp.dtype(setup.param_dtype_of(path))
+        shapes[path] = jax.ShapeDtypeStruct(
+            leaf.shape, dtype, sharding=sharding.param_sharding(leaf)
+        )
+    params = unflatten_tree(shapes)
     unsharded = jax.eval_shape(partial(init_train_state, setup=setup), params)
 
     def with_sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -140,22 +146,26 @@ def state_shapes(setup: StepSetup) -> TrainState:
 
 def state_nbytes_per_device(setup: StepSetup) -> int:
     """Compute the bytes of parameters and optimizer state on one device."""
-    shapes = jax.tree.leaves(state_shapes(setup))
-    return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
-        for leaf in shapes
-    )
+    nbytes = 0
+    for leaf in jax.tree.leaves(state_shapes(setup)):
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        nbytes += leaf.dtype.itemsize * math.prod(shape)
+    return nbytes
 
 
 def has_optimizer_state(setup: StepSetup) -> bool:
-    """Return whether the optimizer keeps anything between steps; gradient descent without momentum does not."""
+    """Return whether the optimizer keeps state between steps. Gradient descent without momentum keeps none."""
     return bool(jax.tree.leaves(state_shapes(setup)["opt_state"]))
 
 
-def _state_sharding(shape: tuple[int, ...], param: ParamLeaf | None, sharding: ShardingContext) -> NamedSharding | None:
+def _state_sharding(
+    shape: tuple[int, ...], param: ParamLeaf | None, sharding: ShardingContext
+) -> NamedSharding | None:
     """Return the sharding of a leaf of the state that belongs to a parameter, or (None) to none."""
-    axes = None if param is None else reduced_axes(shape, param.shape)
-    if param is None or axes is None:
+    if param is None:
+        return sharding.replicated_sharding()
+    axes = reduced_axes(shape, param.shape)
+    if axes is None:
         return sharding.replicated_sharding()
     return sharding.statistic_sharding(param, axes)
 
@@ -165,37 +175,53 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[TrainState, dict[str, Array]]:
+def train_step(
+    state: TrainState, batch: TokenBatch, setup: StepSetup
+) -> tuple[TrainState, dict[str, Array]]:
     """Compute gradients on a batch and apply the optimizer.
 
-    If the loss or the gradient norm is not finite, or if no token has a weight, the step is skipped: only the counters
-    of the state change.
+    If the loss or the gradient norm is not finite, or if no token has a weight, the step is
+    skipped: only the counters of the state change.
 
     Args:
         state: The state before the step.
-        batch: Input of `transformer.loss_sums`; arrays are [batch, T].
+        batch: Input of `transformer.loss_sums`. Arrays are [batch, T].
         setup: The static parts of the step.
 
     Returns:
-        The new state, and the metrics of the step as arrays []: `loss`, `weight` and `correct` (sums over tokens),
-        `z_loss` if the loss has this term, `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps,
-        in total and in a row.
+        The new state, and the metrics of the step as arrays []: `loss`, `weight` and `correct`
+        (sums over tokens), `z_loss` if the loss has this term, `grad_norm`, `lr`, and the counters
+        `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
     trained = setup.trained(params)
     if setup.dropout.is_active:
+        # A row's masks depend on its index in the step's batch. The index stays with the row when
+        # the batch is split into micro-batches and over devices.
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
-    factor = setup.loss_scale.factor(state, batch["tokens"].size) if setup.loss_scale else None
+    factor: Array | None = None
+    if setup.loss_scale:
+        factor = setup.loss_scale.factor(state, batch["tokens"].size)
     gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup=setup, factor=factor)
-    weight = jnp.maximum(sums["weight"], 1e-9)
-    grad_norm = (optax.tree.norm(gradients) if norm is None else norm) / weight
+    # The loss of a batch is L = sum_t w_t l_t / W with W = sum_t w_t. `gradients` belong to the
+    # sum alone. Micro-batches and devices see only a part of W: dividing once, here, makes the
+    # result independent of them.
+    weight = jnp.maximum(sums["weight"], MIN_DIVISOR)
+    if norm is None:
+        norm = optax.tree.norm(gradients)
+    grad_norm = norm / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
     if "z_loss" in sums:
         is_valid &= jnp.isfinite(sums["z_loss"])
-    clip_norm = setup.optimizer.clip_norm
-    scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
-    # select with `where`: 0 * nan is nan
+    scale = 1.0 / weight
+    if setup.optimizer.clip_norm:
+        # Clipping by the global norm, g * min(1, c / |g|): Pascanu et al. 2013,
+        # https://arxiv.org/abs/1211.5063
+        clip = setup.optimizer.clip_norm / jnp.maximum(grad_norm, MIN_DIVISOR)
+        scale = jnp.minimum(1.0, clip) / weight
+    # A skipped step selects with `where`: a product with 0 would keep a nan.
     gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
+    # The schedule counts the steps that changed the parameters.
     learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
     updated, opt_state = setup.optimizer.update(
         gradients,
@@ -211,9 +237,12 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
+        # A step with finite gradients resets the counter to 0. The loop stops the run when it
+        # reaches `train.max_skipped`.
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
-        **(setup.loss_scale.next(state, jnp.isfinite(grad_norm)) if setup.loss_scale else {}),
     }
+    if setup.loss_scale:
+        new_state |= setup.loss_scale.next(state, jnp.isfinite(grad_norm))
     return new_state, {
         **sums,
         "grad_norm": grad_norm,
@@ -236,37 +265,57 @@ def _sum_gradients(
     The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm of
     the gradients.
     """
-    norm = None
-    if (exact := setup.exact_reduction) is not None:
-        on_device = replace(setup, forward_config=replace(setup.forward_config, sharding=ShardingContext()))
-        gradients, sums, norm = exact.sum_gradients(_value_and_grad(step, on_device, factor), params, batch)
+    norm: Array | None = None
+    exact = setup.exact_reduction
+    if exact is not None:
+        # Each logical shard is computed as on one device: a sharded program would choose the order
+        # of the sums itself.
+        forward_config = replace(setup.forward_config, sharding=ShardingContext())
+        on_device = replace(setup, forward_config=forward_config)
+        value_and_grad = _value_and_grad(step, on_device, factor)
+        gradients, sums, norm = exact.sum_gradients(value_and_grad, params, batch)
     else:
-        gradients, sums = _accumulate_gradients(params, batch, _value_and_grad(step, setup, factor), setup=setup)
+        value_and_grad = _value_and_grad(step, setup, factor)
+        gradients, sums = _accumulate_gradients(params, batch, value_and_grad, setup=setup)
     if factor is None:
         return gradients, sums, norm
-    return jax.tree.map(lambda leaf: leaf / factor, gradients), sums, None if norm is None else norm / factor
+    # The gradients are float32 here, so the division cannot underflow as it would in float16.
+    gradients = jax.tree.map(lambda leaf: leaf / factor, gradients)
+    if norm is not None:
+        norm = norm / factor
+    return gradients, sums, norm
 
 
-def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Callable[[Tree, TokenBatch], Any]:
+def _value_and_grad(
+    step: Array, setup: StepSetup, factor: Array | None
+) -> Callable[[Tree, TokenBatch], Any]:
     """Return a function of parameters and rows that computes ((loss, loss sums), gradients of trained parameters).
 
-    The gradients are those of the parameters in float32, and have this dtype.
+    The gradients are float32: the parameters are widened to float32 first.
     With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
     """
 
-    def summed_loss(trained: Tree, params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        params, dropout = setup.with_trained(params, trained), _dropout(rows, step, setup)
+    def summed_loss(
+        trained: Tree, params: Tree, rows: TokenBatch
+    ) -> tuple[Array, dict[str, Array]]:
+        params = setup.with_trained(params, trained)
+        dropout = _dropout(rows, step, setup)
         sums = transformer.training_sums(
             params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
         )
-        return sums.total if factor is None else sums.total * factor, sums.by_name()
+        total = sums.total if factor is None else sums.total * factor
+        return total, sums.by_name()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
     return lambda params, rows: value_and_grad(widen(setup.trained(params)), params, rows)
 
 
 def _accumulate_gradients(
-    params: Tree, batch: TokenBatch, value_and_grad: Callable[[Tree, TokenBatch], Any], *, setup: StepSetup
+    params: Tree,
+    batch: TokenBatch,
+    value_and_grad: Callable[[Tree, TokenBatch], Any],
+    *,
+    setup: StepSetup,
 ) -> tuple[Tree, dict[str, Array]]:
     """Compute the sums over all micro-batches in the order that is fastest on the mesh."""
     if setup.accumulate == 1:
@@ -280,14 +329,20 @@ def _accumulate_gradients(
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
-    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params))
+    zero_gradients = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params)
+    )
     zero_sums = {name: jnp.float32(0) for name in setup.loss_terms.sum_names}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
+    # A scan holds the activations of one micro-batch at a time, and compiles its body once.
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
 
 
 def _dropout(micro_batch: TokenBatch, step: Array, setup: StepSetup) -> Dropout | None:
-    """Return the random masks of a micro-batch; its rows keep their masks however the batch is divided."""
+    """Return the random masks of a micro-batch.
+
+    Its rows keep their masks however the batch is divided.
+    """
     if not setup.dropout.is_active:
         return None
     return step_dropout(setup.dropout, seed=setup.seed, step=step, row_ids=micro_batch[ROW_IDS])
@@ -295,25 +350,33 @@ def _dropout(micro_batch: TokenBatch, step: Array, setup: StepSetup) -> Dropout 
 
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
     """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards."""
-    leaves, sharding = setup.model.leaves, setup.sharding
+    sharding = setup.sharding
     if sharding.device_mesh is None:
         return gradients
-    return unflatten_tree(
-        {
-            path: lax.with_sharding_constraint(gradient, sharding.param_sharding(leaves[path]))
-            for path, gradient in flatten_tree(gradients).items()
-        }
-    )
+    # Without the constraint XLA may all-reduce whole gradients. With it, a reduce-scatter leaves
+    # each device its shard.
+    constrained: dict[str, Array] = {}
+    for path, gradient in flatten_tree(gradients).items():
+        param_sharding = sharding.param_sharding(setup.model.leaves[path])
+        constrained[path] = lax.with_sharding_constraint(gradient, param_sharding)
+    return unflatten_tree(constrained)
 
 
 def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """Reshape [batch, ...] to [accumulate, micro-batch, ...]; each device keeps its rows of every micro-batch."""
+    """Reshape [batch, ...] to [accumulate, micro-batch, ...].
+
+    Each device keeps its rows of every micro-batch.
+    """
     num_micro_batches = setup.accumulate
 
     def split(array: Array) -> Array:
+        # Row r goes to micro-batch r % n. With n = 2, the rows [0 1 | 2 3] of two devices become
+        # the micro-batches [0 | 2] and [1 | 3]. Contiguous halves would move rows between devices.
         micro_batch_size = array.shape[0] // num_micro_batches
-        stacked = array.reshape(micro_batch_size, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
-        sharding = setup.sharding.activation_sharding(stacked.shape, *("part", "batch", "seq")[: stacked.ndim])
+        interleaved = array.reshape(micro_batch_size, num_micro_batches, *array.shape[1:])
+        stacked = interleaved.swapaxes(0, 1)
+        axes = ("part", "batch", "seq")[: stacked.ndim]
+        sharding = setup.sharding.activation_sharding(stacked.shape, *axes)
         return stacked if sharding is None else lax.with_sharding_constraint(stacked, sharding)
 
     return {name: split(array) for name, array in batch.items()}

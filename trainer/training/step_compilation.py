@@ -18,11 +18,13 @@ from trainer.training.stop import train_step_with_stop
 
 
 def jit_train_step(setup: StepSetup) -> Any:
-    """Return the jitted training step; it donates the state, and keeps its shardings."""
+    """Return the jitted training step, which donates the state and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     options = compiler_options() if setup.reduction_shards else None
     step = partial(train_step_with_stop, setup=setup)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
+    )
 
 
 def compile_plan(

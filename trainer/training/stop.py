@@ -19,26 +19,32 @@ from trainer.training.feed import TokenBatch
 from trainer.training.step import StepSetup, TrainState, train_step
 
 STOP = "stop"  # entry of batches and of metrics
-STOP_REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT")  # by value; the largest one wins
+# The index of a reason is its value in a batch. Among several, the largest one wins.
+STOP_REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT")
 
 
 class StopSignals:
-    """Stop signals of all processes; without several processes, of this one."""
+    """Stop signals of all processes of a run."""
 
     def __init__(self, poll_stop_reason: Callable[[], str], sharding: ShardingContext) -> None:
         """Create the signals of a run.
 
         Args:
-            poll_stop_reason: Returns the name of the signal that this process received; empty if there is none.
+            poll_stop_reason: Returns the name of the signal that this process received. Empty if
+                there is none.
             sharding: Devices of the run.
         """
-        self._poll, self._agreed = poll_stop_reason, ""
-        self._sharding, self._shape = None, (sharding.num_devices,)
+        self._poll = poll_stop_reason
+        self._agreed = ""
+        self._sharding = None
+        self._shape = (sharding.num_devices,)
         if sharding.device_mesh is not None and sharding.has_other_processes:
-            self._sharding = NamedSharding(sharding.device_mesh, PartitionSpec(sharding.device_mesh.axis_names))
+            self._sharding = NamedSharding(
+                sharding.device_mesh, PartitionSpec(sharding.device_mesh.axis_names)
+            )
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the entry of a batch as shapes; empty in one process."""
+        """Return the entry of a batch as shapes, an empty dict in a run of one process."""
         if self._sharding is None:
             return {}
         return {STOP: jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)}
@@ -47,21 +53,37 @@ class StopSignals:
         """Return the entry of the next batch: the signal of this process on each of its devices."""
         if self._sharding is None:
             return {}
+        # One int32 per device: shape [1] on each of n devices, [n] in total.
         value = np.full(1, STOP_REASONS.index(self._poll()), np.int32)
         return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
 
     def read(self, metrics: Mapping[str, Array]) -> None:
         """Read the largest signal from the metrics of a step."""
         if STOP in metrics:
-            self._agreed = max(self._agreed, STOP_REASONS[int(metrics[STOP])], key=STOP_REASONS.index)
+            # The maximum over all devices is equal in all processes, so they stop after the same
+            # step. A process that stopped alone would leave the collectives of the next step
+            # waiting.
+            self._agreed = max(
+                self._agreed, STOP_REASONS[int(metrics[STOP])], key=STOP_REASONS.index
+            )
 
     def reason(self) -> str:
-        """Return the name of the signal; empty if there is none."""
+        """Return the name of the signal.
+
+        Empty if there is none.
+        """
+        # With several processes, a local signal counts only after a step has carried it to all of
+        # them.
         return self._poll() if self._sharding is None else self._agreed
 
 
-def train_step_with_stop(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[TrainState, dict[str, Array]]:
-    """Compute `train_step` on a batch that may carry the entry `STOP`; return its maximum in the metrics."""
+def train_step_with_stop(
+    state: TrainState, batch: TokenBatch, setup: StepSetup
+) -> tuple[TrainState, dict[str, Array]]:
+    """Compute `train_step` on a batch that may carry the entry `STOP`.
+
+    Return its maximum in the metrics.
+    """
     rows = {name: array for name, array in batch.items() if name != STOP}
     state, metrics = train_step(state, rows, setup)
     return state, metrics | ({STOP: jnp.max(batch[STOP])} if STOP in batch else {})

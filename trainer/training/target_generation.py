@@ -46,7 +46,7 @@ def generate_targets(
         tokenizer: Decodes the generated and the reference tokens.
         decoder_start_id: First token of the decoder.
         batch_size: Pairs per batch.
-        limit: Number of pairs, from the first; 0 for all.
+        limit: Number of pairs, from the first. 0 means all.
     """
     end_id = dataset.eos_id if isinstance(dataset, Seq2SeqDataset) else None
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
@@ -55,7 +55,10 @@ def generate_targets(
         sources = [ids[mask].tolist() for ids, mask in zip(batch["source"], batch["present"])]
         references = _reference_ids(dataset, present, batch)
         outputs = generator.generate(
-            [[decoder_start_id]] * len(present), sources, first_row=int(np.min(present)), min_rows=batch_size
+            [[decoder_start_id]] * len(present),
+            sources,
+            first_row=int(np.min(present)),
+            min_rows=batch_size,
         )
         for output, reference in zip(outputs, references, strict=True):
             is_longer = len(reference) - (reference[-1:] == [end_id]) > dataset.seq_length

@@ -1,4 +1,7 @@
-"""Metrics as TensorBoard event files (extra `tensorboard`; TensorFlow is not needed)."""
+"""Metrics as TensorBoard event files (extra `tensorboard`.
+
+TensorFlow is not needed).
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,31 @@ class TensorBoardLog:
         """
         event_pb2, summary_pb2, writer = import_tensorboard()
         self.folder = folder
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
         try:
             self._writer = writer.EventFileWriter(str(folder))
         except OSError as error:
             raise self._error(error) from error
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start))
+        self._add(
+            self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start)
+        )
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append the numbers of a line, visible to readers at once; raise PrepError if the disk refuses them."""
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metric_values(line).items()]
-        self._add(self._event(wall_time=time.time(), step=line["step"], summary=self._summary(value=values)))
+        """Append the numbers of a line, visible to readers at once.
+
+        Raise PrepError if the disk refuses them.
+        """
+        values = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in metric_values(line).items()
+        ]
+        self._add(
+            self._event(
+                wall_time=time.time(), step=line["step"], summary=self._summary(value=values)
+            )
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -60,10 +76,18 @@ class TensorBoardLog:
 
 
 def import_tensorboard() -> list[Any]:
-    """Return TensorBoard's modules of events, summaries and event files; raise PrepError if it is not installed."""
-    names = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.event_file_writer")
+    """Return TensorBoard's modules of events, summaries and event files.
+
+    Raise PrepError if it is not installed.
+    """
+    names = (
+        "compat.proto.event_pb2",
+        "compat.proto.summary_pb2",
+        "summary.writer.event_file_writer",
+    )
     try:
         return [import_module(f"tensorboard.{name}") for name in names]
     except ImportError:
-        what, hint = "`log.tensorboard` needs TensorBoard", "`pip install 'prepcli[tensorboard]'`"
+        what = "`log.tensorboard` needs TensorBoard"
+        hint = "`pip install 'prepcli[tensorboard]'`"
         raise PrepError(what, "tensorboard is not installed", hint) from None

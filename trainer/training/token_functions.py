@@ -6,23 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.recipe import Recipe
 
 TokenLoss = Callable[[Any, Any], Any]  # (logits [B, C, V], targets [B, C]) -> losses [B, C]
-TokenMetrics = Callable[[Any, Any], Mapping[str, Any]]  # (logits [B, C, V], targets [B, C]) -> name -> values [B, C]
+TokenMetrics = Callable[
+    [Any, Any], Mapping[str, Any]
+]  # (logits [B, C, V], targets [B, C]) -> name -> values [B, C]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFunctions:
     """Functions of float32 logits [B, C, V] of a chunk of tokens and their targets, int32 [B, C].
 
-    They compute each token by itself, so that the sums over tokens depend neither on the mesh nor on micro-batches nor
-    on chunks, beyond rounding. The logits have no padding of the vocabulary.
+    They compute each token by itself, so that the sums over tokens depend neither on the mesh nor
+    on micro-batches nor on chunks, beyond rounding. The logits have no padding of the vocabulary.
 
     Attributes:
-        loss_fn: Computes the loss of each token in training, [B, C]; None for the cross entropy.
-        metric_fn: Computes values [B, C] of each token in evaluation, by name; None for none.
+        loss_fn: Computes the loss of each token in training, [B, C]. None means the cross entropy.
+        metric_fn: Computes values [B, C] of each token in evaluation, by name. None means none.
     """
 
     loss_fn: TokenLoss | None = None
@@ -42,11 +44,19 @@ class TokenFunctions:
         names = [name for name in ("loss_fn", "metric_fn") if getattr(self, name) is not None]
         if names and recipe.train.reduction == "exact":
             why = f"the order of sums in `{names[0]}` is not fixed"
-            raise usage_error("`train.reduction` is exact", why, "`--set train.reduction=fast`")
+            raise usage_error(
+                "`train.reduction` is exact",
+                why,
+                text("{}", Key("train.reduction", "fast", is_override=True)),
+            )
         terms = [key for key in ("z_loss", "label_smoothing") if getattr(recipe.loss, key)]
         if self.loss_fn is not None and terms:
             why = "it is a term of the cross entropy, which `loss_fn` replaces"
-            raise usage_error(f"`loss.{terms[0]}` is set", why, f"`--set loss.{terms[0]}=0`")
+            raise usage_error(
+                f"`loss.{terms[0]}` is set",
+                why,
+                text("{}", Key(f"loss.{terms[0]}", 0, is_override=True)),
+            )
 
 
 NO_TOKEN_FUNCTIONS = TokenFunctions()

@@ -13,8 +13,9 @@ from trainer.recipe import Recipe
 def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> float | None:
     """Return the seconds that the model operations of a step take at the devices' dense bfloat16 peak.
 
-    Masked pairs of attention count, as in published figures and in `prep plan`: with packed documents those between
-    documents too, and the padding of sequences. Frozen parameters count without their gradients.
+    Masked pairs of attention count, as in published figures and in `prep plan`: with packed
+    documents also the pairs between documents, and the padding of sequences. Frozen parameters count
+    without their gradients.
 
     Args:
         recipe: The recipe.
@@ -22,7 +23,7 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
         sharding: Mesh and rules of the run.
 
     Returns:
-        The seconds; None if the peak of the devices is unknown.
+        The seconds. None if the peak of the devices is unknown.
     """
     if sharding.mesh is None or sharding.device_mesh is None:
         return None

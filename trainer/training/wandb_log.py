@@ -1,4 +1,4 @@
-"""Metrics in a run of Weights & Biases (extra `wandb`)."""
+"""Log metrics to Weights & Biases (extra `wandb`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ID_FILE = "wandb-id"
 
 
 class WandbLog:
-    """MetricsLog that continues the W&B run whose id is kept in the run's folder, or starts a new one.
+    """MetricsLog that continues the W&B run with the id in the run's folder, or starts a new one.
 
     A failure of W&B after the start is a warning, and ends the log but not the training run.
 
@@ -40,18 +40,22 @@ class WandbLog:
             table: The recipe's `log.wandb`.
             name: Name of the run, unless the table has one.
             config: The recipe, to show beside the metrics.
-            step: Start step of the run; at 0 a new W&B run is started.
-            logged: Keys of lines that earlier starts have logged and that come again: W&B overwrites no step.
+            step: Start step of the run. At 0 a new W&B run is started.
+            logged: Keys of lines that earlier starts have logged and that come again: W&B
+                overwrites no step.
             warn: Prints a warning.
 
         Raises:
             PrepError: wandb is not installed, refuses the run, or the id cannot be read.
         """
         wandb = import_wandb()
-        options: dict[str, Any] = {"name": name} | {key: value for key, value in table.items() if key != "offline"}
+        options: dict[str, Any] = {"name": name} | {
+            key: value for key, value in table.items() if key != "offline"
+        }
         run_id = _read_id(folder) if step else ""
         self._logged = logged if run_id else frozenset[LogKey]()
-        self._warn, self._errors = warn, (wandb.Error, OSError)
+        self._warn = warn
+        self._errors = (wandb.Error, OSError)
         try:
             run = wandb.init(
                 **options,
@@ -64,7 +68,9 @@ class WandbLog:
             )
         except self._errors as error:
             raise PrepError(
-                "W&B did not start a run", str(error), "`log.wandb.offline = true`, or `wandb login`"
+                "W&B did not start a run",
+                str(error),
+                "`log.wandb.offline = true`, or `wandb login`",
             ) from error
         self.run_id: str = run.id
         self._run: Any = run  # None after a failure
@@ -82,7 +88,7 @@ class WandbLog:
         """Wait until W&B has stored everything.
 
         Args:
-            has_failed: Whether the training run failed; W&B then shows its run as failed.
+            has_failed: Whether the training run failed. W&B then shows its run as failed.
         """
         if self._run is None:
             return
@@ -97,11 +103,15 @@ class WandbLog:
 
 
 def import_wandb() -> Any:
-    """Return the module `wandb`; raise PrepError if it is not installed."""
+    """Return the module `wandb`.
+
+    Raise PrepError if it is not installed.
+    """
     try:
         import wandb
     except ImportError:
-        what, hint = "`log.wandb` needs Weights & Biases", "`pip install 'prepcli[wandb]'`"
+        what = "`log.wandb` needs Weights & Biases"
+        hint = "`pip install 'prepcli[wandb]'`"
         raise PrepError(what, "wandb is not installed", hint) from None
     return wandb
 

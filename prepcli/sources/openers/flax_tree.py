@@ -1,4 +1,4 @@
-"""Openers for Flax msgpack files and EasyLM streams, whose tree layout is detected from their leaves."""
+"""Openers for Flax msgpack files and EasyLM streams. The tree layout is detected from the leaves."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from pathlib import Path
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.errors import PrepError
 from prepcli.formats import safetensors
+from prepcli.formats.file_records import read_manifest_of_file
 from prepcli.formats.flax_folder import check_index, find_weight_files
-from prepcli.formats.manifest import read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
 from prepcli.formats.shard_index import shard_name
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.source import Source, SourceTensor, read_config, recorded_digests, small_files
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
 from prepcli.sources.tree_tensors import ForeignTree, StoredLeaf, match_foreign_tree
 from trainer.models.registry import family_of
 
-SETTINGS_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}  # small files, in folders of files of any name
+# Suffixes of a model's small files. The folder may have files of any name.
+SETTINGS_SUFFIXES = {
+    ".json",
+    ".txt",
+    ".model",
+    ".jinja",
+    ".md",
+}
 
 
 def open_flax(path: Path, display_name: str, hints: SourceHints) -> Source:
@@ -42,22 +50,31 @@ def open_flax(path: Path, display_name: str, hints: SourceHints) -> Source:
 
 
 def open_easylm(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the header and config of an EasyLM stream, or of a folder with one; arguments as for `open_flax`."""
+    """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
     return _open(path, display_name, hints, "easylm")
 
 
 def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) -> Source:
     _check_kind(kind, hints, display_name)
-    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        folder = path
+    else:
+        folder = path.parent
     config_path = hints.resolve_config_path(folder, display_name)
     config = read_config(config_path)
     flax_files = read_flax_files(path, kind)
-    tree = match_foreign_tree(flax_files.stored_leaves(display_name), family_of(config), config, display_name)
+    tree = match_foreign_tree(
+        flax_files.stored_leaves(display_name), family_of(config), config, display_name
+    )
     _check_part(tree, hints, display_name)
-    manifest = read_manifest(path) if path.is_dir() else None
-    records = (manifest or {}).get("tensors", {})
+    if path.is_dir():
+        manifest = read_manifest(path)
+    else:
+        manifest = read_manifest_of_file(path)
+    records = (manifest or NO_MANIFEST).tensors
     with_digests = (
-        replace(tensor, digests=recorded_digests(records, tree.names.full_name(tensor.name))) for tensor in tree.tensors
+        replace(tensor, digests=recorded_digests(records, tree.names.full_name(tensor.name)))
+        for tensor in tree.tensors
     )
     tensors = tuple(sorted(with_digests, key=_file_position))
     extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
@@ -73,9 +90,13 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
             SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
             for document in flax_files.documents
         ),
-        small_files=tuple(file for file in small_files(config_path.parent) if file.suffix in SETTINGS_SUFFIXES),
+        small_files=tuple(
+            file for file in small_files(config_path.parent) if file.suffix in SETTINGS_SUFFIXES
+        ),
         manifest=manifest,
-        tensor_file_names=tuple(flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors),
+        tensor_file_names=tuple(
+            flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
+        ),
         blobs=flax_files.blobs if len(flax_files.blobs) > len(flax_files.files) else (),
         extra_entries=() if hints.part == "trainstate_params" else extra_entries,
     )
@@ -84,10 +105,14 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
 def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
     """Yield the scalar entries of a training state, such as the step number."""
     listed_names = {entry.name for entry in tree.extra_entries}
-    non_arrays = (entry for document in flax_files.documents for entry in document.non_arrays)
-    for key in dict.fromkeys(entry.path[0] for entry in non_arrays if entry.path):
-        if tree.format.root and key not in listed_names and key != PARAMS:
-            yield DroppedTensor(key, 0, TRAINING_STATE_RULE)
+    if not tree.format.root:
+        return
+    for document in flax_files.documents:
+        for entry in document.non_arrays:
+            key = entry.path[0] if entry.path else PARAMS
+            if key not in listed_names and key != PARAMS:
+                listed_names.add(key)
+                yield DroppedTensor(key, 0, TRAINING_STATE_RULE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +162,9 @@ class FlaxFiles:
                 raise PrepError(f"{display_name} has a leaf twice", f"two leaves are named {name}")
             zeros = (0,) * len(array.shape)
             locate_chunks = partial(_single_chunk, StridedPlacement(blob, offset, zeros, zeros))
-            leaves[name] = StoredLeaf(array.shape, array.dtype, tuple(max(1, n) for n in array.shape), locate_chunks)
+            leaves[name] = StoredLeaf(
+                array.shape, array.dtype, tuple(max(1, n) for n in array.shape), locate_chunks
+            )
         return leaves
 
     def safetensors_file_name(self, blob: int) -> str:
@@ -153,7 +180,9 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
     documents = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
     check_index(path, documents)
     pieces_blobs = {
-        number: blob for number, document in enumerate(documents) if (blob := _join_split_arrays(document)).ranges
+        number: blob
+        for number, document in enumerate(documents)
+        if (blob := _join_split_arrays(document)).ranges
     }
     blobs = (*(document.path for document in documents), *pieces_blobs.values())
     return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *pieces_blobs))
@@ -161,8 +190,11 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
 
 def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:
     """Concatenate the pieces of all arrays with several pieces in a file."""
-    runs = (run for array in document.arrays if len(array.runs) > 1 for run in array.runs)
-    return ConcatenatedBlob(document.path.name, tuple(FileRange(document.path, *run) for run in runs))
+    ranges: list[FileRange] = []
+    for array in document.arrays:
+        if len(array.runs) > 1:
+            ranges.extend(FileRange(document.path, *run) for run in array.runs)
+    return ConcatenatedBlob(document.path.name, tuple(ranges))
 
 
 def _single_chunk(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
@@ -172,7 +204,7 @@ def _single_chunk(placement: StridedPlacement, piece: LeafPiece) -> StridedPlace
 
 def _file_position(tensor: SourceTensor) -> tuple[int, int]:
     region = tensor.placement[0]
-    if isinstance(region, Region) and isinstance(region.placement, StridedPlacement):
+    if isinstance(region, ChunkedLocation) and isinstance(region.placement, StridedPlacement):
         return region.placement.file, region.placement.offset
     return 0, 0
 
@@ -181,9 +213,15 @@ def _check_part(tree: ForeignTree, hints: SourceHints, display_name: str) -> Non
     """Raise PrepError if the contents contradict the EasyLM prefix of the path."""
     path = split_part(display_name)[1]
     if hints.part in TRAIN_STATE_PARTS and not tree.extra_entries:
-        raise PrepError(f"{display_name} is not a training state", "it holds only parameters", f"`params::{path}`")
+        raise PrepError(
+            f"{display_name} is not a training state",
+            "it holds only parameters",
+            f"`params::{path}`",
+        )
     if hints.part and hints.part not in TRAIN_STATE_PARTS and tree.extra_entries:
-        why = f"besides parameters it has {', '.join(entry.name for entry in tree.extra_entries[:4])}"
+        why = (
+            f"besides parameters it has {', '.join(entry.name for entry in tree.extra_entries[:4])}"
+        )
         raise PrepError(f"{display_name} is a training state", why, f"`trainstate_params::{path}`")
 
 
@@ -192,7 +230,13 @@ def _check_kind(kind: MsgpackKind, hints: SourceHints, display_name: str) -> Non
     path = split_part(display_name)[1]
     if kind == "flax" and hints.part not in ("", FLAX_PARAMS):
         raise PrepError(
-            f"{display_name} is not an EasyLM stream", "it is one Flax msgpack map", f"`{FLAX_PARAMS}::{path}`"
+            f"{display_name} is not an EasyLM stream",
+            "it is one Flax msgpack map",
+            f"`{FLAX_PARAMS}::{path}`",
         )
     if kind == "easylm" and hints.part == FLAX_PARAMS:
-        raise PrepError(f"{display_name} is not a Flax msgpack file", "it is an EasyLM stream", f"`params::{path}`")
+        raise PrepError(
+            f"{display_name} is not a Flax msgpack file",
+            "it is an EasyLM stream",
+            f"`params::{path}`",
+        )

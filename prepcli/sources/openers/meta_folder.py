@@ -2,7 +2,7 @@
 
 Each file stores a slice of the rows or of the columns of each matrix, so a tensor is a tree leaf whose chunks are in
 different files. The rows of the query and key projections are permuted: Meta's rotary embedding pairs neighbouring
-dims, that of Hugging Face pairs the two halves of a head.
+dims, the order of Hugging Face pairs the two halves of a head.
 """
 
 from __future__ import annotations
@@ -16,23 +16,45 @@ from typing import Any
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from prepcli.formats.safetensors_layout import split_into_shards
-from prepcli.formats.torch_files import CONSOLIDATED_FILE, META_PARAMS_FILE, TorchHeader, TorchTensor, read_torch_header
-from prepcli.formats.untrusted import list_folder, parse_json, quote_name, stat_file, unreadable_error
-from prepcli.planning.accounting import detect_names
+from prepcli.formats.torch_files import (
+    CONSOLIDATED_FILE,
+    META_PARAMS_FILE,
+    TorchHeader,
+    TorchTensor,
+    read_torch_header,
+)
+from prepcli.formats.untrusted import (
+    list_folder,
+    parse_json,
+    quote_name,
+    stat_file,
+    unreadable_error,
+)
 from prepcli.planning.grids import ChunkGrid, ExplicitPlacement
-from prepcli.planning.plan import Contiguous, SourceFile, Strided
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.openers.torch_folder import assign_blobs, placement_of
-from prepcli.sources.source import CONFIG, Source, SourceTensor, read_config, small_files
+from prepcli.sources.source import (
+    CONFIG,
+    Source,
+    SourceTensor,
+    file_stamps,
+    read_config,
+    small_files,
+)
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 from trainer.models.families.llama import FAMILY
 
 MAX_PARAMS_NBYTES = 1 << 20
-OUTPUT_SHARD_NBYTES = 5 * 10**9  # of the safetensors files that `pad-vocab` writes from Meta's files
+# Size of the safetensors files that `pad-vocab` writes from Meta's files.
+OUTPUT_SHARD_NBYTES = 5 * 10**9
 META_SIDE_FILES = {META_PARAMS_FILE, "checklist.chk"}
-EMBEDDING, LM_HEAD, ROPE_FREQUENCIES = "tok_embeddings.weight", "output.weight", "rope.freqs"
+EMBEDDING = "tok_embeddings.weight"
+LM_HEAD = "output.weight"
+ROPE_FREQUENCIES = "rope.freqs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +63,21 @@ class MetaTensorRule:
 
     Attributes:
         row: Axis map, with Meta's dims on the left and the dims of Hugging Face on the right.
-        shard_axis: Dim sharded over files; None if each file has the whole tensor.
+        shard_axis: Dim sharded over files. None if each file has the whole tensor.
     """
 
     row: str
     shard_axis: int | None
 
 
-_LAYER, _HF_ATTENTION = "layers.{layers}.", "layers.{layers}.self_attn."
+_LAYER = "layers.{layers}."
+_HF_ATTENTION = "layers.{layers}.self_attn."
 META_TENSOR_RULES: Mapping[str, MetaTensorRule] = {
-    EMBEDDING: MetaTensorRule("vocab embed <- embed_tokens.weight: vocab embed", 1),  # or 0, depending on its shape
-    _LAYER + "attention_norm.weight": MetaTensorRule(f"embed <- {_LAYER}input_layernorm.weight: embed", None),
+    # LLaMA 1 and 2 shard axis 1, LLaMA 3 axis 0. The shape decides.
+    EMBEDDING: MetaTensorRule("vocab embed <- embed_tokens.weight: vocab embed", 1),
+    _LAYER + "attention_norm.weight": MetaTensorRule(
+        f"embed <- {_LAYER}input_layernorm.weight: embed", None
+    ),
     _LAYER + "attention.wq.weight": MetaTensorRule(
         f"(heads half two) embed <- {_HF_ATTENTION}q_proj.weight: (heads two half) embed", 0
     ),
@@ -64,10 +90,18 @@ META_TENSOR_RULES: Mapping[str, MetaTensorRule] = {
     _LAYER + "attention.wo.weight": MetaTensorRule(
         f"embed (heads head_dim) <- {_HF_ATTENTION}o_proj.weight: embed (heads head_dim)", 1
     ),
-    _LAYER + "ffn_norm.weight": MetaTensorRule(f"embed <- {_LAYER}post_attention_layernorm.weight: embed", None),
-    _LAYER + "feed_forward.w1.weight": MetaTensorRule(f"mlp embed <- {_LAYER}mlp.gate_proj.weight: mlp embed", 0),
-    _LAYER + "feed_forward.w2.weight": MetaTensorRule(f"embed mlp <- {_LAYER}mlp.down_proj.weight: embed mlp", 1),
-    _LAYER + "feed_forward.w3.weight": MetaTensorRule(f"mlp embed <- {_LAYER}mlp.up_proj.weight: mlp embed", 0),
+    _LAYER + "ffn_norm.weight": MetaTensorRule(
+        f"embed <- {_LAYER}post_attention_layernorm.weight: embed", None
+    ),
+    _LAYER + "feed_forward.w1.weight": MetaTensorRule(
+        f"mlp embed <- {_LAYER}mlp.gate_proj.weight: mlp embed", 0
+    ),
+    _LAYER + "feed_forward.w2.weight": MetaTensorRule(
+        f"embed mlp <- {_LAYER}mlp.down_proj.weight: embed mlp", 1
+    ),
+    _LAYER + "feed_forward.w3.weight": MetaTensorRule(
+        f"mlp embed <- {_LAYER}mlp.up_proj.weight: mlp embed", 0
+    ),
     "norm.weight": MetaTensorRule("embed <- norm.weight: embed", None),
     LM_HEAD: MetaTensorRule("vocab embed <- lm_head.weight: vocab embed", 0),
 }
@@ -90,46 +124,56 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
     config = _load_config(path, display_name, hints, headers)
     sharded = _ShardedTensors(path, headers, config)
     tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
-    entries = [(_hf_name(tensor.name), tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
-    output_shards = split_into_shards(entries, OUTPUT_SHARD_NBYTES)
+    entries = [
+        (_hf_name(tensor.name), tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors
+    ]
+    file_names: list[str] = []
+    for file_name, shard_entries in split_into_shards(entries, OUTPUT_SHARD_NBYTES):
+        file_names += [file_name] * len(shard_entries)
     return Source(
         display_name=display_name,
         root=path,
         family=FAMILY,
         config=config,
-        names=detect_names(FAMILY, config, full_names=[_hf_name(tensor.name) for tensor in tensors]),
+        names=detect_names(
+            FAMILY, config, full_names=[_hf_name(tensor.name) for tensor in tensors]
+        ),
         tensors=tensors,
         files=sharded.paths,
-        file_stamps=tuple(
-            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in headers
-        ),
+        file_stamps=file_stamps(headers),
         small_files=tuple(file for file in small_files(path) if file.name not in META_SIDE_FILES),
         manifest=None,
-        tensor_file_names=tuple(file for file, shard_entries in output_shards for _ in shard_entries),
+        tensor_file_names=tuple(file_names),
         blobs=sharded.blobs,
     )
 
 
 def _hf_name(name: str) -> str:
-    """Return the tensor name in a Hugging Face file; a tensor that only Meta has keeps its name."""
-    return name if name in (*FAMILY.unprefixed, ROPE_FREQUENCIES) else FAMILY.prefix + name
+    """Return the tensor name in a Hugging Face file. A tensor that only Meta has keeps its name."""
+    if name in (*FAMILY.unprefixed, ROPE_FREQUENCIES):
+        return name
+    return FAMILY.prefix + name
 
 
 def _read_headers(path: Path) -> list[TorchHeader]:
-    """Read the header of each rank's file, in order; raise PrepError if one is missing."""
+    """Read the header of each rank's file, in order. Raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
     expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
     if missing := [name for name in expected if name not in names]:
         why = f"{path} has {len(names)} such files, up to {names[-1]}"
-        raise PrepError(f"{missing[0]} is missing", why, "copy all files: each has a part of the model")
+        raise PrepError(
+            f"{missing[0]} is missing", why, "copy all files: each has a part of the model"
+        )
     return [read_torch_header(path / name, number) for number, name in enumerate(names)]
 
 
 # The config
 
 
-def _load_config(path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]) -> dict[str, Any]:
-    """Read the user's config.json or the one in the folder; convert params.json if there is none."""
+def _load_config(
+    path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
+) -> dict[str, Any]:
+    """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
         config = read_config(hints.resolve_config_path(path, display_name))
         if config.get("model_type") != FAMILY.name:
@@ -138,7 +182,9 @@ def _load_config(path: Path, display_name: str, hints: SourceHints, headers: Seq
         return config
     params = _read_params(path, display_name)
     try:
-        is_tied = is_small_llama_3_2(params) or not any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        is_tied = is_small_llama_3_2(params) or not any(
+            tensor.name == LM_HEAD for tensor in headers[0].tensors
+        )
         return to_hf_config(params, _vocab_size(params, headers), is_tied)
     except ValueError as error:
         hint = f"`--config` names a {CONFIG} instead"
@@ -163,8 +209,14 @@ def _read_params(folder: Path, display_name: str) -> Any:
 
 def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
     """Return the vocabulary size of params.json, or the one of the tensors where params.json has -1."""
-    params = document.get("model", document) if isinstance(document, Mapping) else {}
-    vocab_size = params.get("vocab_size") if isinstance(params, Mapping) else None
+    if isinstance(document, Mapping):
+        params = document.get("model", document)
+    else:
+        params = {}
+    if isinstance(params, Mapping):
+        vocab_size = params.get("vocab_size")
+    else:
+        vocab_size = None
     if type(vocab_size) is int and vocab_size > 0:
         return vocab_size
     shapes = {tensor.name: tensor.shape for tensor in headers[0].tensors}
@@ -181,14 +233,21 @@ def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
 class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
-    def __init__(self, path: Path, headers: Sequence[TorchHeader], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, headers: Sequence[TorchHeader], config: Mapping[str, Any]
+    ) -> None:
         sizes = FAMILY.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
-        self._headers, self._axis_maps = headers, dict[str, AxisMap]()
+        self._headers = headers
+        self._axis_maps: dict[str, AxisMap] = {}
         self.paths = tuple(path / header.file_name for header in headers)
-        tensors = [tensor for header in headers for tensor in header.tensors]
+        tensors: list[TorchTensor] = []
+        for header in headers:
+            tensors.extend(header.tensors)
         blob_numbers, self.blobs = assign_blobs(tensors, self.paths)
-        self._shards_by_name: dict[str, list[tuple[TorchTensor, int]]] = {}  # each with its blob number
+        self._shards_by_name: dict[
+            str, list[tuple[TorchTensor, int]]
+        ] = {}  # each with its blob number
         for tensor, blob in zip(tensors, blob_numbers):
             self._shards_by_name.setdefault(tensor.name, []).append((tensor, blob))
 
@@ -203,22 +262,35 @@ class _ShardedTensors:
         for name, shards in self._shards_by_name.items():
             self._check_shards(name, shards)
             match = _LAYER_TENSOR.fullmatch(name)
-            pattern = _LAYER + match[2] if match else name
+            if match:
+                pattern = _LAYER + match[2]
+            else:
+                pattern = name
             first, blob = shards[0]
             if pattern not in META_TENSOR_RULES:
-                yield first.offset, SourceTensor(name, first.dtype, first.shape, (placement_of(first, blob),))
+                yield (
+                    first.offset,
+                    SourceTensor(name, first.dtype, first.shape, (placement_of(first, blob),)),
+                )
                 continue
             axis_map = self._axis_map(pattern)
-            indices = {"layers": int(match[1])} if match else {}
+            if match:
+                indices = {"layers": int(match[1])}
+            else:
+                indices = {}
             placement = (self._placement(pattern, axis_map, indices, shards),)
             yield (
                 first.offset,
-                SourceTensor(axis_map.tensor_name(indices), first.dtype, axis_map.source_shape, placement),
+                SourceTensor(
+                    axis_map.tensor_name(indices), first.dtype, axis_map.source_shape, placement
+                ),
             )
 
     def _axis_map(self, pattern: str) -> AxisMap:
         if pattern not in self._axis_maps:
-            self._axis_maps[pattern] = bind_row(parse_row(META_TENSOR_RULES[pattern].row), self._sizes)
+            self._axis_maps[pattern] = bind_row(
+                parse_row(META_TENSOR_RULES[pattern].row), self._sizes
+            )
         return self._axis_maps[pattern]
 
     def _check_shards(self, name: str, shards: Sequence[tuple[TorchTensor, int]]) -> None:
@@ -226,16 +298,25 @@ class _ShardedTensors:
         if len(shards) != len(self._headers):
             files_with_shard = {tensor.file for tensor, _ in shards}
             lacking = next(
-                header.file_name for number, header in enumerate(self._headers) if number not in files_with_shard
+                header.file_name
+                for number, header in enumerate(self._headers)
+                if number not in files_with_shard
             )
-            raise PrepError(f"{lacking} lacks {quote_name(name)}", "each file of Meta's has a part of each tensor")
+            raise PrepError(
+                f"{lacking} lacks {quote_name(name)}",
+                "each file of Meta's has a part of each tensor",
+            )
         if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
             why = f"their dtypes are {' and '.join(sorted(dtypes))}"
             raise PrepError(f"the parts of {quote_name(name)} differ", why)
 
     def _placement(
-        self, pattern: str, axis_map: AxisMap, indices: Mapping[str, int], shards: Sequence[tuple[TorchTensor, int]]
-    ) -> Contiguous | Strided | Region:
+        self,
+        pattern: str,
+        axis_map: AxisMap,
+        indices: Mapping[str, int],
+        shards: Sequence[tuple[TorchTensor, int]],
+    ) -> Contiguous | Strided | ChunkedLocation:
         """Return the placement of a tensor: unchanged in one file, else one chunk per file."""
         axis = self._shard_axis(pattern, axis_map, shards[0][0])
         chunk_shape = self._shard_shape(axis_map, axis)
@@ -245,33 +326,46 @@ class _ShardedTensors:
         if chunk_shape == axis_map.leaf_shape and not _permutes_elements(axis_map):
             return placement_of(*shards[0])
         if any(tensor.byte_strides for tensor, _ in shards):
-            why, hint = "its rows are not contiguous in the file", "with PyTorch: `.contiguous()` and save again"
+            why = "its rows are not contiguous in the file"
+            hint = "with PyTorch: `.contiguous()` and save again"
             raise PrepError(f"{quote_name(shards[0][0].name)} is a view", why, hint)
-        parts = shards if axis is not None else shards[:1]
-        locations = {
-            tuple(i if dim == axis else 0 for dim in range(len(chunk_shape))): (blob, tensor.offset)
-            for i, (tensor, blob) in enumerate(parts)
-        }
+        if axis is not None:
+            parts = shards
+        else:
+            parts = shards[:1]
+        locations: dict[tuple[int, ...], tuple[int, int]] = {}
+        for i, (tensor, blob) in enumerate(parts):
+            # e.g. shard 3 of a matrix that is sharded on axis 1 is the chunk (0, 3)
+            chunk_index = [0] * len(chunk_shape)
+            if axis is not None:
+                chunk_index[axis] = i
+            locations[tuple(chunk_index)] = blob, tensor.offset
         grid = ChunkGrid(axis_map.leaf_shape, chunk_shape)
         item_nbytes = itemsize(shards[0][0].dtype)
-        return Region(axis_map, tuple(indices.items()), grid, ExplicitPlacement(locations), item_nbytes)
+        return ChunkedLocation(
+            axis_map, tuple(indices.items()), grid, ExplicitPlacement(locations), item_nbytes
+        )
 
     def _shard_axis(self, pattern: str, axis_map: AxisMap, first: TorchTensor) -> int | None:
-        """Return the sharded dim; LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows."""
+        """Return the sharded dim. LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows."""
         if pattern == EMBEDDING and first.shape[1:] == axis_map.leaf_shape[1:]:
             return 0
         return META_TENSOR_RULES[pattern].shard_axis
 
     def _shard_shape(self, axis_map: AxisMap, axis: int | None) -> tuple[int, ...]:
-        """Return the shape of each file's shard; raise PrepError if the heads are not divisible by the files."""
+        """Return the shape of each file's shard. Raise PrepError if the heads are not divisible by the files."""
         num_files = len(self._headers)
         for atom in ("heads", "kv_heads"):
             if self._sizes[atom] % num_files:
                 why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
                 raise PrepError(
-                    "attention heads are split across files", why, "check that no `consolidated.*.pth` is missing"
+                    "attention heads are split across files",
+                    why,
+                    "check that no `consolidated.*.pth` is missing",
                 )
-        return tuple(n // num_files if dim == axis else n for dim, n in enumerate(axis_map.leaf_shape))
+        return tuple(
+            n // num_files if dim == axis else n for dim, n in enumerate(axis_map.leaf_shape)
+        )
 
     def _shape_error(
         self, tensor: TorchTensor, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]

@@ -11,29 +11,49 @@ from pathlib import Path
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
-from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    find_manifest_folder,
+    read_manifest,
+)
 from prepcli.formats.orbax import METADATA_FILE, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
-from prepcli.planning.accounting import TensorNames
-from prepcli.planning.boxes import strides
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
 from prepcli.planning.plan import SourceFile
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config, small_files
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree, tensors_from_manifest
+from trainer.models.boxes import strides
 from trainer.models.lora import manifest_family
 from trainer.models.registry import family_of
 
-MAX_OPEN_FILES = 200  # an item with more files opens each file when it is read
+# The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
+# An item with more files opens each file when it is read.
+MAX_OPEN_FILES = 200
+# Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
-    *("added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json"),
-    *("spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
-}  # small files of a model, in a folder that may contain unrelated files
+    *(
+        "added_tokens.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+    ),
+    *(
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    ),
+}
 
 
 def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
@@ -49,14 +69,17 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     """
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
-    item, manifest = read_item(folder), read_manifest(manifest_folder)
+    item = read_item(folder)
+    manifest = read_manifest(manifest_folder)
     if manifest is None:
         return _open_foreign(item, path, display_name, hints)
-    if manifest["kind"] not in KEYS_BY_KIND:
+    if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} is that of a Hugging Face folder"
-        raise PrepError(f"{display_name} has an invalid manifest", why, "`prep inspect` shows its contents")
-    config = manifest["config"]
-    names = TensorNames(manifest_family(manifest), bool(manifest["prefixed"]))
+        raise PrepError(
+            f"{display_name} has an invalid manifest", why, "`prep inspect` shows its contents"
+        )
+    config = manifest.config
+    names = TensorNames(manifest_family(manifest.fields), manifest.is_prefixed)
     blobs, leaves = stored_leaves(item)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
     return Source(
@@ -77,12 +100,18 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
 
 def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceHints) -> Source:
     """Open an item that another library saved: its layout is detected from leaf names and shapes."""
-    config_path = hints.config_path.expanduser() if hints.config_path else find_config(item.folder, path)
+    if hints.config_path:
+        config_path = hints.config_path.expanduser()
+    else:
+        config_path = find_config(item.folder, path)
     if config_path is None:
         why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
         hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
         raise PrepError(f"{display_name} was not written by prep", why, hint)
-    config_path = config_path / CONFIG if config_path.is_dir() else config_path
+    if config_path.is_dir():
+        config_path = config_path / CONFIG
+    else:
+        config_path = config_path
     config = read_config(config_path)
     blobs, leaves = stored_leaves(item)
     tree = match_foreign_tree(leaves, family_of(config), config, display_name)
@@ -95,7 +124,9 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         tensors=tuple(sorted(tree.tensors, key=_file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, read_small_file(config_path)),
-        small_files=tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES),
+        small_files=tuple(
+            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
+        ),
         manifest=None,
         blobs=blobs,
         extra_entries=tree.extra_entries,
@@ -107,26 +138,34 @@ def find_config(folder: Path, path: Path) -> Path | None:
 
     Args:
         folder: Folder of the item. It, its `hf` folder and its parents (with theirs) are searched.
-        path: The user's checkpoint argument; the search ends at its parent.
+        path: The user's checkpoint argument. The search ends at its parent.
     """
-    folder, top = folder.absolute(), path.absolute().parent
+    folder = folder.absolute()
+    top = path.absolute().parent
+    # The search ends at the parent of what the user named: a config.json further up may describe
+    # another model.
     roots = [folder, *(parent for parent in folder.parents if top in (parent, *parent.parents))]
-    candidates = (root / subfolder / CONFIG for root in roots for subfolder in ("", HF_FOLDER))
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    for root in roots:
+        for candidate in (root / CONFIG, root / HF_FOLDER / CONFIG):
+            if candidate.is_file():
+                return candidate
+    return None
 
 
 def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
-    """Return size, time and digest of the data files; the digest is that of index and `settings`."""
+    """Return size, time and digest of the data files. The digest covers index and `settings`."""
     settings_digest = digest(item.metadata_digest.encode() + settings)
     stats = ((path, path.stat()) for path in _watched_files(item))
     return tuple(
-        SourceFile(str(path.relative_to(item.folder)), stat.st_size, stat.st_mtime_ns, settings_digest)
+        SourceFile(
+            str(path.relative_to(item.folder)), stat.st_size, stat.st_mtime_ns, settings_digest
+        )
         for path, stat in stats
     )
 
 
 def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
-    """Return the files to watch for changes: data files, or the metadata of an item whose index has all values."""
+    """Return the files to watch for changes: data files, or the metadata of an item with all values in its index."""
     return item.files or (item.folder / METADATA_FILE,)
 
 
@@ -134,7 +173,7 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
     """Return the leaves of an item and the byte sources that their placements number.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per encoded array; empty if these are
+        Byte sources: the data files, then one `DecodedArray` per encoded array. Empty if these are
         just the item's files. Leaves, by dotted name.
     """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
@@ -144,7 +183,9 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
         locate_chunks: Callable[[LeafPiece], Placement] = partial(_chunk_places, item, number)
         if not direct[number]:
             zeros = (0,) * len(meta.shape)
-            placement = StridedPlacement(len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes))
+            placement = StridedPlacement(
+                len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes)
+            )
             locate_chunks = partial(_placement_of_piece, placement)
             blobs.append(DecodedArray(item, number))
         leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
@@ -172,7 +213,7 @@ def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> Stride
 def _file_position(tensor: SourceTensor) -> tuple[int, int]:
     """Return file number and offset of the tensor's first chunk."""
     region = tensor.placement[0]
-    assert isinstance(region, Region)
+    assert isinstance(region, ChunkedLocation)
     placement = region.placement
     if isinstance(placement, StridedPlacement):
         return placement.file, placement.offset
@@ -198,7 +239,10 @@ def _as_strided(
     places = list(locations.values())
     if not places:
         return None
-    step = places[1][1] - places[0][1] if len(places) > 1 else 0
+    if len(places) > 1:
+        step = places[1][1] - places[0][1]
+    else:
+        step = 0
     if any(place != (places[0][0], places[0][1] + i * step) for i, place in enumerate(places)):
         return None
     return StridedPlacement(*places[0], first, strides(counts, step))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.file_records import check_header
-from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    Manifest,
+    TensorRecord,
+    TensorRecords,
+    read_manifest,
+)
 from prepcli.formats.safetensors import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -16,13 +22,14 @@ from prepcli.formats.safetensors import (
     SafetensorsHeader,
     read_safetensors_header,
 )
-from prepcli.planning.accounting import TensorNames
-from prepcli.planning.plan import Contiguous, SourceFile
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
-from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.openers.safetensors_folder import file_tensors
+from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import Family, HFConfig, WeightTying
 
+NO_RECORD: TensorRecord = {"digests": []}
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
 
 
@@ -39,15 +46,17 @@ def read_header(path: Path) -> SafetensorsHeader:
     """
     if not (path / ADAPTER_FILE).is_file():
         hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
-        raise PrepError(f"{path} has no {ADAPTER_FILE}", "the tensors of an adapter are read from it", hint)
+        raise PrepError(
+            f"{path} has no {ADAPTER_FILE}", "the tensors of an adapter are read from it", hint
+        )
     return read_safetensors_header(path / ADAPTER_FILE, 0)
 
 
-def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Mapping[str, Any] | None]:
+def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Manifest | None]:
     """Read the header of an adapter's tensors, and compare it with the manifest if prep wrote the adapter.
 
     Returns:
-        The header, and the manifest; None for an adapter of PEFT.
+        The header, and the manifest. None if PEFT wrote the adapter.
 
     Raises:
         PrepError: A file is missing or broken, or the header differs from the manifest.
@@ -56,7 +65,7 @@ def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Mapping[str, Any
     manifest = read_manifest(path)
     if manifest is not None:
         check_header(path / ADAPTER_FILE, manifest, header.digest)
-        _check_records(path, header, manifest["tensors"])
+        _check_records(path, header, manifest.tensors)
     return header, manifest
 
 
@@ -65,7 +74,7 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
 
     Args:
         path: Folder of the adapter.
-        family: Family of its tensors: that of `lora_family`, or the model's with the prefix of PEFT.
+        family: Family of its tensors: the result of `lora_family`, or the model's with the prefix of PEFT.
         config: The model's config.json.
 
     Returns:
@@ -76,26 +85,16 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
     """
     header, manifest = read_checked_header(path)
     names = TensorNames(family)
-    records = {} if manifest is None else manifest["tensors"]
-    tensors = (
-        SourceTensor(
-            names.bare_name(tensor.name),
-            tensor.dtype,
-            tensor.shape,
-            (Contiguous(tensor.file, tensor.offset),),
-            recorded_digests(records, tensor.name),
-        )
-        for tensor in header.tensors
-    )
+    records = (manifest or NO_MANIFEST).tensors
     return Source(
         display_name=str(path),
         root=path,
         family=family,
         config=config,
         names=names,
-        tensors=tuple(tensors),
+        tensors=file_tensors(header.tensors, names, records),
         files=(path / header.file_name,),
-        file_stamps=(SourceFile(header.file_name, header.size, header.mtime_ns, header.digest),),
+        file_stamps=file_stamps([header]),
         small_files=(),
         manifest=manifest,
     )
@@ -107,29 +106,38 @@ def open_adapter_alone(path: Path, display_name: str, hints: SourceHints) -> Sou
     return open_adapter(path, ADAPTER_FAMILY, {})
 
 
-def _check_records(path: Path, header: SafetensorsHeader, records: Mapping[str, Any]) -> None:
+def _check_records(path: Path, header: SafetensorsHeader, records: TensorRecords) -> None:
     """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
     for tensor in header.tensors:
-        record = records.get(tensor.name, {})
+        record = records.get(tensor.name, NO_RECORD)
         recorded = record.get("dtype"), record.get("shape")
         if recorded != (tensor.dtype, list(tensor.shape)):
             why = f"{ADAPTER_FILE} has {_tensor_text(tensor)}, {MANIFEST_FILE} records {_record_text(record)}"
             raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
-        num_rows = tensor.shape[0] if tensor.shape else 1
+        if tensor.shape:
+            num_rows = tensor.shape[0]
+        else:
+            num_rows = 1
         if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
             why = f"{MANIFEST_FILE} has no digest of all rows of {tensor.name}"
             raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
+    # A tensor that was removed from the file has no digest left to compare, so the names are
+    # compared in both directions.
     missing = sorted(records.keys() - {tensor.name for tensor in header.tensors})
     if missing:
-        raise DamagedError(f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT)
+        raise DamagedError(
+            f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT
+        )
 
 
 def _tensor_text(tensor: FileTensor) -> str:
     return f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
 
 
-def _record_text(record: Mapping[str, Any]) -> str:
-    return f"{record.get('dtype')!s:.60} {record.get('shape')!s:.60}" if record else "no such tensor"
+def _record_text(record: TensorRecord) -> str:
+    if record is NO_RECORD:
+        return "no such tensor"
+    return f"{record.get('dtype')!s:.60} {record.get('shape')!s:.60}"
 
 
 def _no_model(config: HFConfig) -> NoReturn:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from prepcli.errors import PrepError
 from prepcli.formats.file_records import check_files
-from prepcli.formats.manifest import read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
@@ -26,7 +26,8 @@ from trainer.models.parameters import Family, HFConfig
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 RANK_DIMS = {"A": 0, "B": 1}  # dim of a matrix that has the rank
-MAX_RANK = 2**31 - 1  # far above any tensor; Python refuses to divide by integers of hundreds of digits
+# Far above any tensor. Python refuses to divide by integers of hundreds of digits.
+MAX_RANK = 2**31 - 1
 MAX_SHOWN = 3  # faults of one file in a message
 # Keys of adapter_config.json that change the model, and the values with which they do not
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -47,16 +48,27 @@ PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "arrow_config": ({}, None),
     "kasa_config": ({}, None),
     "monteclora_config": ({}, None),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base
+    # Other initialisations change the base model.
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),
 }
 
 
 def _false_if_null(value: object) -> object:
-    return False if value is None else value
+    if value is None:
+        return False
+    return value
 
 
 Flag = Annotated[bool, BeforeValidator(_false_if_null)]
-ModuleNames = str | list[str] | None  # a regular expression, or ends of module names
+# A regular expression, or ends of module names.
+ModuleNames = str | list[str] | None
 
 
 class PeftSettings(BaseModel):
@@ -85,8 +97,10 @@ def read_settings(folder: Path) -> PeftSettings:
     """
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
-        raise PrepError(f"{folder} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved")
-    check_files(folder, read_manifest(folder) or {})
+        raise PrepError(
+            f"{folder} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved"
+        )
+    check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
     for key, plain_values in PLAIN_VALUES.items():
         value = content.get(key, plain_values[0])
@@ -120,11 +134,17 @@ def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig
     first_tensors: dict[str, str] = {}  # a tensor of the first layer -> logical name
     for projection in projections(family, config):
         module = projection.module.replace(f"{{{projection.stack}}}", "0")
-        first_tensors.setdefault(f"{PEFT_PREFIX}{family.prefix}{module}.lora_A.weight", projection.name)
-    targets = tuple(dict.fromkeys(name for tensor, name in first_tensors.items() if tensor in names))
+        first_tensors.setdefault(
+            f"{PEFT_PREFIX}{family.prefix}{module}.lora_A.weight", projection.name
+        )
+    targets = tuple(
+        dict.fromkeys(name for tensor, name in first_tensors.items() if tensor in names)
+    )
     if not targets:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
-        raise PrepError(f"{path} does not fit the model", why, "the model that the adapter was trained with")
+        raise PrepError(
+            f"{path} does not fit the model", why, "the model that the adapter was trained with"
+        )
     return settings.lora_config(targets)
 
 
@@ -146,10 +166,14 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
             continue
         rank = tensor.shape[RANK_DIMS[match["matrix"]]]
         if rank != settings.r:
-            why = (
-                f"r is {_value_text(settings.r)}, but {tensor.name} is {list(tensor.shape)}, which has the rank {rank}"
+            shape = list(tensor.shape)
+            r_text = _value_text(settings.r)
+            why = f"r is {r_text}, but {tensor.name} is {shape}, which has the rank {rank}"
+            raise PrepError(
+                f"{path} does not belong to the tensors beside it",
+                why,
+                "get or export the adapter again",
             )
-            raise PrepError(f"{path} does not belong to the tensors beside it", why, "get or export the adapter again")
         module = match["module"].removeprefix(PEFT_PREFIX)
         if not _selects(settings.target_modules, module, if_unset=True):
             raise _not_selected_error(path, module, "target_modules does not list it")
@@ -169,7 +193,9 @@ def _selects(names: ModuleNames, module: str, *, if_unset: bool) -> bool:
 
 def _not_selected_error(path: Path, module: str, why: str) -> PrepError:
     what = f"{path} does not belong to the tensors beside it"
-    return PrepError(what, f"they have an adapter of {module}, but {why}", "get or export the adapter again")
+    return PrepError(
+        what, f"they have an adapter of {module}, but {why}", "get or export the adapter again"
+    )
 
 
 def _check_scale(path: Path, settings: PeftSettings) -> None:
@@ -178,8 +204,13 @@ def _check_scale(path: Path, settings: PeftSettings) -> None:
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)
     if not np.isfinite(rounded) or rounded == 0:
-        divisor = "sqrt(r)" if settings.use_rslora else "r"
-        raise _invalid_error(path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold")
+        if settings.use_rslora:
+            divisor = "sqrt(r)"
+        else:
+            divisor = "r"
+        raise _invalid_error(
+            path, f"lora_alpha / {divisor} is {scale:g}, which float32 cannot hold"
+        )
 
 
 def _faults(error: ValidationError) -> str:
@@ -199,9 +230,11 @@ def _fault(item: ErrorDetails) -> str:
 
 
 def _value_text(value: object) -> str:
-    """Return a short text of a value; Python refuses to print integers of thousands of digits."""
+    """Return a short text of a value. Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
-        return "an integer above 10^30" if value > 0 else "an integer below -10^30"
+        if value > 0:
+            return "an integer above 10^30"
+        return "an integer below -10^30"
     try:
         return f"{value!r:.60}"
     except ValueError:

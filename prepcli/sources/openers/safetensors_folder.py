@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import read_manifest
-from prepcli.planning.accounting import detect_names
-from prepcli.planning.plan import Contiguous, SourceFile
-from prepcli.sources.source import CONFIG, Source, SourceTensor, read_config, recorded_digests, small_files
+from prepcli.formats.manifest import NO_MANIFEST, TensorRecords, read_manifest
+from prepcli.planning.plan import Contiguous
+from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.planning.tensors import FileTensor
+from prepcli.sources.source import (
+    CONFIG,
+    Source,
+    SourceTensor,
+    file_stamps,
+    read_config,
+    recorded_digests,
+    small_files,
+)
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.registry import family_of
 
@@ -25,33 +35,42 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
         PrepError: A file is broken or not supported.
     """
     folder = safetensors.read_safetensors_folder(path)
-    config = read_config(hints.resolve_config_path(path, display_name) if hints.config_path else path / CONFIG)
+    config = read_config(
+        hints.resolve_config_path(path, display_name) if hints.config_path else path / CONFIG
+    )
     family = family_of(config)
     manifest = read_manifest(path)
     names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
-    records = (manifest or {}).get("tensors", {})
-    tensors = tuple(
-        SourceTensor(
-            names.bare_name(tensor.name),
-            tensor.dtype,
-            tensor.shape,
-            (Contiguous(tensor.file, tensor.offset),),
-            recorded_digests(records, tensor.name),
-        )
-        for tensor in folder.tensors
-    )
+    records = (manifest or NO_MANIFEST).tensors
     return Source(
         display_name=display_name,
         root=path,
         family=family,
         config=config,
         names=names,
-        tensors=tensors,
+        tensors=file_tensors(folder.tensors, names, records),
         files=tuple(path / header.file_name for header in folder.headers),
-        file_stamps=tuple(
-            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in folder.headers
-        ),
+        file_stamps=file_stamps(folder.headers),
         small_files=small_files(path),
         manifest=manifest,
-        tensor_file_names=tuple(header.file_name for header in folder.headers for _ in header.tensors),
+        tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
     )
+
+
+def file_tensors(
+    tensors: Iterable[FileTensor], names: TensorNames, records: TensorRecords
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors of safetensors files as source tensors.
+
+    Args:
+        tensors: Tensors of the headers.
+        names: Naming scheme of the tensors in the files.
+        records: The manifest's records of the tensors. Empty without a manifest.
+    """
+    source_tensors: list[SourceTensor] = []
+    for tensor in tensors:
+        placement = Contiguous(tensor.file, tensor.offset)
+        digests = recorded_digests(records, tensor.name)
+        name = names.bare_name(tensor.name)
+        source_tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, (placement,), digests))
+    return tuple(source_tensors)

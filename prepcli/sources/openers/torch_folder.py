@@ -8,13 +8,14 @@ from pathlib import Path
 
 from prepcli.errors import PrepError
 from prepcli.formats.torch_files import TorchTensor, read_torch_folder
-from prepcli.planning.accounting import detect_names
-from prepcli.planning.plan import Contiguous, SourceFile, Strided
-from prepcli.sources.source import Source, SourceTensor, read_config, small_files
+from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.tensor_match import detect_names
+from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config, small_files
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.registry import family_of
 
-MAX_SHARING_TENSORS = 64  # tensors that may share one byte of a file: the file is opened once for each of them
+# Tensors that may share one byte of a file: the file is opened once for each of them.
+MAX_SHARING_TENSORS = 64
 
 
 def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
@@ -34,7 +35,9 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
     names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
     blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
     tensors = tuple(
-        SourceTensor(names.bare_name(tensor.name), tensor.dtype, tensor.shape, (placement_of(tensor, blob),))
+        SourceTensor(
+            names.bare_name(tensor.name), tensor.dtype, tensor.shape, (placement_of(tensor, blob),)
+        )
         for tensor, blob in zip(folder.tensors, blob_numbers)
     )
     return Source(
@@ -45,13 +48,12 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         names=names,
         tensors=tensors,
         files=folder.files,
-        file_stamps=tuple(
-            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in folder.headers
-        ),
+        file_stamps=file_stamps(folder.headers),
         small_files=small_files(path),
         manifest=None,
         tensor_file_names=tuple(
-            safetensors_file_name(folder.headers[tensor.file].file_name) for tensor in folder.tensors
+            safetensors_file_name(folder.headers[tensor.file].file_name)
+            for tensor in folder.tensors
         ),
         blobs=blobs,
     )
@@ -64,7 +66,9 @@ def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
     return Strided(blob, tensor.offset, tensor.byte_strides)
 
 
-def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple[list[int], tuple[Path, ...]]:
+def assign_blobs(
+    tensors: Sequence[TorchTensor], files: Sequence[Path]
+) -> tuple[list[int], tuple[Path, ...]]:
     """Assign each tensor a blob in which no two tensors overlap.
 
     Tensors that share bytes of a file, as tied ones do, are assigned different blobs of the same file.
@@ -74,7 +78,7 @@ def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple
         files: Files of the checkpoint, by file number.
 
     Returns:
-        The blob number of each tensor, and the file of each blob; the first blobs are `files`.
+        The blob number of each tensor, and the file of each blob. The first blobs are `files`.
 
     Raises:
         PrepError: More than MAX_SHARING_TENSORS tensors share a byte.
@@ -84,9 +88,14 @@ def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple
     ends = [0] * len(files)  # of each blob, the end of its last tensor
     blob_numbers: list[int] = []
     for tensor in tensors:
+        # e.g. a tied embedding and head share bytes 0 to 100 of a file: the first one is in blob
+        # 0, the second one in a separate blob, which is the same file again. The engine reads
+        # each blob in ascending order and never twice.
         start, stop = tensor.byte_range
         candidates = blobs_of_file[tensor.file]
-        blob = next((number for number in candidates if ends[number] <= start or start == stop), len(blobs))
+        blob = next(
+            (number for number in candidates if ends[number] <= start or start == stop), len(blobs)
+        )
         if blob == len(blobs):
             if len(candidates) == MAX_SHARING_TENSORS:
                 why = f"more than {MAX_SHARING_TENSORS} tensors share byte {start:,}"

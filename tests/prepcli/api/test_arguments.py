@@ -42,16 +42,22 @@ def model(tmp_path: Path) -> Path:
         ({"revision": ""}, "invalid `revision=''` - it is empty"),
     ],
 )
-def test_save_init_rejects_invalid_options(model: Path, tmp_path: Path, options: dict[str, Any], what: str):
+def test_save_init_rejects_invalid_options(
+    model: Path, tmp_path: Path, options: dict[str, Any], what: str
+):
     with pytest.raises(prep.UsageError, match=what):
         prep.save_init(model, tmp_path / "init", **options)
     with pytest.raises(prep.UsageError, match=what):
-        prep.plan_save_init(model, **options)
+        prep.save_init(model, dry_run=True, **options)
     assert not (tmp_path / "init").exists()
 
 
-@pytest.mark.parametrize("options", [{"multiple": 0}, {"size": 0}, {"size": -1}, {"mesh": ""}, {"seed": -1}])
-def test_pad_vocab_rejects_falsy_option_values(model: Path, tmp_path: Path, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    "options", [{"multiple": 0}, {"size": 0}, {"size": -1}, {"mesh": ""}, {"seed": -1}]
+)
+def test_pad_vocab_rejects_falsy_option_values(
+    model: Path, tmp_path: Path, options: dict[str, Any]
+):
     with pytest.raises(prep.UsageError, match="invalid"):
         prep.pad_vocab(model, tmp_path / "padded", **options)
     assert not (tmp_path / "padded").exists()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
-from prepcli.api.arguments import annotations_of
-from prepcli.api.caller_terms import to_callers_terms
-from prepcli.commands import save_init as save_init_command
-from prepcli.console.ui import Report, Ui
+from prepcli.console.observer import Observer
+from prepcli.operations import conversion
+from prepcli.operations.arguments import annotations_of
+from prepcli.operations.caller_terms import to_callers_terms
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 
@@ -56,7 +56,10 @@ def test_options_of_generate_become_arguments(text: str, expected: str):
 
 
 def test_set_becomes_an_override():
-    assert to_callers_terms("`--set mesh=1,8,1`", annotations_of(prep.train)) == '`overrides="mesh=1,8,1"`'
+    assert (
+        to_callers_terms("`--set mesh=1,8,1`", annotations_of(prep.train))
+        == '`overrides="mesh=1,8,1"`'
+    )
 
 
 @pytest.fixture
@@ -81,13 +84,12 @@ def test_hint_of_load_params_names_no_option(model: Path, tmp_path: Path):
     assert "--" not in str(caught.value)
 
 
-def test_warnings_of_a_conversion_name_arguments(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    convert = save_init_command.save_init
+def test_warnings_of_a_conversion_name_arguments(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def warn(display_name: str, manifest: object, observer: Observer) -> None:
+        observer.warn("kv_heads is not split: `--rule 'kv_heads=none'`, then `prep verify init`")
 
-    def convert_and_warn(request: save_init_command.SaveInitRequest, ui: Ui) -> Report:
-        ui.warn("kv_heads is not split: `--rule 'kv_heads=none'`, then `prep verify init`")
-        return convert(request, ui)
-
-    monkeypatch.setattr(save_init_command, "save_init", convert_and_warn)
+    monkeypatch.setattr(conversion, "note_unrecorded", warn)
     (warning,) = prep.save_init(model, tmp_path / "init").warnings
     assert warning == 'kv_heads is not split: `rules="kv_heads=none"`, then `prep.verify("init")`'

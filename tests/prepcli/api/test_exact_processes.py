@@ -41,12 +41,16 @@ for name in ("evaluate", "harness_model"):
 """
 OVERRIDES = ["train.reduction=exact", "train.steps=3", "data.holdout=0", "mesh=1,8,1"]
 
-pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="a flag of x86 processors")
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="a flag of x86 processors"
+)
 
 
 def start(script: str, folder: Path, *, out: str = "", flags: str = "") -> ForkedProcess:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", FLAGS: f"{os.environ[FLAGS]} {flags}".strip()}
-    return start_python(f"out, overrides = {out!r}, {OVERRIDES!r}\n{script}", cwd=folder, env=variables)
+    return start_python(
+        f"out, overrides = {out!r}, {OVERRIDES!r}\n{script}", cwd=folder, env=variables
+    )
 
 
 def output(process: ForkedProcess) -> str:

@@ -21,7 +21,9 @@ from trainer.nn import transformer
 
 MESH = "2,2,2"
 TOKENS = jnp.arange(24).reshape(4, 6)
-FLAX_CONFIGS = {config["model_type"]: config for config in ALL_CONFIGS if FAMILIES[config["model_type"]].layouts}
+FLAX_CONFIGS = {
+    config["model_type"]: config for config in ALL_CONFIGS if FAMILIES[config["model_type"]].layouts
+}
 
 
 @pytest.fixture
@@ -38,7 +40,9 @@ def assert_trees_equal(tree: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
 
 
-def own_logits(params: Tree, computation: Any, tokens: jax.Array, source: jax.Array | None = None) -> np.ndarray:
+def own_logits(
+    params: Tree, computation: Any, tokens: jax.Array, source: jax.Array | None = None
+) -> np.ndarray:
     """Return the logits of prep's forward pass."""
     spec, config = computation.model, computation.forward_config
 
@@ -53,20 +57,27 @@ def test_nnx_model_computes_the_logits_of_prep(model: Path):
     nnx = pytest.importorskip("flax.nnx")
     module = prep.nnx_model(model, MESH)
     logits = nnx.jit(lambda module, tokens: module(tokens))(module, TOKENS)
-    np.testing.assert_array_equal(logits, own_logits(prep.load_params(model, MESH), module.computation, TOKENS))
+    np.testing.assert_array_equal(
+        logits, own_logits(prep.load_params(model, MESH), module.computation, TOKENS)
+    )
 
 
 def test_linen_model_computes_the_logits_of_prep(model: Path):
     pytest.importorskip("flax")
     module, variables = prep.linen_model(model, MESH)
     logits = jax.jit(module.apply)(variables, TOKENS)
-    np.testing.assert_array_equal(logits, own_logits(prep.load_params(model, MESH), module.computation, TOKENS))
+    np.testing.assert_array_equal(
+        logits, own_logits(prep.load_params(model, MESH), module.computation, TOKENS)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nnx_params_are_the_tree_of_load_params(model: Path, dtype: Any):
     nnx = pytest.importorskip("flax.nnx")
-    module, params = prep.nnx_model(model, MESH, param_dtype=dtype), prep.load_params(model, MESH, dtype=dtype)
+    module, params = (
+        prep.nnx_model(model, MESH, param_dtype=dtype),
+        prep.load_params(model, MESH, dtype=dtype),
+    )
     assert_trees_equal(module.params, params)
     shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
     assert [leaf.sharding for leaf in jax.tree.leaves(module.params)] == shardings
@@ -88,12 +99,22 @@ def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
     params, source = prep.load_params(tmp_path / "t5"), TOKENS + 30
     module = prep.nnx_model(tmp_path / "t5")
     expected = own_logits(params, module.computation, TOKENS, source)
-    np.testing.assert_array_equal(nnx.jit(lambda m, *tokens: m(*tokens))(module, TOKENS, source), expected)
+    np.testing.assert_array_equal(
+        nnx.jit(lambda m, *tokens: m(*tokens))(module, TOKENS, source), expected
+    )
     linen, variables = prep.linen_model(tmp_path / "t5")
     np.testing.assert_array_equal(jax.jit(linen.apply)(variables, TOKENS, source), expected)
     no_padding, padding = jnp.ones_like(source), jnp.ones_like(source).at[:, 3:].set(0)
     sums: list[Any] = [
-        linen.apply(variables, TOKENS, TOKENS, no_padding, source=source, source_mask=mask, method="loss_sums")
+        linen.apply(
+            variables,
+            TOKENS,
+            TOKENS,
+            no_padding,
+            source=source,
+            source_mask=mask,
+            method="loss_sums",
+        )
         for mask in (None, no_padding, padding)
     ]
     assert sums[0].loss == sums[1].loss != sums[2].loss
@@ -105,7 +126,9 @@ def test_loss_sums_of_modules_are_those_of_the_logits(model: Path):
     targets, weights = TOKENS + 1, jnp.ones(TOKENS.shape).at[0, 0].set(0)
     logits = nnx.jit(lambda module, tokens: module(tokens))(module, TOKENS)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0]
-    sums = nnx.jit(lambda module, *batch: module.loss_sums(*batch))(module, TOKENS, targets, weights)
+    sums = nnx.jit(lambda module, *batch: module.loss_sums(*batch))(
+        module, TOKENS, targets, weights
+    )
     np.testing.assert_allclose(sums.loss, (losses * weights).sum(), rtol=1e-6)
     assert sums.weight == 23
     loss_sums = jax.jit(partial(linen.apply, method="loss_sums"))
@@ -139,7 +162,9 @@ def test_hf_flax_trees_equal_an_export(tmp_path: Path, name: str):
     model = tmp_path / "model"
     make_checkpoint(model, FLAX_CONFIGS[name])
     prep.export(model, tmp_path / "flax", layout="hf-flax")
-    exported = serialization.msgpack_restore((tmp_path / "flax" / "flax_model.msgpack").read_bytes())
+    exported = serialization.msgpack_restore(
+        (tmp_path / "flax" / "flax_model.msgpack").read_bytes()
+    )
     params = prep.load_params(model, "2,2,2")  # pads 131 tokens
     assert_trees_equal(prep.to_hf_flax(params, model), exported)
     config = FLAX_CONFIGS[name] | {"vocab_size": 132, "true_vocab_size": 131}
@@ -153,9 +178,13 @@ def test_hf_flax_trees_keep_bfloat16(model: Path):
 
 def test_hf_flax_trees_of_another_model_are_errors(model: Path):
     params = prep.load_params(model)
-    with pytest.raises(prep.PrepError, match=r"prep's tree does not fit the config - it lacks .* and \d+ more"):
+    with pytest.raises(
+        prep.PrepError, match=r"prep's tree does not fit the config - it lacks .* and \d+ more"
+    ):
         prep.to_hf_flax({"embed": params["embed"]}, model)
-    with pytest.raises(prep.PrepError, match=r"the Flax tree does not fit the config - it has unknown x"):
+    with pytest.raises(
+        prep.PrepError, match=r"the Flax tree does not fit the config - it has unknown x"
+    ):
         prep.from_hf_flax({**prep.to_hf_flax(params, model), "x": jnp.ones(2)}, model)
     with pytest.raises(prep.PrepError, match="has shape"):
         prep.to_hf_flax(params, GPT_NEO | {"intermediate_size": 40})
@@ -170,7 +199,9 @@ def test_modules_reject_unusable_arguments(model: Path):
         prep.nnx_model(model, "fsdp:4,sp:2")
     with pytest.raises(prep.UsageError, match="`seed=1` has no effect"):
         prep.linen_model(model, seed=1)
-    with pytest.raises(prep.UsageError, match=r'`attention_kernel="cudnn"` cannot compute .* not on cpu'):
+    with pytest.raises(
+        prep.UsageError, match=r'`attention_kernel="cudnn"` cannot compute .* not on cpu'
+    ):
         prep.nnx_model(model, attention_kernel="cudnn")
     with pytest.raises(prep.UsageError, match="unknown option `dropout`"):
         prep.nnx_model(model, **options)

@@ -69,13 +69,14 @@ def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def log_probabilities(checkpoint: Path) -> Any:
     """Return a function from token ids to the log probabilities [T, V] of each next token."""
     params = prep.load_params(checkpoint)
-    from prepcli.api.options import common_options
     from prepcli.api.session import silent_ui
-    from prepcli.commands.conversion import open_checkpoint
+    from prepcli.operations.conversion import common_options, open_checkpoint
     from prepcli.restore.params import open_model
 
     located, source = open_checkpoint(common_options(checkpoint, None, {}), silent_ui("eval"))
-    with open_model(source, located.local_files.path, None, verify=False, on_unchecked=lambda: None) as opened:
+    with open_model(
+        source, located.local_files.path, None, verify=False, on_unchecked=lambda: None
+    ) as opened:
         spec = opened.model
 
     def compute(ids: list[int]) -> jax.Array:
@@ -86,9 +87,15 @@ def log_probabilities(checkpoint: Path) -> Any:
 
 
 def test_loglikelihood_equals_direct_computation(model: Any, log_probabilities: Any):
-    pairs = [([5, 6, 7], [8]), ([9], [3, 4, 1]), ([], [6, 6]), ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14])]
+    pairs = [
+        ([5, 6, 7], [8]),
+        ([9], [3, 4, 1]),
+        ([], [6, 6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14]),
+    ]
     requests = [
-        Request((words(context), (" " if context else "") + words(continuation))) for context, continuation in pairs
+        Request((words(context), (" " if context else "") + words(continuation)))
+        for context, continuation in pairs
     ]
     results = model.loglikelihood(requests)
     for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, results, strict=True):
@@ -96,7 +103,9 @@ def test_loglikelihood_equals_direct_computation(model: Any, log_probabilities: 
         rows = log_probabilities(ids[:-1])[-len(continuation) :]
         expected = sum(float(row[token]) for row, token in zip(rows, continuation))
         assert log_likelihood == pytest.approx(expected, rel=1e-5)
-        assert is_greedy == all(int(row.argmax()) == token for row, token in zip(rows, continuation))
+        assert is_greedy == all(
+            int(row.argmax()) == token for row, token in zip(rows, continuation)
+        )
 
 
 def test_loglikelihood_of_the_greedy_continuation(model: Any, log_probabilities: Any):
@@ -115,13 +124,16 @@ def test_rolling_loglikelihood_scores_each_token_once(model: Any, log_probabilit
     for inputs, targets in windows:
         rows = log_probabilities(inputs)[-len(targets) :]
         expected += sum(float(row[token]) for row, token in zip(rows, targets))
-    assert model.loglikelihood_rolling([Request((words(ids),))]) == [pytest.approx(expected, rel=1e-5)]
+    assert model.loglikelihood_rolling([Request((words(ids),))]) == [
+        pytest.approx(expected, rel=1e-5)
+    ]
 
 
 def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
     context = words([5, 6, 7])
     free, stopped = (
-        model.generate_until([Request((context, {"until": until, "max_gen_toks": 4}))])[0] for until in ([], None)
+        model.generate_until([Request((context, {"until": until, "max_gen_toks": 4}))])[0]
+        for until in ([], None)
     )
     expected = prep.generate(checkpoint, context, max_new_tokens=4).texts[0]
     assert free == stopped == expected
@@ -136,11 +148,17 @@ def test_samples_of_equal_contexts_differ_between_batches(model: Any):
     assert len({*texts}) == 6
 
 
-def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loglikelihood_does_not_depend_on_batch_size(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    monkeypatch.setattr(scoring, "LENGTH_MULTIPLE", 8)  # with 64, all rows of the tiny model have the same length
+    monkeypatch.setattr(
+        scoring, "LENGTH_MULTIPLE", 8
+    )  # with 64, all rows of the tiny model have the same length
     lengths = (3, 7, 12, 20, 30, 45, 60)
-    texts = [[(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths]
+    texts = [
+        [(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths
+    ]
     requests = [Request((words(ids[:-2]), f" {words(ids[-2:])}")) for ids in texts]
     results = list[Any]()
     for batch_size in (1, 3, 8):
@@ -149,10 +167,15 @@ def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypat
     assert results[0] == results[1] == results[2]
 
 
-def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The parameters stay split, so that a model may be larger than a device."""
     monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
-    requests = [Request((words([5, 6, 7]), " " + words([8, 9]))), Request((words([9]), " " + words([3, 4, 1])))]
+    requests = [
+        Request((words([5, 6, 7]), " " + words([8, 9]))),
+        Request((words([9]), " " + words([3, 4, 1]))),
+    ]
     results = list[list[tuple[float, bool]]]()
     with harness.harness_model(checkpoint, batch_size=2) as model:
         results.append(model.loglikelihood(requests))
@@ -162,7 +185,9 @@ def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(checkpoint: Path, monk
         assert fast == (pytest.approx(exact, rel=1e-5), is_greedy)
 
 
-@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("max_length", -1), ("dtype", "float16"), ("bad", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch_size", 0), ("max_length", -1), ("dtype", "float16"), ("bad", 1)]
+)
 def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: object):
     arguments: Any = {name: value}
     with pytest.raises(UsageError) as raised:
@@ -170,7 +195,9 @@ def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: obje
     assert f"`{name}" in raised.value.what
 
 
-def test_harness_model_without_the_package_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_harness_model_without_the_package_names_the_extra(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
     with pytest.raises(PrepError) as raised, harness.harness_model(checkpoint):
         pass
@@ -187,8 +214,14 @@ def test_local_task_of_the_harness_runs(checkpoint: Path, tmp_path: Path):
         f"    test: {tmp_path / 'data.jsonl'}\noutput_type: loglikelihood_rolling\ntest_split: test\n"
         'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n  - metric: word_perplexity\n'
     )
-    manager = pytest.importorskip("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager(
+        include_path=str(tmp_path), include_defaults=False
+    )
     with harness.harness_model(checkpoint) as model:
-        results = lm_eval.simple_evaluate(model=model, tasks=["tiny_ppl"], task_manager=manager, bootstrap_iters=0)
+        results = lm_eval.simple_evaluate(
+            model=model, tasks=["tiny_ppl"], task_manager=manager, bootstrap_iters=0
+        )
         (total,) = model.loglikelihood_rolling([Request((text,))])
-    assert results["results"]["tiny_ppl"]["word_perplexity,none"] == pytest.approx(math.exp(-total / 40))
+    assert results["results"]["tiny_ppl"]["word_perplexity,none"] == pytest.approx(
+        math.exp(-total / 40)
+    )

@@ -26,7 +26,9 @@ def test_save_params_of_a_checkpoint_verify_against_it(model: Path, tmp_path: Pa
     out = prep.save_params(params, tmp_path / "init", like=model)
     assert prep.verify(out).is_equal  # with its own digests
     assert prep.verify(out, model).ignored_padding_rows == 1
-    assert (out / "hf" / "tokenizer_config.json").read_bytes() == (model / "tokenizer_config.json").read_bytes()
+    assert (out / "hf" / "tokenizer_config.json").read_bytes() == (
+        model / "tokenizer_config.json"
+    ).read_bytes()
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
@@ -34,7 +36,10 @@ def test_save_params_writes_changed_values(model: Path, tmp_path: Path):
     params = prep.load_params(model)
     params["final_norm"]["scale"] = np.full(32, 3, np.float32)
     out = prep.save_params(params, tmp_path / "init", like=model)
-    tensors, before = read_checkpoint(prep.export(out, tmp_path / "out").path), read_checkpoint(model)
+    tensors, before = (
+        read_checkpoint(prep.export(out, tmp_path / "out").path),
+        read_checkpoint(model),
+    )
     assert (tensors.pop("transformer.ln_f.weight") == 3).all()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor, before[name])
@@ -57,12 +62,26 @@ def test_save_params_like_a_saved_checkpoint_keeps_the_dtype(tmp_path: Path):
         ({}, "embed", "the tree has no embed.tokens"),
         ({}, "final_norm", "the tree has no final_norm.bias"),
         ({"head": {"weight": jnp.ones((131, 32))}}, "", "the model has no head.weight"),
-        ({"final_norm": {"scale": jnp.ones(3), "bias": jnp.ones(32)}}, "", r"final_norm.scale has shape \(3,\), not"),
-        ({"embed": {"tokens": jnp.ones((130, 32)), "positions": jnp.ones((64, 32))}}, "", r"embed.tokens has shape"),
+        (
+            {"final_norm": {"scale": jnp.ones(3), "bias": jnp.ones(32)}},
+            "",
+            r"final_norm.scale has shape \(3,\), not",
+        ),
+        (
+            {"embed": {"tokens": jnp.ones((130, 32)), "positions": jnp.ones((64, 32))}},
+            "",
+            r"embed.tokens has shape",
+        ),
     ],
 )
-def test_save_params_of_another_model_is_an_error(model: Path, tmp_path: Path, changes: Tree, removed: str, why: str):
-    params = {name: value for name, value in (prep.load_params(model) | changes).items() if name != removed}
+def test_save_params_of_another_model_is_an_error(
+    model: Path, tmp_path: Path, changes: Tree, removed: str, why: str
+):
+    params = {
+        name: value
+        for name, value in (prep.load_params(model) | changes).items()
+        if name != removed
+    }
     with pytest.raises(prep.PrepError, match=f"the parameters are not those of .*model - {why}"):
         prep.save_params(params, tmp_path / "init", like=model)
     assert not (tmp_path / "init").exists()

@@ -38,17 +38,22 @@ def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
     first = prep.train(recipe, "run", overrides=changes, stop_after=2, loss_fn=doubled_loss)
     assert (first.step, first.is_finished) == (2, False)
     with pytest.raises(
-        prep.PrepError, match=r"the loss function has changed since the run began - .*doubled_loss, now"
+        prep.PrepError,
+        match=r"the loss function has changed since the run began - .*doubled_loss, now",
     ):
         prep.train(recipe, "run", overrides=changes)
-    last = prep.train(recipe, "run", overrides=changes, loss_fn=doubled_loss, metric_fn=cross_entropy_metric)
+    last = prep.train(
+        recipe, "run", overrides=changes, loss_fn=doubled_loss, metric_fn=cross_entropy_metric
+    )
     assert last.is_finished
     with open_reader(Path("run/4"), verify=False) as reader:
         assert reader.manifest["loss_fn"] == f"{__name__}.doubled_loss"
     lines = read_metrics(Path("run") / METRICS_FILE)
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
-    assert losses[0] == pytest.approx(2 * evaluations[0]["eval_loss"], rel=0.05)  # of random weights on other rows
+    assert losses[0] == pytest.approx(
+        2 * evaluations[0]["eval_loss"], rel=0.05
+    )  # of random weights on other rows
     assert [line["eval_nats"] for line in evaluations if "eval_nats" in line] == pytest.approx(
         [evaluations[-1]["eval_loss"]], rel=1e-5
     )
@@ -56,7 +61,10 @@ def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
 
 def test_train_rejects_functions_that_do_not_fit(recipe: str):
     options: dict[str, Any] = {"loss_fn": "focal"}
-    with pytest.raises(prep.UsageError, match=r"invalid `loss_fn='focal'` - the expected type is a function \| None"):
+    with pytest.raises(
+        prep.UsageError,
+        match=r"invalid `loss_fn='focal'` - the expected type is a function \| None",
+    ):
         prep.train(recipe, "run", **options)
     with pytest.raises(prep.UsageError, match=r"`train\.reduction` is exact"):
         prep.train(recipe, "run", overrides="train.reduction=exact", loss_fn=doubled_loss)

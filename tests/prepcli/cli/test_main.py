@@ -17,8 +17,22 @@ from prepcli.cli.root import LAUNCH_COMMANDS, app
 from prepcli.sources.aliases import ALIAS_FAMILIES
 from tests.helpers.waiting import MAX_S
 
-SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
-COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+SLOW_IMPORTS = {
+    "numpy",
+    "ml_dtypes",
+    "jax",
+    "flax",
+    "rich",
+    "huggingface_hub",
+    "orbax",
+    "tensorstore",
+    "torch",
+}
+COMMANDS = [
+    command.name or command.callback.__name__
+    for command in app.registered_commands
+    if command.callback
+]
 COMMAND_WORDS = [
     *([name.replace("_", "-")] for name in COMMANDS),
     *(["launch", command.__name__] for command in LAUNCH_COMMANDS),
@@ -73,7 +87,11 @@ sys.exit(main())
 
 
 def prep(*args: str, script: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", script, *args] if script else [sys.executable, "-m", "prepcli", *args]
+    command = (
+        [sys.executable, "-c", script, *args]
+        if script
+        else [sys.executable, "-m", "prepcli", *args]
+    )
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -86,7 +104,10 @@ def run(*args: str, script: str = "") -> tuple[int, str, str]:
 @pytest.mark.parametrize("columns", ["80", "200"])
 @pytest.mark.parametrize("args", HELPS, ids=lambda args: " ".join(["prep", *args]))
 def test_help_fits_in_80_columns(
-    args: list[str], columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str],
+    columns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert main([*args, "--help"]) == 0
@@ -98,7 +119,9 @@ def test_help_fits_in_80_columns(
 @pytest.mark.parametrize("args", COMMAND_WORDS, ids=" ".join)
 def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*args, "-h"])
-    examples = capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
+    examples = (
+        capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
+    )
     assert len(examples) >= 2
     assert all(line.startswith(f"    prep {' '.join(args)}") for line in examples)
 
@@ -134,8 +157,14 @@ def test_no_command_is_a_usage_error_with_help() -> None:
         (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
         (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),
         (["launch"], "error: missing command\n hint: `prep launch --help`\n"),
-        (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
-        (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
+        (
+            ["models", "--jsn"],
+            "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n",
+        ),
+        (
+            ["models", "--zzz"],
+            "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n",
+        ),
         (
             ["train", "x.toml", "--dtype", "bf16"],
             "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
@@ -149,7 +178,17 @@ def test_no_command_is_a_usage_error_with_help() -> None:
             "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
         ),
         (
-            ["train", "x.toml", "--learning_rate", "4e-6", "--do_train", "--block_size=1024", "--out", "r", "--zzz"],
+            [
+                "train",
+                "x.toml",
+                "--learning_rate",
+                "4e-6",
+                "--do_train",
+                "--block_size=1024",
+                "--out",
+                "r",
+                "--zzz",
+            ],
             "error: `prep train` has no option `--learning_rate` and 3 others\n"
             "  why: `--learning_rate` - `--set optimizer.lr=4e-6`\n"
             "       `--do_train` - `prep train` trains, and evaluates if there is data for it: `data.eval_path` or "
@@ -167,7 +206,9 @@ def test_no_command_is_a_usage_error_with_help() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_have_a_hint_and_exit_2(args: list[str], err: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_have_a_hint_and_exit_2(
+    args: list[str], err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(args) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", err)
@@ -212,7 +253,11 @@ def test_json_is_one_object_on_failure(
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     document = json.loads(out)
-    assert (document["ok"], document["command"], document["error"]["what"]) == (False, command, what)
+    assert (document["ok"], document["command"], document["error"]["what"]) == (
+        False,
+        command,
+        what,
+    )
     assert document["error"]["code"] == 2
 
 
@@ -229,7 +274,11 @@ def test_signal_stops_conversion_with_75(number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=MAX_S)
     assert (process.returncode, out) == (75, "")
-    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to resume: `prep convert`"
+    what, why, hint = (
+        "cleaned up\nerror: stopped by",
+        "1 of 2 bytes are kept",
+        "to resume: `prep convert`",
+    )
     assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
 
 
@@ -248,7 +297,9 @@ def test_stopped_conversion_prints_json() -> None:
     [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"), ("wait", "")],
 )
 def test_ctrl_c_exits_130_with_durable_notes(command: str, kept: str) -> None:
-    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
+    )
     process = prep(command, script=script)
     assert process.stderr is not None
     process.stderr.readline()
@@ -273,14 +324,17 @@ def test_bug_exits_1_and_saves_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code"), [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)]
+    ("args", "code"),
+    [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)],
 )
 def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-c", WITH_COMMAND, *args]
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=MAX_S, check=False)
+        done = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=MAX_S, check=False
+        )
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (code, "" if code == 0 else done.stderr)

@@ -28,19 +28,37 @@ def example_command(
 
 
 def test_options_replace_their_group() -> None:
-    names = ["checkpoint", "size", "revision", "offline", "stream", "json", "quiet", "verbose", "progress"]
+    names = [
+        "checkpoint",
+        "size",
+        "revision",
+        "offline",
+        "stream",
+        "json",
+        "quiet",
+        "verbose",
+        "progress",
+    ]
     assert [*inspect.signature(example_command).parameters] == names
     assert example_command.__doc__ == "Look."
     assert inspect.signature(example_command).parameters["verbose"].default == 0
-    assert inspect.signature(example_command).parameters["checkpoint"].default is inspect.Parameter.empty
+    assert (
+        inspect.signature(example_command).parameters["checkpoint"].default
+        is inspect.Parameter.empty
+    )
 
 
 def test_command_receives_its_groups() -> None:
     hub_values = {"revision": "main", "offline": False, "stream": True}
     output_values = {"json": True, "quiet": False, "verbose": 2}
-    assert example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values) == 7
+    assert (
+        example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values)
+        == 7
+    )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *LAUNCH_COMMANDS], ids=lambda command: command.__name__)
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, *LAUNCH_COMMANDS], ids=lambda command: command.__name__
+)
 def test_every_command_has_output_options(command) -> None:
     assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}

@@ -21,7 +21,9 @@ from tests.prepcli.sources.test_detect import fill
 from trainer.models.suggest import suggest
 
 
-def test_complete_checkpoint_lists_folders_and_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_checkpoint_lists_folders_and_aliases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "llama-mine-init", MANIFEST_FILE)
     fill(tmp_path / "llama-other", "model.safetensors")
@@ -33,7 +35,9 @@ def test_complete_family_lists_families() -> None:
     assert complete_family("gpt") == ["gpt2", "gpt_neo", "gptj", "gpt_neox"]
 
 
-def test_complete_recipe_lists_files_and_shipped_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_recipe_lists_files_and_shipped_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt-mine.toml").touch()
     assert complete_recipe("gpt-")[:2] == ["gpt-mine.toml", "gpt-j-6b"]

@@ -36,7 +36,9 @@ setattr(importlib.import_module(sys.argv.pop(1)), name, wait)
 
 @pytest.mark.parametrize("function", COMMANDS)
 def test_signal_ends_a_reading_command_with_75(function: str, tmp_path: Path) -> None:
-    process = start_python(f"{WAITING_PREP}\n{PREP}", function, *COMMANDS[function], "--json", cwd=tmp_path)
+    process = start_python(
+        f"{WAITING_PREP}\n{PREP}", function, *COMMANDS[function], "--json", cwd=tmp_path
+    )
     deadline_s = time.monotonic() + WAIT_S
     while not (tmp_path / "waiting").exists():
         assert process.poll() is None, process.communicate()

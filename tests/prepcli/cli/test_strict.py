@@ -23,21 +23,30 @@ VALUE_PARAMETERS = [
     (command, parameter)
     for command, click_command in COMMANDS.items()
     for parameter in click_command.params
-    if parameter.name not in FREE_TEXT_OPTIONS and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
+    if parameter.name not in FREE_TEXT_OPTIONS
+    and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
 ]
 
 
 def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
     """Return a command line with an empty value for the parameter and values for the arguments before it."""
-    arguments = [argument for argument in COMMANDS[command].params if argument.param_type_name == "argument"]
+    arguments = [
+        argument for argument in COMMANDS[command].params if argument.param_type_name == "argument"
+    ]
     if parameter in arguments:
         return [*command.split(), *["x"] * arguments.index(parameter), ""]
     return [*command.split(), *["x"] * len(arguments), parameter.opts[-1], ""]
 
 
-@pytest.mark.parametrize(("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value)
+)
 def test_empty_values_are_usage_errors(
-    command: str, parameter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    parameter: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(_command_with_empty_value(command, parameter)) == 2
@@ -54,8 +63,12 @@ def test_empty_option_error_has_a_hint(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-@pytest.mark.parametrize("words", [["--mesh="], ["--mesh", "1,1,1", "--rule", "embed=mp", "--rule", ""]])
-def test_empty_values_are_found_in_every_form(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["--mesh="], ["--mesh", "1,1,1", "--rule", "embed=mp", "--rule", ""]]
+)
+def test_empty_values_are_found_in_every_form(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["save-init", "m", *words]) == 2
     assert "is empty" in capsys.readouterr().err
 
@@ -97,7 +110,9 @@ def test_demo_refuses_several_processes(
         (["pad-vocab", "m", "--size", "9" * 5000], "invalid value for '--size'"),
     ],
 )
-def test_invalid_number_names_its_option(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_names_its_option(
+    words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = run_failing(capsys, 2, *words).splitlines()
     assert lines[0] == f"error: {what}"
 
@@ -105,8 +120,18 @@ def test_invalid_number_names_its_option(words: list[str], what: str, capsys: py
 @pytest.mark.parametrize(
     ("variable", "value", "what", "hint"),
     [
-        ("PREP_MEMORY", "abc", "`PREP_MEMORY=abc` is not a size in bytes", "for example `PREP_MEMORY=512MiB`"),
-        ("PREP_MEMORY", "1MiB", "`PREP_MEMORY=1MiB` is below the minimum", "`PREP_MEMORY=32MiB` or more"),
+        (
+            "PREP_MEMORY",
+            "abc",
+            "`PREP_MEMORY=abc` is not a size in bytes",
+            "for example `PREP_MEMORY=512MiB`",
+        ),
+        (
+            "PREP_MEMORY",
+            "1MiB",
+            "`PREP_MEMORY=1MiB` is below the minimum",
+            "`PREP_MEMORY=32MiB` or more",
+        ),
         ("PREP_PROCESSES", "x", "`PREP_PROCESSES=x` is invalid", "`PREP_PROCESSES=4/0`"),
         (
             "PREP_PROGRESS",
@@ -127,17 +152,24 @@ def test_invalid_variable_is_named_instead_of_its_option(
 ) -> None:
     monkeypatch.setenv(variable, value)
     make_checkpoint(tmp_path / "tiny")
-    lines = run_failing(capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out")).splitlines()
+    lines = run_failing(
+        capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out")
+    ).splitlines()
     assert lines[0] == f"error: {what}"
     assert lines[-1] == f" hint: {hint}"
 
 
 @pytest.mark.parametrize("variable", ["PREP_MEMORY", "PREP_PROCESSES", "PREP_PROGRESS"])
 def test_long_variable_is_shortened(
-    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variable: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv(variable, "x y" * 7000)
     make_checkpoint(tmp_path / "tiny")
-    err = run_failing(capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out"))
+    err = run_failing(
+        capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out")
+    )
     assert variable in err
     assert len(err) < 1500

@@ -11,7 +11,7 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE, DamagedError
-from prepcli.formats.manifest import read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, read_manifest
 from tests.helpers.manifests import remove_file_records
 from tests.helpers.run_cli import run_failing, run_ok
 
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("sources")
 
 
 def change_config(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 2e-5, "note": "mine"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"layer_norm_epsilon": 2e-5, "note": "mine"})
+    )
 
 
 @pytest.mark.parametrize("name", ["hf/config.json", "config.json", "init/hf/config.json"])
@@ -38,14 +40,14 @@ def test_accept_records_changed_config(capsys, name: str):
 
 
 def test_accept_returns_old_and_new_digest(capsys):
-    old = (read_manifest(Path("init")) or {})["files"]["hf/generation_config.json"]
+    old = (read_manifest(Path("init")) or NO_MANIFEST).files["hf/generation_config.json"]
     Path("init/hf/generation_config.json").write_text("{}")
     assert main(["verify", "init", "--accept", "generation_config.json", "--json"]) == OK
     (accepted,) = json.loads(capsys.readouterr().out)["accepted"]
-    new = (read_manifest(Path("init")) or {})["files"]["hf/generation_config.json"]
+    new = (read_manifest(Path("init")) or NO_MANIFEST).files["hf/generation_config.json"]
     assert accepted["file"] == "hf/generation_config.json"
     assert accepted["bytes"] == {"old": old["bytes"], "new": 2}
-    assert accepted["xxh3"] == {"old": old["xxh3"], "new": new["xxh3"]}
+    assert accepted["xxh3"] == {"old": old.get("xxh3"), "new": new.get("xxh3")}
 
 
 def test_accept_takes_removed_file_off_the_record():
@@ -53,7 +55,7 @@ def test_accept_takes_removed_file_off_the_record():
     with pytest.raises(DamagedError, match="does not exist"):
         prep.verify("init")
     assert prep.verify("init", accept=["generation_config.json"])
-    assert "hf/generation_config.json" not in (read_manifest(Path("init")) or {})["files"]
+    assert "hf/generation_config.json" not in (read_manifest(Path("init")) or NO_MANIFEST).files
 
 
 def test_accept_records_changed_manifest(capsys):
@@ -70,6 +72,20 @@ def test_accept_leaves_other_damage(capsys):
     Path("init/hf/generation_config.json").write_text("{}")
     err = run_failing(capsys, FAILED, "verify", "init", "--accept", "config.json")
     assert "init/hf/generation_config.json is damaged" in err
+
+
+def test_accept_records_nothing_if_tensors_differ(capsys):
+    manifest = Path("init/prep-manifest.json").read_bytes()
+    change_config(Path("init/hf/config.json"))
+    data_file = max(Path("init/d").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(data_file.read_bytes())
+    # The gaps between chunks are zeros.
+    position = next(index for index in range(len(data) // 2, len(data)) if data[index])
+    data[position] ^= 1
+    data_file.write_bytes(data)
+    err = run_failing(capsys, FAILED, "verify", "init", "--accept", "config.json")
+    assert "accepted" not in err
+    assert Path("init/prep-manifest.json").read_bytes() == manifest
 
 
 @pytest.mark.parametrize(

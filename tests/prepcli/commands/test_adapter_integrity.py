@@ -39,7 +39,10 @@ def flip_bit(path: Path, position: int) -> None:
 def change_values(adapter: Path, suffix: str) -> None:
     """Add 1 to all values of the tensors whose name ends with a suffix."""
     tensors = load_file(adapter / ADAPTER_FILE)
-    save_file({name: values + name.endswith(suffix) for name, values in tensors.items()}, adapter / ADAPTER_FILE)
+    save_file(
+        {name: values + name.endswith(suffix) for name, values in tensors.items()},
+        adapter / ADAPTER_FILE,
+    )
 
 
 def data_positions(adapter: Path) -> list[int]:
@@ -48,7 +51,9 @@ def data_positions(adapter: Path) -> list[int]:
     return [position for t in tensors for position in (t.offset, t.offset + t.nbytes - 1)]
 
 
-def test_merge_refuses_a_flipped_bit_in_each_tensor(adapter: Path, capsys: pytest.CaptureFixture[str]):
+def test_merge_refuses_a_flipped_bit_in_each_tensor(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+):
     for position in data_positions(adapter):
         flip_bit(adapter / ADAPTER_FILE, position)
         assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
@@ -65,7 +70,9 @@ def rename_tensor(adapter: Path) -> None:
     """Rename a tensor in the header without moving a byte."""
     path = adapter / ADAPTER_FILE
     path.write_bytes(
-        path.read_bytes().replace(b"layers.2.self_attn.q_proj.lora_A", b"layers.2.self_attn.k_proj.lora_A")
+        path.read_bytes().replace(
+            b"layers.2.self_attn.q_proj.lora_A", b"layers.2.self_attn.k_proj.lora_A"
+        )
     )
 
 
@@ -86,7 +93,9 @@ def change_dtype(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [rename_tensor, swap_names, change_dtype])
-@pytest.mark.parametrize("command", [["verify", "adapter"], ["merge", "adapter", "base", "--out", "merged"]])
+@pytest.mark.parametrize(
+    "command", [["verify", "adapter"], ["merge", "adapter", "base", "--out", "merged"]]
+)
 def test_header_that_differs_from_the_manifest_is_damage(
     adapter: Path, damage: object, command: list[str], capsys: pytest.CaptureFixture[str]
 ):
@@ -109,7 +118,10 @@ def test_verify_reads_every_byte_of_an_adapter(adapter: Path, capsys: pytest.Cap
     assert main(["verify", "adapter"]) == FAILED
     output = capsys.readouterr()
     assert "adapter is damaged (1 of 6 tensors)" in output.err
-    assert f"{PREFIX}model.layers.1.self_attn.q_proj.lora_B.weight rows 0:32 do not match" in output.err
+    assert (
+        f"{PREFIX}model.layers.1.self_attn.q_proj.lora_B.weight rows 0:32 do not match"
+        in output.err
+    )
 
 
 def test_verify_compares_adapters(adapter: Path, capsys: pytest.CaptureFixture[str]):
@@ -133,10 +145,18 @@ def test_inspect_shows_an_adapter(adapter: Path, capsys: pytest.CaptureFixture[s
     assert main(["inspect", "adapter", "--json"]) == OK
     source = json.loads(capsys.readouterr().out)["source"]
     assert source["format"] == "adapter"
-    assert source["adapter"] == {"rank": 3, "alpha": 7.0, "use_rslora": False, "scaling": 7 / 3, "base": None}
+    assert source["adapter"] == {
+        "rank": 3,
+        "alpha": 7.0,
+        "use_rslora": False,
+        "scaling": 7 / 3,
+        "base": None,
+    }
 
 
-@pytest.mark.parametrize("command", [["save-init"], ["export"], ["generate", "--tokens", "1"], ["pad-vocab"]])
+@pytest.mark.parametrize(
+    "command", [["save-init"], ["export"], ["generate", "--tokens", "1"], ["pad-vocab"]]
+)
 def test_other_commands_refuse_an_adapter(command: list[str], capsys: pytest.CaptureFixture[str]):
     assert main([command[0], "adapter", *command[1:], "-q"]) == FAILED
     assert "adapter is an adapter, not a model" in capsys.readouterr().err

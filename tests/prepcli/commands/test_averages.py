@@ -26,7 +26,11 @@ def run_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.n
     monkeypatch.chdir(tmp_path)
     state = make_run("llama", make_optimizer("adamw", ema=0.9))
     prefix = "opt_state.ema."
-    averages = {f"params.{name.removeprefix(prefix)}": leaf for name, leaf in state.items() if name.startswith(prefix)}
+    averages = {
+        f"params.{name.removeprefix(prefix)}": leaf
+        for name, leaf in state.items()
+        if name.startswith(prefix)
+    }
     save_steps(Path("averaged"), Path("m-init"), {4: state | averages}, mesh="1,1,4")
     return averages
 
@@ -59,7 +63,9 @@ def test_averages_of_resharded_run_load(run_state: dict[str, np.ndarray]):
     assert_equal_averages(prep.load_params("across", "1,2,4", ema=True), run_state)
 
 
-def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_generate_computes_with_averages(
+    run_state: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     words = ("--tokens", "3,1,4", "--max-new-tokens", "4")
     capsys.readouterr()
     averaged = run_json(capsys, "generate", "averaged", *words)["tokens"]
@@ -67,7 +73,9 @@ def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsy
     assert run_json(capsys, "generate", "run", *words)["tokens"] != averaged
 
 
-def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_eval_computes_with_averages(
+    run_state: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     Path("words").mkdir()
     write_tokenizer(Path("words"))
     Path("text.txt").write_text(" ".join(WORDS))
@@ -75,10 +83,15 @@ def test_eval_computes_with_averages(run_state: dict[str, np.ndarray], capsys: p
     averaged = run_json(capsys, "eval", "averaged", *words)["loss"]
     assert run_json(capsys, "eval", "run", "--ema", *words)["loss"] == averaged
     assert run_json(capsys, "eval", "run", *words)["loss"] != averaged
-    assert prep.evaluate("run", "text.txt", seq_length=16, tokenizer="words", ema=True).loss == averaged
+    assert (
+        prep.evaluate("run", "text.txt", seq_length=16, tokenizer="words", ema=True).loss
+        == averaged
+    )
 
 
-def test_checkpoints_without_averages_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_checkpoints_without_averages_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     make_run("llama", make_optimizer("adamw", **FREEZE))
     capsys.readouterr()
@@ -89,16 +102,30 @@ def test_checkpoints_without_averages_are_errors(tmp_path: Path, monkeypatch: py
     assert lines[0] == "error: run has averages of some parameters only"
 
 
-def test_export_of_averaged_adapters_has_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_export_of_averaged_adapters_has_their_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     make_training_folder()
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text() + LORA)
-    run_ok("train", "recipe.toml", "--set", "train.steps=3", "--set", "optimizer.ema=0.5", "--out", "run")
+    run_ok(
+        "train",
+        "recipe.toml",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "optimizer.ema=0.5",
+        "--out",
+        "run",
+    )
     run_ok("export", "run", "--ema", "--out", "adapter")
     leaves = read_leaves(Path("run/3"))
     exported = load_file("adapter/adapter_model.safetensors").values()
     for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
         expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
-        values, other = (np.sort(np.concatenate([leaf.ravel() for leaf in side])) for side in (exported, expected))
+        values, other = (
+            np.sort(np.concatenate([leaf.ravel() for leaf in side]))
+            for side in (exported, expected)
+        )
         assert np.array_equal(values, other) == is_exported

@@ -14,7 +14,13 @@ import pytest
 
 from prepcli.cli.main import main
 from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, checkpoint_tensors, make_checkpoint, write_checkpoint
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    LLAMA,
+    checkpoint_tensors,
+    make_checkpoint,
+    write_checkpoint,
+)
 from trainer.models.registry import FAMILIES
 
 
@@ -101,7 +107,8 @@ def test_unknown_family_lists_supported_families(capsys):
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: model_type `mamba` is not supported")
     assert (
-        lines[1] == f"  why: it needs state-space layers, which prep does not support; supported: {', '.join(FAMILIES)}"
+        lines[1]
+        == f"  why: it needs state-space layers, which prep does not support; supported: {', '.join(FAMILIES)}"
     )
 
 
@@ -132,7 +139,10 @@ def test_tensors_of_wrong_shape_are_all_named(capsys):
     edit_config("m", intermediate_size=64)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: 9 tensors of ./m do not match config.json")
-    assert "model.layers.2.mlp.up_proj.weight has shape [48, 32], expected [64, 32] (mlp 64 x embed 32)" in lines[1]
+    assert (
+        "model.layers.2.mlp.up_proj.weight has shape [48, 32], expected [64, 32] (mlp 64 x embed 32)"
+        in lines[1]
+    )
     assert lines[2] == " hint: check that config.json and the weights belong to the same model"
 
 
@@ -191,7 +201,9 @@ def test_full_disk_is_found_before_writing(capsys, monkeypatch):
 def test_unfinished_run_of_other_request_needs_restart(capsys):
     make_checkpoint(Path("m"))
     Path("m-init.partial/.prep").mkdir(parents=True)
-    Path("m-init.partial/.prep/run.json").write_text(json.dumps({"request": "prep save-init ./m --mesh 1,2,1"}))
+    Path("m-init.partial/.prep/run.json").write_text(
+        json.dumps({"request": "prep save-init ./m --mesh 1,2,1"})
+    )
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]
@@ -220,11 +232,15 @@ def test_pickle_with_code_is_rejected_and_not_run(capsys):
     "spoil",
     [
         lambda h: {**h, "x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}},
-        lambda h: {k: {**v, "data_offsets": [o + 8 for o in v["data_offsets"]]} for k, v in h.items()},
+        lambda h: {
+            k: {**v, "data_offsets": [o + 8 for o in v["data_offsets"]]} for k, v in h.items()
+        },
         lambda h: {k: {**v, "shape": [2**62, 2**62]} for k, v in h.items()},
         lambda h: {k: {**v, "shape": [n + 1 for n in v["shape"]]} for k, v in h.items()},
         lambda h: {k: {**v, "dtype": "F128"} for k, v in h.items()},
-        lambda h: {k: {**v, "data_offsets": list(reversed(v["data_offsets"]))} for k, v in h.items()},
+        lambda h: {
+            k: {**v, "data_offsets": list(reversed(v["data_offsets"]))} for k, v in h.items()
+        },
     ],
 )
 def test_inconsistent_safetensors_header_is_an_error(capsys, spoil: Callable[[dict], dict]):
@@ -315,7 +331,9 @@ def test_config_option_is_rejected_with_a_manifest(capsys):
     assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
     capsys.readouterr()
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
-        code, lines = run_failing_unchanged(capsys, command[0], "init", *command[1:], "--config", "m")
+        code, lines = run_failing_unchanged(
+            capsys, command[0], "init", *command[1:], "--config", "m"
+        )
         assert (code, lines[0]) == (2, "error: `--config` has no effect for init")
     assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
     capsys.readouterr()
@@ -342,7 +360,9 @@ def test_config_with_infinity_is_converted_and_written_back(capsys):
         assert run_json(capsys, "inspect", checkpoint)["ok"]
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "prep-manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "prep-manifest.json"]
+)
 def test_deep_json_is_one_error(capsys, name: str):
     make_checkpoint(Path("m"), LLAMA)
     path = Path("m", name)
@@ -359,7 +379,9 @@ def test_deep_json_is_one_error(capsys, name: str):
     assert "nested" in err
 
 
-@pytest.mark.parametrize("name", ["o" * 235, "é" * 117, "o" * 250, "o" * 300, "/".join(["o" * 200] * 30)])
+@pytest.mark.parametrize(
+    "name", ["o" * 235, "é" * 117, "o" * 250, "o" * 300, "/".join(["o" * 200] * 30)]
+)
 @pytest.mark.parametrize("command", ["pad-vocab", "save-init"])
 def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name: str):
     """`.partial` makes it longer than a file system allows."""

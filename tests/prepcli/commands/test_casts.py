@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.engine.fills import numpy_dtype
+from tests.helpers.llama_trees import read_output
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     GPT2,
     GPT_NEO,
     LLAMA,
+    assert_same,
     make_checkpoint,
     read_tensors,
     same_bits,
@@ -41,9 +44,9 @@ def cast_with_numpy(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.
     return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
 
 
-def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
+def sorted_bits(tensors: Mapping[str, np.ndarray]) -> list[bytes]:
+    """Return the sorted bits of each bfloat16 tensor, without names and places."""
+    return sorted(np.sort(array.view(np.uint16), axis=None).tobytes() for array in tensors.values())
 
 
 def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
@@ -58,10 +61,23 @@ def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
 CASES = [(base, dtype) for base in (GPT2, GPT_NEO, LLAMA) for dtype in ("bfloat16", "float16")]
 
 
-@pytest.mark.parametrize(("base", "dtype"), slow_except(CASES, [(GPT2, "bfloat16"), (LLAMA, "float16")]))
+@pytest.mark.parametrize(
+    ("base", "dtype"), slow_except(CASES, [(GPT2, "bfloat16"), (LLAMA, "float16")])
+)
 def test_save_init_and_export_cast_identically(base: dict[str, Any], dtype: str):
     tensors = make_checkpoint(Path("m"), base)
-    run_ok("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
+    run_ok(
+        "save-init",
+        "./m",
+        "--dtype",
+        dtype,
+        "--mesh",
+        "1,2,2",
+        "--pad-vocab",
+        "8",
+        "--out",
+        "early",
+    )
     run_ok("verify", "early")
     run_ok("export", "early", "--out", "one")
     run_ok("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
@@ -88,10 +104,13 @@ def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixtur
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
     changed = sum(
-        int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values()
+        int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum())
+        for t in tensors.values()
     )
     planned = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
-    assert planned["casts"] == [{"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}]
+    assert planned["casts"] == [
+        {"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}
+    ]
     assert planned["accounting"]["changed_values"] is None
     for already in (False, True):
         report = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16")
@@ -124,7 +143,9 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
     assert "why: its largest value is 65504" in stderr
     assert "--allow-overflow" in stderr
     assert not Path("outliers-init").exists()
-    report = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # resumes
+    report = run_json_quiet(
+        capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow"
+    )  # resumes
     (entry,) = report["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
@@ -135,7 +156,9 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
 def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
-    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # already infinite: no overflow
+    assert (
+        main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0
+    )  # already infinite: no overflow
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 
@@ -172,16 +195,24 @@ def test_hf_folder_is_cast_into_hf_folder():
     assert main(["export", "./m", "--out", "same", "-q"]) == 2  # nothing to do
 
 
-@pytest.mark.parametrize(("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")])
+@pytest.mark.parametrize(
+    ("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")]
+)
 def test_flax_and_easylm_exports_are_cast(base: dict[str, Any], layout: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
     write_checkpoint(
-        Path("cast"), json.loads(Path("out/config.json").read_text()), cast_with_numpy(tensors, "bfloat16")
+        Path("cast"),
+        json.loads(Path("out/config.json").read_text()),
+        cast_with_numpy(tensors, "bfloat16"),
     )
     run_ok("verify", "out")
     run_ok("verify", "out", "./cast")
+    # The layouts transpose and reorder values, so the values of each tensor are compared in order of size.
+    leaves = read_output(layout, Path("out"))
+    cast = cast_with_numpy(tensors, "bfloat16")
+    assert sorted_bits(leaves) == sorted_bits(cast)
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])

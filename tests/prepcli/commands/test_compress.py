@@ -14,13 +14,13 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
 from prepcli.execution import compress
 from prepcli.execution.staging import Staging
-from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
 from tests.prepcli.formats.test_orbax import run_orbax
+from trainer.models.boxes import full_box
 
 
 @pytest.fixture
@@ -31,7 +31,18 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarr
 
 def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, np.ndarray]):
     run_ok("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
-    run_ok("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
+    run_ok(
+        "save-init",
+        "./model",
+        "--out",
+        "packed",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+        "--compress",
+        "zstd:3",
+    )
     expected = {}
     for path in ("raw", "packed"):
         leaves = {}
@@ -49,14 +60,28 @@ def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, n
 CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize(("base", "dtype"), slow_except(CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")]))
-def test_commands_read_compressed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
+@pytest.mark.parametrize(
+    ("base", "dtype"), slow_except(CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")])
+)
+def test_commands_read_compressed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str
+):
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(tmp_path / "model", base, dtype)
     run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
     run_ok("verify", "packed")
     run_ok("verify", "packed", "./model")
-    run_ok("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
+    run_ok(
+        "reshard",
+        "packed",
+        "--mesh",
+        "1,4,1",
+        "--no-scan",
+        "--compress",
+        "zstd:9",
+        "--out",
+        "again",
+    )
     run_ok("verify", "again")
     run_ok("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
     run_ok("export", "again", "--out", "back")
@@ -76,7 +101,10 @@ def test_compressed_output_is_deterministic(tmp_path: Path, model: dict[str, np.
 
 
 def test_stopped_compression_resumes(
-    tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model: dict[str, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     words = ["save-init", "./model", "--compress", "zstd"]
     run_ok(*words, "--out", "whole")
@@ -104,7 +132,9 @@ def test_compression_ratio_is_reported(
     assert main(["save-init", "./model", "--out", "packed", "--compress", "zstd", "--json"]) == 0
     output = capsys.readouterr()
     compression = json.loads(output.out)["compress"]
-    stored = sum(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values())
+    stored = sum(
+        json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values()
+    )
     assert compression == {
         "with": "zstd:1",
         "raw": compression["raw"],
@@ -145,7 +175,9 @@ def test_unknown_compression_is_a_usage_error(
     assert "valid values are zstd, and zstd:1 to zstd:19" in capsys.readouterr().err
 
 
-def test_resumed_compression_needs_no_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model):
+def test_resumed_compression_needs_no_disk_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model
+):
     words = ["save-init", "./model", "--out", "out", "--compress", "zstd", "-q"]
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "publish", fail)

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.conversion import source_line
+from prepcli.operations.conversion import source_line
 from prepcli.sources.source import SourceTensor
-from tests.helpers.run_cli import run_failing, run_json, run_ok
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.run_cli import exported_tensors, run_failing, run_json, run_ok
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT_NEO,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+)
 
 
 class CountingTensors(tuple[SourceTensor, ...]):
@@ -29,7 +35,9 @@ class CountingTensors(tuple[SourceTensor, ...]):
 
 def test_source_line_lists_dtypes_of_large_tensors():
     biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
-    weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
+    weights = [
+        SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))
+    ]
     source: Any = SimpleNamespace(
         display_name="o/m", family=SimpleNamespace(name="llama"), files=("a", "b"),
         tensors=CountingTensors([*weights, *biases]),
@@ -59,21 +67,35 @@ def test_conversion_warns_of_a_config_that_cannot_be_computed(
         ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
         ("llama", {"hidden_act": "relu2"}, "activation `relu2` is not supported"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "there is no sliding_window"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+            "there is no sliding_window",
+        ),
     ],
 )
 def test_warning_has_the_reason_that_computations_refuse(
-    family: str, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    changes: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    config = FAMILY_CONFIGS.get(family, LLAMA) | ({"use_sliding_window": True} if family == "qwen2" else {})
+    config = FAMILY_CONFIGS.get(family, LLAMA) | (
+        {"use_sliding_window": True} if family == "qwen2" else {}
+    )
     make_checkpoint(tmp_path / "odd", config, **changes)
-    warnings = run_json(capsys, "save-init", str(tmp_path / "odd"), "--out", str(tmp_path / "out"))["warnings"]
+    warnings = run_json(capsys, "save-init", str(tmp_path / "odd"), "--out", str(tmp_path / "out"))[
+        "warnings"
+    ]
     (warning,) = [text for text in warnings if "not trained" in text]
     assert reason in warning
     assert reason in run_failing(capsys, 1, "plan", str(tmp_path / "out"), "--mesh", "1,1,1")
 
 
-def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_save_init_does_not_warn_about_a_supported_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     make_checkpoint(tmp_path / "plain", LLAMA)
     words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
     assert main([*words]) == 0
@@ -82,11 +104,14 @@ def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("year", [1901, 1960])
-def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_older_than_1970_are_converted(
+    year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    make_checkpoint(tmp_path / "m", GPT_NEO)
+    tensors = make_checkpoint(tmp_path / "m", GPT_NEO)
     seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()
     for path in (tmp_path / "m").iterdir():
         os.utime(path, (seconds, seconds))
     run_ok("save-init", "./m", "--out", "init")
     run_ok("verify", "init", "./m")
+    assert_same(exported_tensors("init"), tensors)

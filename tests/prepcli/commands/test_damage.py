@@ -30,12 +30,16 @@ def flip_bit(path: Path, offset: int) -> Path:
 def damage_parameter(item: Path) -> Path:
     """Flip one bit of a parameter of an item; return its file."""
     draw = random.Random(1)
-    chunks = sorted((place for (name, _), place in chunk_locations(item).items() if name.startswith("params.")))
+    chunks = sorted(
+        (place for (name, _), place in chunk_locations(item).items() if name.startswith("params."))
+    )
     path, offset, nbytes = draw.choice(chunks)
     return flip_bit(path, offset + draw.randrange(nbytes))
 
 
-def run_error_and_notes(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, str]:
+def run_error_and_notes(
+    capsys: pytest.CaptureFixture[str], code: int, *words: str
+) -> dict[str, str]:
     """Run a command; return its JSON error with stderr as `notes`."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
@@ -64,7 +68,9 @@ def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: pytest.C
 
 
 def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"'))
+    Path("recipe.toml").write_text(
+        Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"')
+    )
     words = ("train", "recipe.toml", "--stop-after")
     run_error_and_notes(capsys, STOPPED, *words, "2")
     path = damage_parameter(Path("runs/recipe/2/state"))
@@ -101,23 +107,39 @@ def test_generate_rejects_damaged_init(work_dir: Path, capsys: pytest.CaptureFix
     ],
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
-def test_generate_rejects_damaged_tensors(work_dir: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
+def test_generate_rejects_damaged_tensors(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+):
     """Sources whose tensors are read whole: folders written by prep, and inits with unstacked layers."""
     run_ok(*command, "--out", "made")
     run_error_and_notes(capsys, OK, *GENERATE, "made")
-    files = [path for pattern in ("*.safetensors", "*.msgpack") for path in sorted(Path("made").glob(pattern))]
-    path = flip_bit(files[0], files[0].stat().st_size - 1) if files else damage_parameter(Path("made"))
+    files = [
+        path
+        for pattern in ("*.safetensors", "*.msgpack")
+        for path in sorted(Path("made").glob(pattern))
+    ]
+    path = (
+        flip_bit(files[0], files[0].stat().st_size - 1) if files else damage_parameter(Path("made"))
+    )
     error = run_error_and_notes(capsys, FAILED, *GENERATE, "made")
     assert error["what"].endswith(" in made is damaged")
     assert path.name in error["why"]
     run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_checkpoint_without_checksums_is_read_twice(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     init = remove_checksums(Path("tiny-init"))
     notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
-    assert "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another " in notes
-    assert "has no" not in run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
+    assert (
+        "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another "
+        in notes
+    )
+    assert (
+        "has no"
+        not in run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
+    )
     path = damage_parameter(init)
     for words in (("train", "recipe.toml"), (*GENERATE, "tiny-init")):
         error = run_error_and_notes(capsys, FAILED, *words)
@@ -127,7 +149,9 @@ def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: pyte
 
 def test_verify_checks_the_checksum_file(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
-    assert run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
+    assert (
+        run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
+    )
     path.unlink()
     run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
     run_error_and_notes(capsys, OK, "verify", "tiny-init")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from prepcli.commands.demo import MARKER, demo
 from prepcli.console.ui import Ui
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT
-from prepcli.demo.steps import DemoStep, StepOutcome
+from prepcli.demo.steps import CommandError, DemoStep, StepOutcome
 from prepcli.demo.tiny_model import VOCABULARY
 from prepcli.errors import FAILED, OK, USAGE, PrepError
 from tests import CACHE, FLAGS
@@ -45,11 +48,17 @@ def run_demo(out: Path, expected_commands: Sequence[str]) -> list[dict[str, Any]
     assert report["ok"]
     assert report["output"] == str(out)
     steps = report["steps"]
-    commands = [re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0] for step in steps]
+    commands = [
+        re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0]
+        for step in steps
+    ]
     assert commands == [*expected_commands]
     assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
     stderr = text(ui.err)
-    assert all(f"[{number}/{len(steps)}] {step['step']}\n" in stderr for number, step in enumerate(steps, 1))
+    assert all(
+        f"[{number}/{len(steps)}] {step['step']}\n" in stderr
+        for number, step in enumerate(steps, 1)
+    )
     assert all(f"$ {step['command']}\n" in stderr for step in steps if step["command"])
     return steps
 
@@ -62,7 +71,9 @@ def check_conversions(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
-    assert (out / "tiny-padded" / "config.json").read_text() != (out / "tiny" / "config.json").read_text()
+    assert (out / "tiny-padded" / "config.json").read_text() != (
+        out / "tiny" / "config.json"
+    ).read_text()
 
 
 def test_demo_runs_all_conversions(
@@ -73,8 +84,12 @@ def test_demo_runs_all_conversions(
     check_conversions(tmp_path / "out", run_demo(tmp_path / "out", COMMANDS))
     monkeypatch.chdir(tmp_path / "out")
     capsys.readouterr()
-    assert main(["inspect", "tiny-padded-init", "--shards", "embed.tokens", "--mesh", "1,2,4"]) == OK
-    assert capsys.readouterr().out in README.read_text(), "the README shows what the demo's model looks like"
+    assert (
+        main(["inspect", "tiny-padded-init", "--shards", "embed.tokens", "--mesh", "1,2,4"]) == OK
+    )
+    assert capsys.readouterr().out in README.read_text(), (
+        "the README shows what the demo's model looks like"
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +118,9 @@ def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     assert len(page) < 1 << 20
 
 
-def test_demo_reuses_the_folder_of_an_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_reuses_the_folder_of_an_earlier_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = module._tasks()[0]
     monkeypatch.setattr(module, "_tasks", lambda: (make,))
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
@@ -129,13 +146,17 @@ def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert text(ui.out).isascii()
 
 
-def test_demo_ends_with_the_error_of_a_failed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_ends_with_the_error_of_a_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def damage(folder: Path, words: Sequence[str]) -> None:
         shard = max(folder.glob("tiny/*.safetensors"))
         shard.write_bytes(shard.read_bytes()[:-1])
 
     make, pad, *_ = module._tasks()
-    broken = DemoStep("make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0])
+    broken = DemoStep(
+        "make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0]
+    )
     monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
     ui = make_ui()
     report = demo(tmp_path / "out", ui)
@@ -144,10 +165,15 @@ def test_demo_ends_with_the_error_of_a_failed_step(tmp_path: Path, monkeypatch: 
     assert report.error.what == "the demo failed at step 2: pad its vocabulary"
     assert "is cut short" in report.error.why
     assert report.error.hint == f"`cd {tmp_path}/out && prep pad-vocab tiny --multiple 8`"
-    assert "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short" in text(ui.out)
+    assert (
+        "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short"
+        in text(ui.out)
+    )
 
 
-def test_compare_step_fails_for_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_step_fails_for_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (conversion.INIT, conversion.UNBROKEN):
         (tmp_path / name / "d").mkdir(parents=True)
         (tmp_path / name / "d" / "data").write_text(name)
@@ -156,7 +182,9 @@ def test_compare_step_fails_for_different_files(tmp_path: Path, monkeypatch: pyt
         conversion._compare(tmp_path, ())
 
 
-def test_kill_step_fails_if_the_run_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_step_fails_if_the_run_ends_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
     with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
         conversion._kill(tmp_path, ("models",))
@@ -175,11 +203,60 @@ def test_demo_vocabulary_is_odd() -> None:
     assert len(VOCABULARY) % 2 == 1
 
 
-def test_demo_hints_at_the_demo_after_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_hints_at_the_demo_after_a_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
         raise PrepError("the run ended 5 times before it could be killed")
 
-    monkeypatch.setattr(module, "_tasks", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),))
+    monkeypatch.setattr(
+        module, "_tasks", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),)
+    )
     report = demo(tmp_path / "out", make_ui())
     assert report.error is not None
     assert report.error.hint == f"`prep demo --out {tmp_path}/out`"
+
+
+def full_disks(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Report no free space for the file systems of these folders, and much for others."""
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=0 if path in folders else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+
+
+@pytest.mark.parametrize("is_tmp", [False, True])
+def test_demo_names_the_folder_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tmp: bool
+) -> None:
+    def fail_with_errno(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail_with_message(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise CommandError("prep train ended with 1", "RESOURCE_EXHAUSTED: writing failed")
+
+    out = tmp_path / "out"
+    folder = tmp_path / "tmp" if is_tmp else out
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    full_disks(monkeypatch, folder)
+    for fail in (fail_with_errno, fail_with_message):
+        steps = (DemoStep("train", training.KILLED_ARGS, fail),)
+        monkeypatch.setattr(module, "_tasks", lambda steps=steps: steps)
+        report = demo(out, make_ui())
+        assert report.error is not None
+        assert f"the disk that holds {folder} is full" in report.error.why
+        assert "free some space" in report.error.hint
+
+
+def test_demo_names_the_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, "_tasks", lambda: (DemoStep("make", (), fail),))
+    report = demo(tmp_path / "out", make_ui())
+    assert report.error is not None
+    assert f"{tmp_path / 'out'} - Input/output error" in report.error.why

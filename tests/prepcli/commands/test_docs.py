@@ -26,7 +26,9 @@ def test_docs_lists_all_pages(capsys: pytest.CaptureFixture[str]):
     assert [row.split()[0] for row in rows] == page_names()
 
 
-@pytest.mark.parametrize("name", ["train", "how-to/train", "how-to/train.md", "docs/how-to/train.md"])
+@pytest.mark.parametrize(
+    "name", ["train", "how-to/train", "how-to/train.md", "docs/how-to/train.md"]
+)
 def test_docs_prints_a_page_and_its_path(name: str, capsys: pytest.CaptureFixture[str]):
     path = docs_folder() / "how-to" / "train.md"
     assert main(["docs", name]) == OK
@@ -63,7 +65,9 @@ def test_names_of_pages_are_unique():
     assert complete_page("tut") == ["tutorial"]
 
 
-@pytest.mark.parametrize("words", [[command_name(command)] for command in COMMANDS if command_name(command) != "docs"])
+@pytest.mark.parametrize(
+    "words", [[command_name(command)] for command in COMMANDS if command_name(command) != "docs"]
+)
 def test_help_names_the_guide(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main([*words, "--help"]) == OK
     assert f"Guide: prep docs {GUIDES[words[-1]]}\n" in capsys.readouterr().out

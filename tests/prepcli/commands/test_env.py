@@ -49,14 +49,30 @@ def test_env_hides_the_token(tmp_path: Path) -> None:
     assert "hf_secret" not in printed
 
 
-SLURM_TASK = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "n[3-6]", "SLURM_JOB_ID": "7"}
+SLURM_TASK = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NODELIST": "n[3-6]",
+    "SLURM_JOB_ID": "7",
+}
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, {"launcher": None, "count": 1, "index": 0, "reason": "no variable of a launcher is set"}),
-        (SLURM_TASK, {"launcher": "SLURM", "count": 4, "index": 3, "address": "n3:61447", "devices": "all"}),
+        (
+            {},
+            {
+                "launcher": None,
+                "count": 1,
+                "index": 0,
+                "reason": "no variable of a launcher is set",
+            },
+        ),
+        (
+            SLURM_TASK,
+            {"launcher": "SLURM", "count": 4, "index": 3, "address": "n3:61447", "devices": "all"},
+        ),
         ({"JAX_NUM_PROCESSES": "2"}, {"launcher": None, "count": None, "index": None}),
     ],
 )
@@ -80,7 +96,9 @@ def test_env_does_not_import_jax_by_default() -> None:
         "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
         "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
     )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert process.stdout == "None False False\n"
 
 
@@ -101,11 +119,13 @@ def test_env_shows_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     report = env("512MiB", list_devices=True)
-    assert report.fields["devices"] == {"none": "jax: JAX_PLATFORMS=cuda names a platform that is not installed"}
+    assert report.fields["devices"] == {
+        "none": "jax: JAX_PLATFORMS=cuda names a platform that is not installed"
+    }
 
 
 def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
+    monkeypatch.setattr("prepcli.engine.machine.PACKAGES", ("typer", "no-such-package"))
     lines = env("512MiB", list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)

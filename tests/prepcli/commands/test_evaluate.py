@@ -69,14 +69,20 @@ def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: pytest.Ca
     """A Hugging Face folder, and its init for a mesh."""
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto")
     expected = eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
-    assert eval_json(capsys, "meshed", "--data", "a.txt")["loss"] == pytest.approx(expected, rel=1e-6)
+    assert eval_json(capsys, "meshed", "--data", "a.txt")["loss"] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("mesh", "batch"),
-    slow_except([("", 3), ("", 8), ("2,2,2", 1), ("2,2,2", 8), ("1,8,1", 3), ("1,1,8", 1)], [("2,2,2", 8)]),
+    slow_except(
+        [("", 3), ("", 8), ("2,2,2", 1), ("2,2,2", 8), ("1,8,1", 3), ("1,1,8", 1)], [("2,2,2", 8)]
+    ),
 )
-def test_exact_eval_is_equal_on_any_mesh(work_dir: Path, capsys: pytest.CaptureFixture[str], mesh: str, batch: int):
+def test_exact_eval_is_equal_on_any_mesh(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], mesh: str, batch: int
+):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
     words = ("padded", "--data", "a.txt", "--reduction", "exact")
     expected = eval_json(capsys, *words, "--batch-size", "1")
@@ -91,14 +97,30 @@ def test_exact_eval_is_equal_on_any_mesh(work_dir: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_processes_evaluate_as_one_does(work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str):
+def test_processes_evaluate_as_one_does(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str
+):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
-    words = ("eval", "padded", "--data", "a.txt", "--seq-length", str(LENGTH), "--mesh", "2,2,2", "--json")
-    (code, out, err), other = finish(start_processes(*words, "--reduction", reduction, count=2, devices=4))
+    words = (
+        "eval",
+        "padded",
+        "--data",
+        "a.txt",
+        "--seq-length",
+        str(LENGTH),
+        "--mesh",
+        "2,2,2",
+        "--json",
+    )
+    (code, out, err), other = finish(
+        start_processes(*words, "--reduction", reduction, count=2, devices=4)
+    )
     assert code == 0, err
     assert other == (0, "", "")
     expected = eval_json(capsys, "padded", "--data", "a.txt", "--reduction", reduction)["loss"]
-    assert json.loads(out)["loss"] == (expected if reduction == "exact" else pytest.approx(expected, rel=1e-6))
+    assert json.loads(out)["loss"] == (
+        expected if reduction == "exact" else pytest.approx(expected, rel=1e-6)
+    )
 
 
 def test_eval_says_what_it_waits_for(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -111,23 +133,36 @@ def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: pytest.Capture
     Path("a.jsonl").write_text(json.dumps({"body": text}) + "\n")
     by_option = eval_json(capsys, "tiny", "--data", "a.jsonl", "--fields", "body")
     assert by_option["loss"] == eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
-    assert eval_json(capsys, "tiny", "--data", "a.jsonl", "--set", "data.fields=body")["loss"] == by_option["loss"]
+    assert (
+        eval_json(capsys, "tiny", "--data", "a.jsonl", "--set", "data.fields=body")["loss"]
+        == by_option["loss"]
+    )
 
 
 def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     first = eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")
     assert any(Path("tokens").iterdir())
-    assert eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")["loss"] == first["loss"]
+    assert (
+        eval_json(capsys, "tiny", "--data", "a.txt", "--cache", "tokens")["loss"] == first["loss"]
+    )
 
 
 def test_eval_names_what_is_missing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert error_lines(capsys, "eval", "tiny")[0] == "error: no data was given"
-    assert error_lines(capsys, "eval", "tiny", "--data", "=a.txt")[0] == "error: `--data =a.txt` is invalid"
-    assert error_lines(capsys, "eval", "tiny", "--data", "none.txt")[0] == "error: no data in `none.txt`"
+    assert (
+        error_lines(capsys, "eval", "tiny", "--data", "=a.txt")[0]
+        == "error: `--data =a.txt` is invalid"
+    )
+    assert (
+        error_lines(capsys, "eval", "tiny", "--data", "none.txt")[0]
+        == "error: no data in `none.txt`"
+    )
     lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--set", "train.steps=3")
     assert lines[0] == "error: `--set train.steps=3` is not supported"
     Path("tiny/tokenizer.json").unlink()
-    assert error_lines(capsys, "eval", "tiny", "--data", "a.txt")[0] == "error: tiny has no tokenizer"
+    assert (
+        error_lines(capsys, "eval", "tiny", "--data", "a.txt")[0] == "error: tiny has no tokenizer"
+    )
 
 
 def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -156,7 +191,9 @@ def test_perplexity_equals_that_of_transformers(work_dir: Path, capsys: pytest.C
 
 def make_pairs(num_tokens: int, num_pairs: int = 4) -> list[dict[str, str]]:
     """Write a T5 model, and return pairs whose targets are what the model generates for their sources."""
-    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None})  # a text ends only at its limit
+    make_checkpoint(
+        Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None}
+    )  # a text ends only at its limit
     write_tokenizer(Path("t5"))
     sources = [f"w{10 + number} w{20 + number} w{30 + number}" for number in range(num_pairs)]
     targets = prep.generate("t5", sources, max_new_tokens=num_tokens).texts
@@ -167,7 +204,9 @@ def write_pairs(pairs: list[dict[str, str]]) -> None:
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_metrics_compare_generated_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     """The references are the model's own outputs, except for one of four."""
     pytest.importorskip("rouge_score")
     pytest.importorskip("sacrebleu")
@@ -177,7 +216,9 @@ def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.M
     write_pairs(pairs)
     words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "6")
     metrics = ("--metric", "exact_match", "--metric", "rouge", "--metric", "bleu")
-    report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, *metrics, "--batch-size", "3")
+    report = run_json(
+        capsys, "eval", "t5", "--data", "pairs.jsonl", *words, *metrics, "--batch-size", "3"
+    )
     assert report["ok"], report
     assert not report["warnings"]
     scores = report["sources"]["pairs.jsonl"]
@@ -195,19 +236,27 @@ def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.M
     assert result.sources["pairs.jsonl"].metrics == {"exact_match": 0.75}
 
 
-def test_metrics_compare_with_whole_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_metrics_compare_with_whole_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     """Two of three references are longer than the generated texts, which equal their first tokens."""
     monkeypatch.chdir(tmp_path)
     pairs = make_pairs(num_tokens=6, num_pairs=3)
     pairs[0]["target"] = " ".join(pairs[0]["target"].split()[:4])
     write_pairs(pairs)
     words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "4")
-    report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, "--metric", "exact_match")
+    report = run_json(
+        capsys, "eval", "t5", "--data", "pairs.jsonl", *words, "--metric", "exact_match"
+    )
     assert report["sources"]["pairs.jsonl"]["exact_match"] == pytest.approx(1 / 3)
-    expected = "2 of 3 references are longer than 4 tokens, where generated texts end (`--seq-length`)"
+    expected = (
+        "2 of 3 references are longer than 4 tokens, where generated texts end (`--seq-length`)"
+    )
     assert report["warnings"] == [expected]
 
 
-def test_metrics_of_a_model_without_encoder_are_refused(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_metrics_of_a_model_without_encoder_are_refused(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--metric", "rouge")
     assert lines[0] == "error: `--metric rouge` is not supported for this model"

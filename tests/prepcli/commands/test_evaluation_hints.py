@@ -38,20 +38,31 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["t5", "--data", "a.jsonl"],
             "`--type json` and `--fields '[article], summary'`, or `--set data.objective=span_corruption`",
         ),
-        (["llama", "--data", "a.jsonl", "--set", "data.source_length=4"], "`--fields '[article], summary'`"),
-        (["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"], "`--set data.objective=span_corruption`"),
+        (
+            ["llama", "--data", "a.jsonl", "--set", "data.source_length=4"],
+            "`--fields '[article], summary'`",
+        ),
+        (
+            ["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"],
+            "`--set data.objective=span_corruption`",
+        ),
         (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields COLUMN`"),
         (["llama", "--data", "a.txt", "--fields", "body"], "`--type` sets the type of the files"),
         (["llama", "--data", "a.txt", "--type", "text", "--fields", "body"], "`--type json`"),
         (["llama", "--data", "a.jsonl", "--tokenizer", "none"], "`--tokenizer PATH`"),
-        (["llama", "--data", "a.jsonl", "--seq-length", "4000"], "more text, or `--seq-length 200`"),
+        (
+            ["llama", "--data", "a.jsonl", "--seq-length", "4000"],
+            "more text, or `--seq-length 200`",
+        ),
         (
             ["llama", "--data", "a.jsonl", "--set", "model.attention_kernel=cudnn"],
             "`--set model.attention_kernel=auto`",
         ),
     ],
 )
-def test_hints_of_eval_name_its_options(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]):
+def test_hints_of_eval_name_its_options(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+):
     assert error_lines(capsys, "eval", *words)[2] == f" hint: {hint}"
 
 
@@ -79,5 +90,7 @@ def test_lines_of_keys_that_eval_lacks_stay():
 
 def test_model_without_positions_has_the_default_length(capsys: pytest.CaptureFixture[str]):
     Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 3)
-    report = run_json(capsys, "eval", "t5", "--data", "a.jsonl", *PAIRS, "--set", "data.source_length=4")
+    report = run_json(
+        capsys, "eval", "t5", "--data", "a.jsonl", *PAIRS, "--set", "data.source_length=4"
+    )
     assert (report["ok"], report.get("seq_length")) == (True, 1024)

@@ -23,7 +23,14 @@ def make_recipe(override: str) -> Recipe:
 
 @pytest.mark.parametrize(
     "key",
-    ["model.rope_theta", "model.overrides", "model.rope_scaling.factor", "data.holdout", "data.path", "train.steps"],
+    [
+        "model.rope_theta",
+        "model.overrides",
+        "model.rope_scaling.factor",
+        "data.holdout",
+        "data.path",
+        "train.steps",
+    ],
 )
 def test_keys_without_effect_are_not_supported(key: str):
     with pytest.raises(UsageError) as raised:

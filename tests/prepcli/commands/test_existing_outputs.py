@@ -35,7 +35,10 @@ def test_output_of_another_request_is_not_replaced(capsys):
 
 def test_output_inside_the_source_is_refused(capsys, monkeypatch):
     make_checkpoint(Path("m"))
-    assert run_failing_unchanged(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
+    assert (
+        run_failing_unchanged(capsys, "save-init", "./m", "--out", "m")[1][0]
+        == "error: the output m is the source"
+    )
     assert (
         run_failing_unchanged(capsys, "save-init", "./m", "--out", "m/x")[1][0]
         == "error: the output m/x is inside the source"
@@ -45,7 +48,10 @@ def test_output_inside_the_source_is_refused(capsys, monkeypatch):
         == "error: the source is inside the output ."
     )
     monkeypatch.chdir("m")
-    assert run_failing_unchanged(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
+    assert (
+        run_failing_unchanged(capsys, "save-init", ".")[1][0]
+        == "error: the output m-init is inside the source"
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -99,6 +105,11 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
     monkeypatch.chdir("work/deep")
     monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
     for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
-        code, lines = run_failing_unchanged(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
-        assert (code, lines[0]) == (2, f"error: the output {out} would replace the current folder or your home folder")
+        code, lines = run_failing_unchanged(
+            capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite"
+        )
+        assert (code, lines[0]) == (
+            2,
+            f"error: the output {out} would replace the current folder or your home folder",
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]

@@ -42,7 +42,11 @@ def without_buffers(config: dict[str, Any], tensors: Tensors) -> Tensors:
     family = FAMILIES[config["model_type"]]
     rules = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
     bare = {name: name.removeprefix(family.prefix) for name in tensors}
-    return {name: t for name, t in tensors.items() if not any(re.fullmatch(rule, bare[name]) for rule in rules)}
+    return {
+        name: t
+        for name, t in tensors.items()
+        if not any(re.fullmatch(rule, bare[name]) for rule in rules)
+    }
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
@@ -54,16 +58,22 @@ def test_pad_init_reshard_export_changes_no_bit(name: str):
     run_ok("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
     run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), without_buffers(config, tensors))
-    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
+    before, after = (
+        json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back")
+    )
     assert after == before
     run_ok("verify", "back", "./m")
     run_ok("verify", "other", "m-padded")
 
 
-@pytest.mark.parametrize("name", slow_except(FAMILY_CONFIGS, ["gptj", "opt", "gemma3_text", "mixtral", "t5"]))
+@pytest.mark.parametrize(
+    "name", slow_except(FAMILY_CONFIGS, ["gptj", "opt", "gemma3_text", "mixtral", "t5"])
+)
 def test_other_tying_without_scan_round_trips(name: str):
     config = FAMILY_CONFIGS[name]
-    tensors = make_checkpoint(Path("m"), config, "float16", not FAMILIES[name].tying.tied_by_default)
+    tensors = make_checkpoint(
+        Path("m"), config, "float16", not FAMILIES[name].tying.tied_by_default
+    )
     run_ok("save-init", "./m", "--pad-vocab", "8", "--no-scan")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
@@ -94,9 +104,17 @@ def fuse_experts(tensors: Tensors, experts: int) -> Tensors:
     """Fuse the experts of a Mixtral checkpoint, as transformers 5 does in memory."""
     fused = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
     for layer in range(3):
-        unfused_prefix, fused_prefix = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        unfused_prefix, fused_prefix = (
+            f"model.layers.{layer}.block_sparse_moe",
+            f"model.layers.{layer}.mlp",
+        )
         w1, w2, w3 = (
-            np.stack([tensors[f"{unfused_prefix}.experts.{expert}.{name}.weight"] for expert in range(experts)])
+            np.stack(
+                [
+                    tensors[f"{unfused_prefix}.experts.{expert}.{name}.weight"]
+                    for expert in range(experts)
+                ]
+            )
             for name in ("w1", "w2", "w3")
         )
         fused[f"{fused_prefix}.experts.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
@@ -129,7 +147,9 @@ def test_alternate_form_round_trips(name: str):
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_both_forms_convert_to_the_same_tree(name: str):
     write_checkpoint(
-        Path("a"), FAMILY_CONFIGS[name], checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False)
+        Path("a"),
+        FAMILY_CONFIGS[name],
+        checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False),
     )
     write_checkpoint(Path("b"), FAMILY_CONFIGS[name], alternate_form(name))
     trees = []
@@ -148,7 +168,10 @@ def restore_with_orbax(item: Path) -> Tensors:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_both_forms_in_one_file_are_an_error(name: str, capsys: pytest.CaptureFixture[str]):
-    both = {**checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False), **alternate_form(name)}
+    both = {
+        **checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False),
+        **alternate_form(name),
+    }
     write_checkpoint(Path("m"), FAMILY_CONFIGS[name], both)
     assert main(["save-init", "./m", "-q"]) == 1
     assert "a parameter is stored in two forms" in capsys.readouterr().err

@@ -21,6 +21,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
+from prepcli.engine.pipeline import ConversionResult, Pipeline
 from tests.helpers.faults import COMMANDS, FaultSources, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
@@ -30,7 +31,9 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 pytestmark = pytest.mark.usefixtures("sources")
 
 
-def run_failing_command(capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1) -> str:
+def run_failing_command(
+    capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1
+) -> str:
     """Run a failing command, check the absence of its output, and return stderr."""
     capsys.readouterr()
     assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == code
@@ -70,7 +73,9 @@ CALL_ERRORS = {
     ("pwritev", errno.ENOSPC): " is full",
     ("pwritev", errno.EDQUOT): " is full",
 }
-FAILING_CALLS = [(name, *call, first) for name in COMMANDS for call in CALL_ERRORS for first in (0, 7)]
+FAILING_CALLS = [
+    (name, *call, first) for name in COMMANDS for call in CALL_ERRORS for first in (0, 7)
+]
 
 
 def is_fast_failing_call(case: tuple[str, str, int, int]) -> bool:
@@ -79,7 +84,9 @@ def is_fast_failing_call(case: tuple[str, str, int, int]) -> bool:
     return name == "save-init" or (first == 7 and (call, number) != ("pwritev", errno.EDQUOT))
 
 
-@pytest.mark.parametrize(("name", "call", "number", "first"), slow_except(FAILING_CALLS, is_fast_failing_call))
+@pytest.mark.parametrize(
+    ("name", "call", "number", "first"), slow_except(FAILING_CALLS, is_fast_failing_call)
+)
 def test_failing_reads_and_writes_are_reported(
     sources: FaultSources, capsys, monkeypatch, name: str, call: str, number: int, first: int
 ):
@@ -94,12 +101,20 @@ def test_failing_reads_and_writes_are_reported(
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_short_reads_and_writes_are_completed(sources: FaultSources, monkeypatch, name: str, call: str):
-    expected, real_call, draw = sources.expected(COMMANDS[name]), getattr(os, call), random.Random(1)
+def test_short_reads_and_writes_are_completed(
+    sources: FaultSources, monkeypatch, name: str, call: str
+):
+    expected, real_call, draw = (
+        sources.expected(COMMANDS[name]),
+        getattr(os, call),
+        random.Random(1),
+    )
 
     def short(fd: int, buffers: list[memoryview], offset: int) -> int:
         size = len(buffers[0])
-        return real_call(fd, [buffers[0][: draw.choice([size, max(1, size // 3), min(size, 4096)])]], offset)
+        return real_call(
+            fd, [buffers[0][: draw.choice([size, max(1, size // 3), min(size, 4096)])]], offset
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, short)
@@ -153,11 +168,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_disk_that_fills_up_is_reported(sources: FaultSources, capsys, monkeypatch, disk: Path, name: str):
-    expected, real_run = sources.expected(COMMANDS[name]), pipeline.run
+def test_disk_that_fills_up_is_reported(
+    sources: FaultSources, capsys, monkeypatch, disk: Path, name: str
+):
+    expected, real_run = sources.expected(COMMANDS[name]), Pipeline.run
     capsys.readouterr()
 
-    def fill(*args, **options) -> pipeline.PipelineResult:
+    def fill(*args, **options) -> ConversionResult:
         with (disk / "ballast").open("wb", buffering=0) as ballast:
             for size in (1 << 16, 1 << 12):
                 try:
@@ -168,7 +185,7 @@ def test_disk_that_fills_up_is_reported(sources: FaultSources, capsys, monkeypat
         return real_run(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "run", fill)
+        patched.setattr(Pipeline, "run", fill)
         assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 1
     err = capsys.readouterr().err
     assert (
@@ -193,7 +210,9 @@ def test_file_size_limit_is_reported(sources: FaultSources, tmp_path: Path):
     code = f"{limit}; from prepcli.cli.main import main; sys.exit(main({words}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
-    assert re.search(r"error: cannot read or write out\.partial/d/\w+\n  why: File too large", run.stderr)
+    assert re.search(
+        r"error: cannot read or write out\.partial/d/\w+\n  why: File too large", run.stderr
+    )
     check_resumes("save-init", sources.expected(COMMANDS["save-init"]))
 
 
@@ -214,7 +233,11 @@ def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) ->
 
 
 def find_data_file() -> Path:
-    return next(path for path in sorted(Path("out.partial").rglob("*")) if path.is_file() and path.parent.name in "d")
+    return next(
+        path
+        for path in sorted(Path("out.partial").rglob("*"))
+        if path.is_file() and path.parent.name in "d"
+    )
 
 
 def replace_file(path: Path) -> None:
@@ -234,27 +257,31 @@ GONE = {
 
 @pytest.mark.parametrize("gone", GONE)
 @pytest.mark.parametrize("name", slow_except(["save-init", "reshard"], ["save-init"]))
-def test_removed_output_is_reported(sources: FaultSources, capsys, monkeypatch, name: str, gone: str):
+def test_removed_output_is_reported(
+    sources: FaultSources, capsys, monkeypatch, name: str, gone: str
+):
     expected = sources.expected(COMMANDS[name])
     with monkeypatch.context() as patched:
         at_first_sync(patched, GONE[gone])
         run_failing_command(capsys, name)
     shutil.rmtree("kept", ignore_errors=True)
     if not Path("out.partial/.prep").exists():
-        shutil.rmtree("out.partial", ignore_errors=True)  # without `.prep` it is not recognised as prep's
+        shutil.rmtree(
+            "out.partial", ignore_errors=True
+        )  # without `.prep` it is not recognised as prep's
     check_resumes(name, expected, "--restart")
 
 
 def test_truncated_data_file_is_reported(sources: FaultSources, capsys, monkeypatch):
-    expected, real_run = sources.expected(COMMANDS["save-init"]), pipeline.run
+    expected, real_run = sources.expected(COMMANDS["save-init"]), Pipeline.run
 
-    def cut(*args, **options) -> pipeline.PipelineResult:
+    def cut(*args, **options) -> ConversionResult:
         outcome = real_run(*args, **options)
         os.truncate(find_data_file(), 100)
         return outcome
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "run", cut)
+        patched.setattr(Pipeline, "run", cut)
         assert "was changed by" in run_failing_command(capsys, "save-init")
     check_resumes("save-init", expected)
 
@@ -291,7 +318,9 @@ def shard() -> Path:
 
 
 @pytest.mark.parametrize("change", [rewrite_file, append_byte, Path.unlink])
-def test_source_change_while_reading_is_an_error(capsys, monkeypatch, change: Callable[[Path], object]):
+def test_source_change_while_reading_is_an_error(
+    capsys, monkeypatch, change: Callable[[Path], object]
+):
     with monkeypatch.context() as patched:
         at_first_sync(patched, lambda: change(shard()))
         err = run_failing_command(capsys, "pad-vocab")
@@ -299,7 +328,9 @@ def test_source_change_while_reading_is_an_error(capsys, monkeypatch, change: Ca
 
 
 @pytest.mark.parametrize("change", [rewrite_file, append_byte, change_header])
-def test_source_change_between_runs_is_an_error(capsys, monkeypatch, change: Callable[[Path], object]):
+def test_source_change_between_runs_is_an_error(
+    capsys, monkeypatch, change: Callable[[Path], object]
+):
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     before = shard().read_bytes()
     time.sleep(0.01)
@@ -343,7 +374,9 @@ def test_torn_journal_yields_the_same_output(sources: FaultSources, monkeypatch,
 
 @pytest.mark.parametrize("torn", ["run.json", "division.json"])
 @pytest.mark.parametrize("text", slow_except(["", "{", "[]", "{}"], ["", "{}"]))
-def test_torn_run_files_require_restart(sources: FaultSources, capsys, monkeypatch, torn: str, text: str):
+def test_torn_run_files_require_restart(
+    sources: FaultSources, capsys, monkeypatch, torn: str, text: str
+):
     expected = sources.expected(COMMANDS["save-init"])
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     Path("out.partial/.prep", torn).write_text(text)
@@ -355,7 +388,9 @@ def test_torn_run_files_require_restart(sources: FaultSources, capsys, monkeypat
 # Two on one output
 
 
-def test_other_commands_on_a_partial_output_are_rejected(sources: FaultSources, capsys, monkeypatch):
+def test_other_commands_on_a_partial_output_are_rejected(
+    sources: FaultSources, capsys, monkeypatch
+):
     expected = sources.expected(COMMANDS["save-init"])
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     before = read_files(Path("out.partial"))
@@ -364,5 +399,7 @@ def test_other_commands_on_a_partial_output_are_rejected(sources: FaultSources, 
         assert "out.partial belongs to another run" in err
         assert "started by `prep save-init ./model" in err
     changed = read_files(Path("out.partial"))
-    assert {k: v for k, v in changed.items() if "lock" not in k} == {k: v for k, v in before.items() if "lock" not in k}
+    assert {k: v for k, v in changed.items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
     check_resumes("save-init", expected)

@@ -8,17 +8,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prepcli.cli.main import main
 from prepcli.formats import msgpack_layout
 from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.llama_trees import expected_output, read_output
+from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import (
     FAMILY_CONFIGS,
     GPT_NEO,
+    assert_same,
     make_checkpoint,
     read_tensors,
     same_bits,
@@ -26,7 +27,10 @@ from tests.helpers.tiny_checkpoints import (
 )
 from tests.helpers.tiny_checkpoints import LLAMA as LLAMA_CONFIG
 
-BASES = {"gpt_neo": GPT_NEO, "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}}
+BASES = {
+    "gpt_neo": GPT_NEO,
+    "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
 FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
 
@@ -39,48 +43,88 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Golden files
 
 
-@pytest.mark.parametrize("folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS])
+@pytest.mark.parametrize(
+    "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
+)
 def test_flax_files_of_transformers_are_read(folder: Path):
     run_ok("save-init", str(folder), "--out", "init")
     run_ok("verify", "init", str(folder.parent / "hf"))
     run_ok("verify", str(folder), str(folder.parent / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(folder.parent / "hf"))
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_files_of_flax_and_easylm_are_read(name: str):
-    run_ok("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
+    run_ok(
+        "save-init",
+        str(LLAMA / name),
+        "--config",
+        str(LLAMA / "hf"),
+        "--mesh",
+        "1,2,1",
+        "--out",
+        "init",
+    )
     run_ok("verify", "init", str(LLAMA / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
-@pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state", "flax_params.msgpack"])
-def test_easylm_part_prefix_must_match_the_file(capsys: pytest.CaptureFixture[str], part: str, name: str):
+@pytest.mark.parametrize(
+    "name", ["streaming_params", "streaming_train_state", "flax_params.msgpack"]
+)
+def test_easylm_part_prefix_must_match_the_file(
+    capsys: pytest.CaptureFixture[str], part: str, name: str
+):
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
-    args = ("save-init", f"{part}::{LLAMA / name}", "--config", str(LLAMA / "hf/config.json"), "--out", "init")
+    args = (
+        "save-init",
+        f"{part}::{LLAMA / name}",
+        "--config",
+        str(LLAMA / "hf/config.json"),
+        "--out",
+        "init",
+    )
     if part in right.get(name, ("trainstate", "trainstate_params")):
         run_ok(*args)
         run_ok("verify", "init", str(LLAMA / "hf"))
         return
     suggestions = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
     assert suggestions == [
-        (right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0], str(LLAMA / name))
+        (
+            right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0],
+            str(LLAMA / name),
+        )
     ]
 
 
 def test_dropped_training_state_is_listed(capsys: pytest.CaptureFixture[str]):
     name, config = str(LLAMA / "streaming_train_state"), str(LLAMA / "hf")
-    assert main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
+    assert (
+        main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
+    )
     dropped = json.loads(capsys.readouterr().out)["accounting"]["dropped"]
-    assert [(d["name"], d["rule"]) for d in dropped] == [("opt_state", "optimizer state"), ("step", "training state")]
-    assert main(["save-init", f"trainstate_params::{name}", "--config", config, "--dry-run", "--json"]) == 0
+    assert [(d["name"], d["rule"]) for d in dropped] == [
+        ("opt_state", "optimizer state"),
+        ("step", "training state"),
+    ]
+    assert (
+        main(["save-init", f"trainstate_params::{name}", "--config", config, "--dry-run", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["accounting"]["dropped"] == []
 
 
-@pytest.mark.parametrize("model", slow_except(MODELS, MODELS[::2]), ids=[model.name for model in MODELS])
+@pytest.mark.parametrize(
+    "model", slow_except(MODELS, MODELS[::2]), ids=[model.name for model in MODELS]
+)
 def test_flax_export_equals_file_of_transformers(model: Path):
     run_ok("save-init", str(model / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "hf-flax", "--out", "out")
-    assert Path("out/flax_model.msgpack").read_bytes() == (model / "flax/flax_model.msgpack").read_bytes()
+    assert (
+        Path("out/flax_model.msgpack").read_bytes()
+        == (model / "flax/flax_model.msgpack").read_bytes()
+    )
     run_ok("verify", "out")
     run_ok("verify", "out", str(model / "hf"))
 
@@ -118,11 +162,6 @@ def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memor
 # Round trips
 
 
-def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
-
-
 FORMS = [
     (family, layout, tied, dtype)
     for family, layout in (("gpt_neo", "hf-flax"), ("llama", "hf-flax"), ("llama", "easylm"))
@@ -147,9 +186,16 @@ def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: st
     run_ok("save-init", "there", "--no-scan", "--out", "again")
     run_ok("export", "again", "--out", "back")
     buffers = (".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
-    assert_same(read_tensors(Path("back")), {n: v for n, v in tensors.items() if not n.endswith(buffers)})
-    assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("m/config.json").read_text())
-    assert Path("there/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
+    assert_same(
+        read_tensors(Path("back")), {n: v for n, v in tensors.items() if not n.endswith(buffers)}
+    )
+    assert json.loads(Path("back/config.json").read_text()) == json.loads(
+        Path("m/config.json").read_text()
+    )
+    assert (
+        Path("there/tokenizer_config.json").read_bytes()
+        == Path("m/tokenizer_config.json").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
@@ -181,7 +227,9 @@ def test_tied_head_is_stored_for_flax_llama():
     run_ok("verify", "there", "./m")
     make_checkpoint(Path("n"), GPT_NEO, tied=True)
     run_ok("export", "./n", "--layout", "hf-flax", "--out", "neo")
-    assert ("lm_head", "kernel") not in decode_msgpack(Path("neo/flax_model.msgpack").read_bytes(), "flax")
+    assert ("lm_head", "kernel") not in decode_msgpack(
+        Path("neo/flax_model.msgpack").read_bytes(), "flax"
+    )
 
 
 def test_flax_export_keeps_names_without_prefix():
@@ -189,7 +237,9 @@ def test_flax_export_keeps_names_without_prefix():
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("m"), {**GPT_NEO, "architectures": ["GPTNeoModel"]}, bare)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
-    assert ("wte", "embedding") in decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    assert ("wte", "embedding") in decode_msgpack(
+        Path("there/flax_model.msgpack").read_bytes(), "flax"
+    )
     run_ok("save-init", "there", "--out", "init")
     run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), bare)
@@ -206,7 +256,11 @@ def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [
-        ("llama", {"mlp_bias": True}, "the layout has no place for model.layers.0.mlp.down_proj.bias"),
+        (
+            "llama",
+            {"mlp_bias": True},
+            "the layout has no place for model.layers.0.mlp.down_proj.bias",
+        ),
         ("opt", {"enable_bias": False}, "the layout needs model.decoder.layers.0.fc1.bias"),
     ],
 )
@@ -229,11 +283,14 @@ def test_flax_rejects_unsupported_biases(
         ["--layout", "easylm", "--format", "safetensors"],
     ],
 )
-def test_unsupported_layout_and_format_are_rejected(capsys: pytest.CaptureFixture[str], options: list[str]):
+def test_unsupported_layout_and_format_are_rejected(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     stderr = run_failing(capsys, 2, "export", "./m", *options)
     assert (
-        "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in stderr
+        "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --"
+        in stderr
     )
 
 
@@ -272,7 +329,14 @@ def test_config_of_other_model_is_rejected(capsys: pytest.CaptureFixture[str]):
         ("model_type", "gpt_neo", "has no known layout"),
     ):
         Path("config.json").write_text(json.dumps({**config, key: value}))
-        args = ("save-init", str(LLAMA / "streaming_params"), "--config", "config.json", "--out", "init")
+        args = (
+            "save-init",
+            str(LLAMA / "streaming_params"),
+            "--config",
+            "config.json",
+            "--out",
+            "init",
+        )
         assert why in run_failing(capsys, 1, *args), (key, value)
 
 
@@ -293,12 +357,14 @@ def test_flax_index_is_checked_against_its_files(capsys: pytest.CaptureFixture[s
     shutil.copytree(LLAMA / "sharded", "m")
     Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
     run_ok("save-init", "./m", "--out", "init")
-    Path("m/flax_model-00002-of-00003.msgpack").write_bytes(Path("m/flax_model-00001-of-00003.msgpack").read_bytes())
+    Path("m/flax_model-00002-of-00003.msgpack").write_bytes(
+        Path("m/flax_model-00001-of-00003.msgpack").read_bytes()
+    )
     assert "is in two files" in run_failing(capsys, 1, "save-init", "./m", "--out", "x")
     Path("m/flax_model-00002-of-00003.msgpack").unlink()
-    assert "1 of 3 files of m are missing" in run_failing(capsys, 1, "save-init", "./m", "--out", "x").replace(
-        " is ", " are "
-    )
+    assert "1 of 3 files of m are missing" in run_failing(
+        capsys, 1, "save-init", "./m", "--out", "x"
+    ).replace(" is ", " are ")
 
 
 def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str]):
@@ -306,11 +372,50 @@ def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str])
     shutil.copy(LLAMA / "hf/config.json", ".")
     run_ok("save-init", "streaming_params")
     run_ok("verify", "streaming_params-init", str(LLAMA / "hf"))
-    assert "is the source" in run_failing(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
+    assert_same(exported_tensors("streaming_params-init"), read_tensors(LLAMA / "hf"))
+    assert "is the source" in run_failing(
+        capsys, 2, "save-init", "streaming_params", "--out", "streaming_params"
+    )
     stderr = run_failing(
-        capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite"
+        capsys,
+        2,
+        "save-init",
+        "./streaming_params",
+        "--out",
+        "../" + Path().absolute().name,
+        "--overwrite",
     )
     assert "is inside the output" in stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "file"), [("hf-flax", "flax_model.msgpack"), ("easylm", "streaming_params")]
+)
+def test_single_file_is_checked_against_its_manifest(
+    capsys: pytest.CaptureFixture[str], layout: str, file: str
+):
+    run_ok("export", str(LLAMA / "hf"), "--layout", layout, "--out", "output")
+    path = Path("output", file)
+    run_ok("save-init", str(path), "--out", "init")
+    run_ok("verify", str(path))
+    data = path.read_bytes()
+    for position in (-1, 1):  # a byte of a tensor, and one of the header
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        run_failing(capsys, 1, "save-init", str(path), "--out", "damaged")
+    path.write_bytes(data)
+    Path("output/config.json").write_bytes(Path("output/config.json").read_bytes() + b" ")
+    stderr = run_failing(capsys, 1, "save-init", str(path), "--out", "damaged")
+    assert "config.json is damaged" in stderr
+
+
+def test_file_that_a_manifest_does_not_list_is_read():
+    run_ok("export", str(LLAMA / "hf"), "--layout", "hf-flax", "--out", "output")
+    Path("output/flax_model.msgpack").rename("output/mine.msgpack")
+    run_ok("save-init", "output/mine.msgpack", "--out", "init")
+    run_ok("verify", "init", str(LLAMA / "hf"))
+    assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
 
 
 def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str]):
@@ -333,8 +438,12 @@ def inspected_source(capsys: pytest.CaptureFixture[str], *words: str) -> dict[st
     return json.loads(capsys.readouterr().out)["source"]
 
 
-@pytest.mark.parametrize("folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS])
-def test_inspect_counts_parameters_of_flax_folders(capsys: pytest.CaptureFixture[str], folder: Path):
+@pytest.mark.parametrize(
+    "folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS]
+)
+def test_inspect_counts_parameters_of_flax_folders(
+    capsys: pytest.CaptureFixture[str], folder: Path
+):
     expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
     assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
 
@@ -354,3 +463,5 @@ def test_flax_export_casts(layout: str):
     run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     run_ok("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
     run_ok("verify", "there", "cast")
+    expected = expected_output(layout, read_tensors(Path("cast")), LLAMA_CONFIG)
+    assert_same(read_output(layout, Path("there")), expected)

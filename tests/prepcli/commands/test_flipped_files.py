@@ -11,14 +11,14 @@ import pytest
 
 from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError
-from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.file_records import record_files
-from prepcli.formats.manifest import encode_manifest, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, encode_manifest, read_manifest
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.adapters import make_adapter
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import host_leaves, make_state, read_params
 
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_ok("export", "init", "--out", "hf", "--shard-size", "64kB")
         run_ok("export", "init", "--out", "flax", "--layout", "hf-flax")
         run_ok("export", "init", "--out", "easylm", "--layout", "easylm")
-        with RunFolder(Path("run"), Path("init"), name="tiny") as run:
+        with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
             run.save(5, host_leaves(make_state(read_params(Path("init")), 5)), {})
         shutil.move("run/5", "step")
     return folder
@@ -52,7 +52,7 @@ def _work_dir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def listed_files(kind: str) -> Sequence[str]:
     manifest = read_manifest(Path(kind))
     assert manifest is not None
-    return sorted(manifest["files"])
+    return sorted(manifest.files)
 
 
 def flip_bit(path: Path, position: int) -> None:
@@ -71,7 +71,7 @@ def test_manifest_lists_every_file(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bit_in_any_listed_file_is_refused(kind: str, capsys: pytest.CaptureFixture[str]):
-    draw, records = random.Random(kind), (read_manifest(Path(kind)) or {})["files"]
+    draw, records = random.Random(kind), (read_manifest(Path(kind)) or NO_MANIFEST).files
     for name in listed_files(kind):
         path = Path(kind, name)
         before = path.read_bytes()
@@ -95,9 +95,11 @@ def test_missing_listed_file_is_refused(kind: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_added_files_are_ignored(kind: str):
+def test_added_files_are_ignored(kind: str, capsys: pytest.CaptureFixture[str]):
+    before = run_json(capsys, "verify", kind)
     Path(kind, "README.md").write_text("mine")
-    run_ok("verify", kind)
+    after = run_json(capsys, "verify", kind)
+    assert after["tensors"] == before["tensors"] > 0
 
 
 def test_reader_refuses_changed_tokenizer():
@@ -108,7 +110,7 @@ def test_reader_refuses_changed_tokenizer():
 
 def test_run_does_not_copy_changed_tokenizer_to_next_step():
     state = host_leaves(make_state(read_params(Path("init")), 5))
-    with RunFolder(Path("run"), Path("init"), name="tiny") as run:
+    with CheckpointManager(Path("run"), Path("init"), name="tiny") as run:
         run.save(5, state, {})
         flip_bit(Path("run/5/state/hf/tokenizer.json"), 100)
         with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged"):
@@ -119,7 +121,7 @@ def test_run_does_not_copy_changed_tokenizer_to_next_step():
 def test_run_refuses_start_with_changed_tokenizer():
     flip_bit(Path("init/hf/tokenizer.json"), 100)
     with pytest.raises(DamagedError, match=r"init/hf/tokenizer\.json is damaged"):
-        RunFolder(Path("run"), Path("init"), name="tiny")
+        CheckpointManager(Path("run"), Path("init"), name="tiny")
 
 
 def test_inspect_refuses_changed_config(capsys: pytest.CaptureFixture[str]):
@@ -134,9 +136,17 @@ def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFi
     header = read_safetensors_header(Path("adapter/adapter_model.safetensors"), 0)
     records = record_files(Path("adapter"), ["adapter_config.json"])
     records["adapter_model.safetensors"] = {"bytes": header.size, "header": header.digest}
-    manifest = {key: value for key, value in (read_manifest(Path("init")) or {}).items() if key != "base"}
+    manifest = {
+        key: value
+        for key, value in (read_manifest(Path("init")) or NO_MANIFEST).fields.items()
+        if key != "base"
+    }
     tensors = {
-        key: {"dtype": "float32", "shape": value.shape, "digests": [[0, len(value), digest(value.tobytes())]]}
+        key: {
+            "dtype": "float32",
+            "shape": value.shape,
+            "digests": [[0, len(value), digest(value.tobytes())]],
+        }
         for key, value in matrices.items()
     }
     content = manifest | {"kind": "adapter", "tensors": tensors, "files": records}
@@ -144,4 +154,6 @@ def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFi
     run_ok("merge", "adapter", "init", "--out", "merged")
     path = Path("adapter", name)
     path.write_bytes(path.read_bytes().replace(b'"r": 3', b'"r": 2').replace(b'"F32"', b'"I32"', 1))
-    assert f"adapter/{name} is damaged" in run_failing(capsys, 1, "merge", "adapter", "init", "--out", "again")
+    assert f"adapter/{name} is damaged" in run_failing(
+        capsys, 1, "merge", "adapter", "init", "--out", "again"
+    )

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.llama_trees import expected_output, read_output
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder, write_meta_folder
 from tests.helpers.zarr_items import StorageForm, write_zarr_item
 from tests.prepcli.commands.test_orbax_sources import array_metas
@@ -36,7 +37,12 @@ SINKS = {
     "hf-flax": ("export", "--layout", "hf-flax"),
     "easylm": ("export", "--layout", "easylm"),
 }
-ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # converted with reshard instead of save-init
+ORBAX_SOURCES = (
+    "init",
+    "init-zstd",
+    "unscanned",
+    "zarr3",
+)  # converted with reshard instead of save-init
 DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 CASES = [(dtype, source, sink) for dtype in DTYPES for source, sink in PAIRS]
@@ -93,10 +99,16 @@ def test_conversion_is_bit_exact(
 ):
     if source in TORCH:
         pytest.importorskip("torch")
-    monkeypatch.chdir(folders.folder_with_torch(dtype) if source in TORCH else folders.folder(dtype))
+    monkeypatch.chdir(
+        folders.folder_with_torch(dtype) if source in TORCH else folders.folder(dtype)
+    )
     command, *options = SINKS[sink]
     if command == "save-init" and source in ORBAX_SOURCES:
         command = "reshard"
     out = f"{source}-to-{sink}"
     run_ok(command, f"./{source}", *options, "--out", out)
     run_ok("verify", f"./{out}", "./hf")
+    layout = sink.removesuffix("-zstd")
+    # A reshard keeps the layers as they are.
+    expected = expected_output(layout, read_tensors(Path("hf")), CONFIG, scan=source != "unscanned")
+    assert_same(read_output(layout, Path(out)), expected)

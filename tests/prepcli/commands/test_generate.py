@@ -31,34 +31,60 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
+def generate_json(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6
+) -> dict[str, Any]:
     report = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
     assert report["ok"], report
     return report
 
 
-def test_all_checkpoint_kinds_generate_the_same_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_checkpoint_kinds_generate_the_same_tokens(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
-    run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
+    run_ok(
+        "save-init",
+        "tiny",
+        "--out",
+        "meshed",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "auto",
+        "--compress",
+        "zstd",
+    )
     expected = generate_json(capsys, "tiny", "--prompt", PROMPT)
     assert expected["prompts"] == [PROMPT]
     assert expected["prompt_tokens"] == [IDS]
     assert expected["texts"] == [" " + " ".join(WORDS[token] for token in expected["tokens"][0])]
-    assert (len(expected["tokens"][0]), expected["ended"], expected["dtype"]) == (6, [False], "float32")
+    assert (len(expected["tokens"][0]), expected["ended"], expected["dtype"]) == (
+        6,
+        [False],
+        "float32",
+    )
     assert expected["tokens_per_s"] > 0
     run_ok("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
     for name in ("apart", "across"):
         assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == expected["tokens"]
     report = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
     assert (report["mesh"], report["tokens"]) == ("1,2,4", expected["tokens"])
-    report = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded while it is read
+    report = generate_json(
+        capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1
+    )  # padded while it is read
     assert report["tokens"] == [expected["tokens"][0][:1]]
 
 
-@pytest.mark.parametrize("words", [["generate", "tiny", "--tokens", "1,2"], ["eval", "tiny", "--data", "text.txt"]])
+@pytest.mark.parametrize(
+    "words", [["generate", "tiny", "--tokens", "1,2"], ["eval", "tiny", "--data", "text.txt"]]
+)
 def test_missing_platform_is_an_error_before_weights_are_read(
-    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+    work_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
 ):
     import jax
 
@@ -82,7 +108,8 @@ def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.Capture
     assert learned["texts"] == [" w6 w7 w1 w2 w3 w4"], "it goes on as its texts do"
     assert generate_json(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
     assert (
-        error_lines(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0] == "error: runs/r has no step 3"
+        error_lines(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0]
+        == "error: runs/r has no step 3"
     )
 
 
@@ -102,7 +129,11 @@ def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
         "w9",
     ]
     process = subprocess.run(
-        [*command, "--max-new-tokens", "3"], input=f"{PROMPT}\n\nw9 w2\n", capture_output=True, text=True, check=True
+        [*command, "--max-new-tokens", "3"],
+        input=f"{PROMPT}\n\nw9 w2\n",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = process.stdout.splitlines()
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
@@ -115,7 +146,9 @@ def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
 def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
-    reports = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
+    reports = [
+        generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")
+    ]
     assert reports[0]["prompts"] == reports[1]["prompts"] == ["w1 w2", "w3"]
     assert reports[0]["tokens"] == reports[1]["tokens"]
 
@@ -135,13 +168,19 @@ def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.Captur
         "--seed",
         "3",
     ]
-    reports = [generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
+    reports = [
+        generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")
+    ]
     assert reports[0]["tokens"] == reports[1]["tokens"]
     other_seed_report = generate_json(capsys, "tiny", *words[:-1], "4", new=1)
-    assert other_seed_report["tokens"] != [tokens[:1] for tokens in reports[0]["tokens"]], "another seed"
+    assert other_seed_report["tokens"] != [tokens[:1] for tokens in reports[0]["tokens"]], (
+        "another seed"
+    )
 
 
-def test_new_tokens_default_to_learned_positions(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_new_tokens_default_to_learned_positions(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
@@ -160,7 +199,9 @@ def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: pytest.Ca
     run_ok("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
     assert capsys.readouterr().out == ",".join(map(str, report["tokens"][0])) + "\n"
     assert (
-        generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"]
+        generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)[
+            "tokens"
+        ]
         == report["tokens"]
     )
     lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
@@ -184,13 +225,17 @@ def test_generation_stops_at_eos_token(work_dir: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
-def test_invalid_eos_token_ids_are_ignored(work_dir: Path, capsys: pytest.CaptureFixture[str], ends: object):
+def test_invalid_eos_token_ids_are_ignored(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], ends: object
+):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
     assert (len(report["tokens"][0]), report["ended"]) == (2, [False])
 
 
-def test_bfloat16_checkpoint_computes_in_bfloat16(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_bfloat16_checkpoint_computes_in_bfloat16(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
     assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
@@ -200,16 +245,25 @@ def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: pytest.C
     write_tokenizer(Path("t5"))
     report = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
     assert report["prompt_tokens"] == [IDS, [7]]
-    assert report["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in report["tokens"]]
+    assert report["texts"] == [
+        " ".join(WORDS[token] for token in tokens) for tokens in report["tokens"]
+    ]
     assert [len(tokens) for tokens in report["tokens"]] == [6, 6]
     run_ok("save-init", "t5", "--out", "t5-init")
     again = generate_json(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
     assert again["tokens"] == [tokens[:1] for tokens in report["tokens"]]
     make_checkpoint(
         Path("headless"),
-        {key: value for key, value in FAMILY_CONFIGS["t5"].items() if not key.startswith(("dec", "pad"))},
+        {
+            key: value
+            for key, value in FAMILY_CONFIGS["t5"].items()
+            if not key.startswith(("dec", "pad"))
+        },
     )
-    assert "no valid decoder_start_token_id" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
+    assert (
+        "no valid decoder_start_token_id"
+        in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
+    )
 
 
 INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
@@ -217,7 +271,11 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "no ids": (("--tokens", "1,x"), "invalid `--tokens 1,x`", 2),
     "digits without end": (("--tokens", "9" * 5000), "invalid `--tokens", 2),
     "an id that no vocabulary has": (("--tokens", "99999999999"), "invalid `--tokens", 2),
-    "tokens without end": (("--tokens", "1", "--max-new-tokens", "999999999999"), "new tokens are too many", 2),
+    "tokens without end": (
+        ("--tokens", "1", "--max-new-tokens", "999999999999"),
+        "new tokens are too many",
+        2,
+    ),
     "empty ids": (("--tokens", ""), "`--tokens` is empty", 2),
     "an empty text": (("--prompt", ""), "empty prompt", 2),
     "an id too large": (("--tokens", "131"), "token id 131 is out of range", 2),
@@ -225,8 +283,16 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is not valid JSON", 1),
     "no prompt in it": (("--prompts", "other.jsonl"), "line 2 of other.jsonl has no prompt", 1),
     "no text": (("--prompts", "bytes.txt"), "bytes.txt is not UTF-8 text", 1),
-    "top-p": (("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"), "top_p 1.5 is out of range", 2),
-    "top-k": (("--prompt", "w1", "--temperature", "1", "--top-k", "-1"), "top_k -1 is out of range", 2),
+    "top-p": (
+        ("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"),
+        "top_p 1.5 is out of range",
+        2,
+    ),
+    "top-k": (
+        ("--prompt", "w1", "--temperature", "1", "--top-k", "-1"),
+        "top_k -1 is out of range",
+        2,
+    ),
     "temperature": (("--prompt", "w1", "--temperature", "-1"), "temperature -1 is out of range", 2),
     "mesh": (("--prompt", "w1", "--mesh", "1,1,3"), "mesh 1,1,3", 2),
     "sp": (("--prompt", "w1", "--mesh", "sp:8"), "`--mesh dp:1,fsdp:1,mp:1,sp:8` has sp", 2),
@@ -235,7 +301,9 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("why", INVALID_PROMPTS)
-def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str], why: str):
+def test_invalid_prompts_and_options_are_errors(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], why: str
+):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")

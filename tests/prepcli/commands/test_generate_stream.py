@@ -58,14 +58,19 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch, **options: int) -> Terminal:
 
 @pytest.mark.parametrize(("name", "prompt"), [("tiny", "w3 w1"), ("t5", "w3 w1")])
 def test_one_prompt_streams_to_a_terminal(
-    name: str, prompt: str, work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    prompt: str,
+    work_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     (text,) = run_json(capsys, "generate", name, "--prompt", prompt, *NEW_TOKENS)["texts"]
     terminal = open_terminal(monkeypatch)
     assert main(["generate", name, "--prompt", prompt, *NEW_TOKENS]) == 0
     assert terminal.getvalue() == text + "\n"
     assert [piece for piece in terminal.writes if piece.strip()] == [
-        piece if index == 0 and name == "t5" else f" {piece}" for index, piece in enumerate(text.split())
+        piece if index == 0 and name == "t5" else f" {piece}"
+        for index, piece in enumerate(text.split())
     ]
 
 
@@ -94,7 +99,9 @@ def test_interrupt_keeps_printed_text(work_dir: Path, monkeypatch: pytest.Monkey
 def test_api_passes_on_new_tokens_of_each_prompt(work_dir: Path):
     received: list[prep.NewTokens] = []
     prompts = ["w3 w1", "w5", "w1 w1"]
-    result = prep.generate("tiny", prompts, max_new_tokens=5, batch_size=2, on_tokens=received.append)
+    result = prep.generate(
+        "tiny", prompts, max_new_tokens=5, batch_size=2, on_tokens=received.append
+    )
     assert result.tokens == prep.generate("tiny", prompts, max_new_tokens=5, batch_size=2).tokens
     for prompt, (text, tokens) in enumerate(zip(result.texts, result.tokens)):
         parts = [new for new in received if new.prompt == prompt]

@@ -60,10 +60,36 @@ def test_inspect_lists_a_folder_of_unknown_family(capsys: Capture) -> None:
     ]
     assert [line.split() for line in lines[3:]] == [
         ["name", "shape", "dtype", "size", "file", "offset"],
-        ["b.weight", "[2,", "3]", "float32", "24", "bytes", "model-00001-of-00002.safetensors", f"{first}"],
-        ["a.weight", "[5]", "float16", "10", "bytes", "model-00001-of-00002.safetensors", f"{first + 24}"],
+        [
+            "b.weight",
+            "[2,",
+            "3]",
+            "float32",
+            "24",
+            "bytes",
+            "model-00001-of-00002.safetensors",
+            f"{first}",
+        ],
+        [
+            "a.weight",
+            "[5]",
+            "float16",
+            "10",
+            "bytes",
+            "model-00001-of-00002.safetensors",
+            f"{first + 24}",
+        ],
         ["c", "[]", "int64", "8", "bytes", "model-00002-of-00002.safetensors", f"{second}"],
-        ["a.bias", "[100,", "4]", "bfloat16", "800", "bytes", "model-00002-of-00002.safetensors", f"{second + 8}"],
+        [
+            "a.bias",
+            "[100,",
+            "4]",
+            "bfloat16",
+            "800",
+            "bytes",
+            "model-00002-of-00002.safetensors",
+            f"{second + 8}",
+        ],
     ]
 
 
@@ -80,11 +106,20 @@ def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
     }
     for tensor in report["tensors"]:
         data = (Path("m") / tensor["file"]).read_bytes()[tensor["offset"] :][: tensor["bytes"]]
-        assert data == {"b.weight": b"\0\0\x80?" * 6, "a.weight": b"\0<" * 5, "c": b"\1" + b"\0" * 7}.get(
-            tensor["name"], b"\0" * 800
-        )
+        assert data == {
+            "b.weight": b"\0\0\x80?" * 6,
+            "a.weight": b"\0<" * 5,
+            "c": b"\1" + b"\0" * 7,
+        }.get(tensor["name"], b"\0" * 800)
     sizes = [path.stat().st_size for path in Path("m").glob("*.safetensors")]
-    expected = {"name": "m", "files": 2, "bytes": sum(sizes), "format": "safetensors", "family": None, "tensors": 4}
+    expected = {
+        "name": "m",
+        "files": 2,
+        "bytes": sum(sizes),
+        "format": "safetensors",
+        "family": None,
+        "tensors": 4,
+    }
     assert report["source"] | expected == report["source"]
     assert (report["source"]["parameters"], report["source"]["values"]) == (None, 412)
     assert report["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
@@ -100,7 +135,9 @@ def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
 )
 def test_inspect_sorts_tensors(capsys: Capture, by: str, names: list[str]) -> None:
     write_two_files()
-    assert [tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]] == names
+    assert [
+        tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]
+    ] == names
 
 
 def test_inspect_selects_by_pattern(capsys: Capture) -> None:
@@ -112,23 +149,36 @@ def test_inspect_selects_by_pattern(capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "hint"),
-    [("weight", " hint: did you mean `*weight*`?\n"), ("a.wieght", " hint: did you mean `a.weight`?\n"), ("zzz", "")],
+    [
+        ("weight", " hint: did you mean `*weight*`?\n"),
+        ("a.wieght", " hint: did you mean `a.weight`?\n"),
+        ("zzz", ""),
+    ],
 )
 def test_pattern_without_match_gets_a_suggestion(capsys: Capture, pattern: str, hint: str) -> None:
     write_two_files()
-    assert inspect_failing(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
+    assert inspect_failing(capsys, "m", pattern) == (
+        1,
+        f"error: no tensor of m matches `{pattern}`\n{hint}",
+    )
 
 
 def test_parameter_count_ignores_buffers_and_tied_head(capsys: Capture) -> None:
     tensors = make_checkpoint(Path("plain"), SMALL_GPT_NEO)
     head = tensors["transformer.wte.weight"].copy()
-    masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
+    masks = {
+        f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)
+    }
     everything = {**tensors, **masks, "lm_head.weight": head}
     write_hf_folder(Path("m"), {"model.safetensors": everything}, SMALL_GPT_NEO)
     n_parameters = sum(array.size for array in tensors.values())
     n_values = sum(array.size for array in everything.values())
     source = inspect_json(capsys, "m")["source"]
-    assert (source["family"], source["parameters"], source["values"]) == ("gpt_neo", n_parameters, n_values)
+    assert (source["family"], source["parameters"], source["values"]) == (
+        "gpt_neo",
+        n_parameters,
+        n_values,
+    )
     assert source["vocab"] == {"true": 13, "padded": 13}
     lines = inspect_lines(capsys, "m")
     assert lines[0].startswith(f"m  gpt_neo  {n_parameters:,} parameters  ")
@@ -161,8 +211,12 @@ def test_inspect_warns_about_invalid_config(capsys: Capture) -> None:
     assert captured.out.splitlines()[4].startswith("x ")
 
 
-@pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
-def test_inspect_lists_tensors_with_invalid_config(capsys: Capture, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}]
+)
+def test_inspect_lists_tensors_with_invalid_config(
+    capsys: Capture, changes: dict[str, Any]
+) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, SMALL_GPT_NEO | changes)
     assert main(["inspect", "m", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -179,7 +233,10 @@ def test_inspect_rejects_unreadable_folders(capsys: Capture, work_dir: Path) -> 
     write_two_files()
     (work_dir / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
     code, message = inspect_failing(capsys, "m")
-    assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
+    assert (code, message.splitlines()[0]) == (
+        1,
+        "error: model-00001-of-00002.safetensors is cut short",
+    )
 
 
 # Orbax
@@ -189,7 +246,9 @@ def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     n_values = sum(array.size for array in tensors.values())
     lines = inspect_lines(capsys, "init")
-    assert lines[0] == f"init  llama  {n_values:,} parameters  {n_values * 4 / 1024:.1f} KiB float32"
+    assert (
+        lines[0] == f"init  llama  {n_values:,} parameters  {n_values * 4 / 1024:.1f} KiB float32"
+    )
     assert lines[1].split("; ") == [
         "Orbax, 1 data file, 12 leaves in 21 chunks",
         "mesh 1,2,2",
@@ -197,15 +256,34 @@ def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
         "vocabulary 12",
     ]
     assert lines[3].split() == ["name", "shape", "dtype", "size", "chunk", "chunks"]
-    assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
+    assert lines[4].split() == [
+        "params.embed.tokens",
+        "[12,",
+        "8]",
+        "float32",
+        "384",
+        "bytes",
+        "[12,",
+        "8]",
+        "1",
+    ]
 
 
 def test_inspect_fields_describe_each_leaf(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
     report = inspect_json(capsys, "init")
-    expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
+    expected = {
+        "format": "orbax",
+        "layout": "native",
+        "mesh": "1,1,2",
+        "scan": False,
+        "scan_axis": 0,
+        "others": [],
+    }
     assert report["source"] | expected == report["source"]
-    leaf = next(tensor for tensor in report["tensors"] if tensor["name"] == "params.layers.1.mlp.up.weight")
+    leaf = next(
+        tensor for tensor in report["tensors"] if tensor["name"] == "params.layers.1.mlp.up.weight"
+    )
     assert {key: leaf[key] for key in ("shape", "dtype", "bytes", "chunk", "chunks")} == {
         "shape": [16, 8], "dtype": "float32", "bytes": 512, "chunk": [16, 8], "chunks": 1,
     }  # fmt: skip
@@ -221,8 +299,15 @@ def test_inspect_reads_a_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Pa
     assert lines[1].startswith("Orbax, ")
     assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
     tensors = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
-    assert (tensors["b"]["shape"], tensors["b"]["chunks"], tensors["step"]["shape"]) == ([2, 3], 1, [])
-    stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "run", "--stats")["tensors"]}
+    assert (tensors["b"]["shape"], tensors["b"]["chunks"], tensors["step"]["shape"]) == (
+        [2, 3],
+        1,
+        [],
+    )
+    stats = {
+        tensor["name"]: tensor["stats"]
+        for tensor in inspect_json(capsys, "run", "--stats")["tensors"]
+    }
     assert stats["b"] == {"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}
     assert stats["step"]["mean"] == 7
 
@@ -232,7 +317,11 @@ def test_inspect_reads_a_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Pa
 
 def test_inspect_limits_listed_non_arrays(capsys: Capture) -> None:
     asides = [OrbaxNonArray((f"empty{number:02d}",), "None") for number in range(40)]
-    write_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, non_arrays=asides)
+    write_item(
+        Path("item"),
+        {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)},
+        non_arrays=asides,
+    )
     lines = inspect_lines(capsys, "item")
     assert [line for line in lines if "empty" in line] == [
         f"empty{n:02d} is an empty None" for n in range(MAX_NON_ARRAYS)
@@ -277,7 +366,11 @@ def test_tree_shows_selected_leaves_only(capsys: Capture) -> None:
     report = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
     (node,) = report["tree"]
     assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
-    assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
+    assert [child["name"] for child in node["children"]] == [
+        "gate.weight",
+        "up.weight",
+        "down.weight",
+    ]
     assert len(report["tensors"]) == 3
 
 
@@ -286,12 +379,26 @@ def test_tree_shows_selected_leaves_only(capsys: Capture) -> None:
 
 def test_stats_of_folder_and_init_match_numpy(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
-    stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
+    stats = {
+        tensor["name"]: tensor["stats"]
+        for tensor in inspect_json(capsys, "model", "--stats")["tensors"]
+    }
     assert stats.keys() == tensors.keys()
     for name, array in tensors.items():
-        expected = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
-        assert stats[name] == expected | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
-    leaves = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "init", "--stats")["tensors"]}
+        expected = {
+            "min": float(array.min()),
+            "max": float(array.max()),
+            "nan": 0,
+            "inf": 0,
+            "zeros": 0,
+        }
+        assert stats[name] == expected | {
+            "mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)
+        }
+    leaves = {
+        tensor["name"]: tensor["stats"]
+        for tensor in inspect_json(capsys, "init", "--stats")["tensors"]
+    }
     stacked = np.stack([tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)])
     assert leaves["params.layers.attn.q.weight"] == {
         "min": float(stacked.min()),
@@ -324,9 +431,11 @@ def test_stats_report_progress(capsys: Capture) -> None:
     assert (events[-1]["done"], events[-1]["total"]) == (4000, 4000)
 
 
+# VmHWM is the peak of this program alone. `ru_maxrss` of a child begins with the peak of the forked test process.
 PEAK_SCRIPT = (
-    "import resource, sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
-    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+    "import sys; from pathlib import Path; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
+    "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0], file=sys.stderr);"
+    "sys.exit(code)"
 )
 
 
@@ -338,7 +447,16 @@ def test_stats_read_large_tensors_in_little_memory(work_dir: Path) -> None:
         file.truncate(8 + len(header) + n)
     peaks = []
     for options in ([], ["--stats"]):
-        command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(work_dir), "-q", "--json", *options]
+        command = [
+            sys.executable,
+            "-c",
+            PEAK_SCRIPT,
+            "inspect",
+            str(work_dir),
+            "-q",
+            "--json",
+            *options,
+        ]
         process = subprocess.run(command, capture_output=True, text=True, timeout=MAX_S, check=True)
         peaks.append(int(process.stderr))
         (tensor,) = json.loads(process.stdout)["tensors"]

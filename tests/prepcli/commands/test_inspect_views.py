@@ -50,7 +50,9 @@ def test_shards_are_drawn_on_the_stored_mesh(capsys: Capture) -> None:
         "│ 1                  │ 3                  │  8:16",
         "└────────────────────┴────────────────────┘",
     ]
-    shards = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
+    shards = inspect_json(
+        capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4"
+    )["shards"]
     assert shards == {
         "leaf": "params.layers.mlp.up.weight",
         "shape": [2, 16, 8],
@@ -78,7 +80,9 @@ def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
 
 def test_shards_select_one_unstacked_layer(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
-    shards = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
+    shards = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")[
+        "shards"
+    ]
     assert (shards["leaf"], shards["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
 
 
@@ -112,7 +116,9 @@ def test_shards_need_a_mesh_that_divides(capsys: Capture) -> None:
     )
     code, message = inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
     assert (code, message.splitlines()[0]) == (2, "error: vocabulary 13 cannot be split over mp 2")
-    code, message = inspect_failing(capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2")
+    code, message = inspect_failing(
+        capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2"
+    )
     assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 has no size for fsdp")
 
 
@@ -141,8 +147,18 @@ def test_shards_reject_config_of_other_model(capsys: Capture) -> None:
 
 
 def test_diff_lists_differences(capsys: Capture) -> None:
-    a = {"same": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32), "only a": np.ones(1)}
-    b = {"same": np.zeros(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, np.int32), "only b": np.ones(4)}
+    a = {
+        "same": np.ones(2),
+        "shape": np.ones((2, 3)),
+        "dtype": np.ones(3, np.float32),
+        "only a": np.ones(1),
+    }
+    b = {
+        "same": np.zeros(2),
+        "shape": np.ones((3, 2)),
+        "dtype": np.ones(3, np.int32),
+        "only b": np.ones(4),
+    }
     write_hf_folder(Path("a"), {"model.safetensors": a})
     write_hf_folder(Path("b"), {"model.safetensors": b})
     assert main(["inspect", "a", "--diff", "b"]) == 1
@@ -156,10 +172,20 @@ def test_diff_lists_differences(capsys: Capture) -> None:
     assert captured.err == "error: a and b differ in 4 of 5 tensors\n"
     report = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
     assert report["differences"] == [
-        {"name": "shape", "a": {"shape": [2, 3], "dtype": "float64"}, "b": {"shape": [3, 2], "dtype": "float64"}}
+        {
+            "name": "shape",
+            "a": {"shape": [2, 3], "dtype": "float64"},
+            "b": {"shape": [3, 2], "dtype": "float64"},
+        }
     ]
-    assert (report["source"]["name"], report["against"]["name"], report["error"]["code"]) == ("a", "b", 1)
-    assert inspect_lines(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
+    assert (report["source"]["name"], report["against"]["name"], report["error"]["code"]) == (
+        "a",
+        "b",
+        1,
+    )
+    assert inspect_lines(capsys, "a", "same", "--diff", "b") == [
+        "no difference in names, shapes and dtypes"
+    ]
     assert inspect_failing(capsys, "a", "sane", "--diff", "b") == (
         1,
         "error: no tensor of a and b matches `sane`\n hint: did you mean `same`?\n",
@@ -169,7 +195,10 @@ def test_diff_lists_differences(capsys: Capture) -> None:
 def test_diff_compares_init_with_hf_folder(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--pad-vocab", "8")
     assert main(["inspect", "model", "--diff", "init"]) == 1
-    assert capsys.readouterr().out == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
+    assert (
+        capsys.readouterr().out
+        == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
+    )
     assert inspect_json(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
 
 
@@ -179,7 +208,9 @@ def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
     capsys.readouterr()
     names = [
         difference["name"]
-        for difference in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
+        for difference in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)[
+            "differences"
+        ]
     ]
     assert names == [
         "params.layers.attn.q.weight", "params.layers.0.attn.q.weight", "params.layers.1.attn.q.weight",
@@ -199,7 +230,9 @@ def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
         (["--sort", "age"], "invalid value for '--sort'"),
     ],
 )
-def test_conflicting_inspect_options_are_rejected(capsys: Capture, args: list[str], what: str) -> None:
+def test_conflicting_inspect_options_are_rejected(
+    capsys: Capture, args: list[str], what: str
+) -> None:
     code, message = inspect_failing(capsys, "nowhere", *args)
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
 
@@ -208,11 +241,18 @@ def test_inspect_does_not_draw_too_large_a_mesh(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")
     assert lines[-1] == "not drawn: the mesh has 1,048,576 devices, a drawing at most 16,384"
-    assert inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")["shards"]["devices"] is None
+    assert (
+        inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")["shards"][
+            "devices"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("view", [(), ("--tree",), ("--stats",)])
-def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]) -> None:
+def test_inspect_limits_rows(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]
+) -> None:
     monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", *view)

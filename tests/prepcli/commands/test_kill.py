@@ -36,7 +36,9 @@ def test_commands_survive_kills_at_random_moments(setup: KillSetup, name: str):
 @pytest.mark.parametrize("ways", [ONE_PROCESS, SEVERAL_PROCESSES], ids=["alone", "together"])
 @pytest.mark.parametrize("seed", range(34))
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_survive_many_kills(setup: KillSetup, name: str, seed: int, ways: Sequence[Sequence[Sequence[str]]]):
+def test_commands_survive_many_kills(
+    setup: KillSetup, name: str, seed: int, ways: Sequence[Sequence[Sequence[str]]]
+):
     check_killed(setup, name, kills=3, seed=100 + seed, launches=ways)
 
 
@@ -51,12 +53,16 @@ def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
     nbytes = json.loads(rerun.stdout)["bytes"]
     assert nbytes["resumed"] > 0
     tensors = sum(p.stat().st_size for p in (setup.folder / "model").glob("*.safetensors"))
-    assert 0 < nbytes["written"] < tensors - nbytes["resumed"] + (32 << 20)  # at most one tensor is repeated
+    assert (
+        0 < nbytes["written"] < tensors - nbytes["resumed"] + (32 << 20)
+    )  # at most one tensor is repeated
     assert read_files(setup.folder / "again") == setup.expected_files("save-init")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signal_exits_with_its_code_and_a_hint_to_resume(setup: KillSetup, number: signal.Signals, code: int):
+def test_signal_exits_with_its_code_and_a_hint_to_resume(
+    setup: KillSetup, number: signal.Signals, code: int
+):
     out = f"stopped-{code}"
     process = act_when_durable(setup, "export", out, lambda p: p.send_signal(number))
     _, err = process.communicate(timeout=MAX_S)
@@ -87,7 +93,9 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
     shutil.copytree(setup.folder / "init", setup.folder / "edited")
     export = ["export", "edited", "--out", "edited-hf", "--memory", "32MiB"]
     process = start_prep(*export, cwd=setup.folder)
-    while process.poll() is None and not (setup.folder / "edited-hf.partial/.prep/run.json").exists():
+    while (
+        process.poll() is None and not (setup.folder / "edited-hf.partial/.prep/run.json").exists()
+    ):
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=MAX_S)

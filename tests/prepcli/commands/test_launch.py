@@ -58,10 +58,18 @@ def test_script_is_printed_written_or_submitted(
 
 
 @pytest.mark.parametrize(
-    "name", ["caf\u00e9.toml", "a\u200bb\u202e.toml", "bell\x07/recipe.toml", "not utf-8 \udcff/recipe.toml"]
+    "name",
+    [
+        "caf\u00e9.toml",
+        "a\u200bb\u202e.toml",
+        "bell\x07/recipe.toml",
+        "not utf-8 \udcff/recipe.toml",
+    ],
 )
 @pytest.mark.parametrize("words", [[], ["--out", "job.sh"], ["--submit"]])
-def test_script_names_the_exact_bytes_of_a_recipe(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_script_names_the_exact_bytes_of_a_recipe(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+):
     """On stdout they were escaped as in a message: the script then named another file."""
     Path(name).parent.mkdir(exist_ok=True)
     Path("recipe.toml").rename(name)
@@ -69,27 +77,37 @@ def test_script_names_the_exact_bytes_of_a_recipe(name: str, words: list[str], m
     with open("stdout", "w", encoding="utf-8", errors="backslashreplace") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
         assert main(["launch", "slurm", name, *words]) == OK
-    script = Path({"--out": "job.sh", "--submit": "stdin.txt"}.get("".join(words[:1]), "stdout")).read_bytes()
+    script = Path(
+        {"--out": "job.sh", "--submit": "stdin.txt"}.get("".join(words[:1]), "stdout")
+    ).read_bytes()
     command = next(line for line in script.split(b"\n") if line.startswith(b"srun"))
     assert os.fsencode(name) in command.replace(b"'", b"").replace(b"\\", b"")
 
 
-def test_submitted_job_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_submitted_job_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     install_submitters(monkeypatch, code=0)
     assert main(["launch", "slurm", "recipe.toml", "--submit"]) == OK
     assert capsys.readouterr().out == "17\n"
 
 
-def test_failed_submission_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_failed_submission_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     install_submitters(monkeypatch, code=3)
     error = run_failing(capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit")
     assert "the job was not submitted" in error
     assert "`sbatch --parsable` exited with 3" in error
 
 
-def test_missing_scheduler_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_missing_scheduler_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("PATH", str(Path().resolve()))
-    assert "`sbatch` is not installed" in run_failing(capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit")
+    assert "`sbatch` is not installed" in run_failing(
+        capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +115,10 @@ def test_missing_scheduler_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         (["missing.toml"], "missing.toml"),
         (["recipe.toml", "--", "--set", "train.stepz=3"], "train.stepz"),
-        (["recipe.toml", "--nodes", "2", "--devices-per-node", "8"], "mesh 1,2,4 needs 8 devices, there are 16"),
+        (
+            ["recipe.toml", "--nodes", "2", "--devices-per-node", "8"],
+            "mesh 1,2,4 needs 8 devices, there are 16",
+        ),
         (["recipe.toml", "--env", "A"], "`--env A` has no value"),
         (["recipe.toml", "--setup", "a\nb"], "--setup has more than one line"),
         (["recipe.toml", "--out", "recipe.toml"], "`recipe.toml` already exists"),
@@ -116,16 +137,32 @@ CLAIM = ["--claim", "runs"]
 TWO_SLICES = ["--", "--set", "cluster.dcn_mesh=fsdp:2"]
 IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
     (["tpu", "--accelerator", "v5p-8"], "needs 8 devices, there are 4", "`--accelerator v5p-16`"),
-    (["tpu", "--accelerator", "v5p-100"], "`--accelerator v5p-100` is invalid", "`--accelerator v5p-128`"),
-    (["tpu", "--accelerator", "v5p-7"], "`--accelerator v5p-7` is invalid", "`--accelerator v5p-8`"),
+    (
+        ["tpu", "--accelerator", "v5p-100"],
+        "`--accelerator v5p-100` is invalid",
+        "`--accelerator v5p-128`",
+    ),
+    (
+        ["tpu", "--accelerator", "v5p-7"],
+        "`--accelerator v5p-7` is invalid",
+        "`--accelerator v5p-8`",
+    ),
     (["tpu", "--accelerator", "v5p-"], "`--accelerator v5p-` is invalid", "`--accelerator v5p-8`"),
     (["tpu", "--accelerator", "tpu7x-8"], "no TPU VMs", "`prep launch gke --accelerator tpu7x`"),
     (["tpu", "--accelerator", "v6e-8", *TWO_SLICES], "has 2 slices", "`prep launch gke`"),
     (["gke", *IMAGE, *CLAIM], "`--devices-per-node` is missing", "`--devices-per-node 8`"),
     (["gke", *IMAGE, "--devices-per-node", "8"], "`--claim` is missing", "`--claim NAME`"),
     (["gke", *IMAGE, *CLAIM, *V5P], "`--topology` is missing", "`--topology 2x2x2`"),
-    (["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2"], "`--devices-per-node` is missing", "`--devices-per-node 4`"),
-    (["gke", *IMAGE, *CLAIM, *V5P, "--topology", "8x1x1"], "`--topology 8x1x1` is invalid", "2x2x2"),
+    (
+        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2"],
+        "`--devices-per-node` is missing",
+        "`--devices-per-node 4`",
+    ),
+    (
+        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "8x1x1"],
+        "`--topology 8x1x1` is invalid",
+        "2x2x2",
+    ),
     (
         ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2", "--devices-per-node", "8"],
         "`--devices-per-node 8` is invalid",
@@ -137,7 +174,18 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
         "`--nodes 2`",
     ),
     (
-        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x4", "--devices-per-node", "4", "--nodes", "4"],
+        [
+            "gke",
+            *IMAGE,
+            *CLAIM,
+            *V5P,
+            "--topology",
+            "2x2x4",
+            "--devices-per-node",
+            "4",
+            "--nodes",
+            "4",
+        ],
         "needs 8 devices, there are 16",
         "`--topology 2x2x2 --nodes 2`",
     ),
@@ -157,8 +205,16 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
         "`--nodes 1` is invalid",
         "`--nodes 2`",
     ),
-    (["gke", *IMAGE, *CLAIM, "--devices-per-node", "8", "--topology", "4x4"], "for TPUs only", "remove `--topology`"),
-    (["gke", *IMAGE, *CLAIM, "--accelerator", "tpu-v5p"], "unknown TPU label `tpu-v5p`", "tpu-v5p-slice"),
+    (
+        ["gke", *IMAGE, *CLAIM, "--devices-per-node", "8", "--topology", "4x4"],
+        "for TPUs only",
+        "remove `--topology`",
+    ),
+    (
+        ["gke", *IMAGE, *CLAIM, "--accelerator", "tpu-v5p"],
+        "unknown TPU label `tpu-v5p`",
+        "tpu-v5p-slice",
+    ),
     (
         ["slurm", "--nodes", "201", "--", "--out", "gs://bucket/run"],
         "201 processes cannot save to a bucket",
@@ -169,7 +225,11 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
         "`cluster.dcn_mesh` has 2 slices",
         "`--nodes 4`",
     ),
-    (["slurm", "--nodes", "4", "--", "--set", "cluster.n_processes=2"], "`cluster.n_processes` is 2", "n_processes=4"),
+    (
+        ["slurm", "--nodes", "4", "--", "--set", "cluster.n_processes=2"],
+        "`cluster.n_processes` is 2",
+        "n_processes=4",
+    ),
     (["slurm", "--", "--out", "ftp://bucket/run"], "ftp://bucket/run", ""),
 ]
 POSSIBLE = [
@@ -179,9 +239,38 @@ POSSIBLE = [
     ["gke", *IMAGE, "--devices-per-node", "8", "--", "--out", "gs://bucket/run"],
     ["gke", *IMAGE, *CLAIM, "--devices-per-node", "4", "--nodes", "2"],
     ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2", "--devices-per-node", "4", "--nodes", "2"],
-    ["gke", *IMAGE, *CLAIM, "--accelerator", "tpu7x", "--topology", "2x2x1", "--devices-per-node", "4"],
-    ["gke", *IMAGE, *CLAIM, "--accelerator", "tpu-v6e-slice", "--topology", "2x4", "--devices-per-node", "8"],
-    ["slurm", "--nodes", "2", "--devices-per-node", "8", "--", "--set", "cluster.n_local_devices=4"],
+    [
+        "gke",
+        *IMAGE,
+        *CLAIM,
+        "--accelerator",
+        "tpu7x",
+        "--topology",
+        "2x2x1",
+        "--devices-per-node",
+        "4",
+    ],
+    [
+        "gke",
+        *IMAGE,
+        *CLAIM,
+        "--accelerator",
+        "tpu-v6e-slice",
+        "--topology",
+        "2x4",
+        "--devices-per-node",
+        "8",
+    ],
+    [
+        "slurm",
+        "--nodes",
+        "2",
+        "--devices-per-node",
+        "8",
+        "--",
+        "--set",
+        "cluster.n_local_devices=4",
+    ],
     ["slurm", "--nodes", "200", "--", "--out", "s3://bucket/run"],
 ]
 
@@ -193,8 +282,12 @@ def launch_words(words: list[str]) -> list[str]:
     return ["launch", target, "recipe.toml", *zone, *options]
 
 
-@pytest.mark.parametrize(("words", "what", "hint"), IMPOSSIBLE, ids=[" ".join(words) for words, *_ in IMPOSSIBLE])
-def test_jobs_that_cannot_run_are_refused(words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("words", "what", "hint"), IMPOSSIBLE, ids=[" ".join(words) for words, *_ in IMPOSSIBLE]
+)
+def test_jobs_that_cannot_run_are_refused(
+    words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]
+):
     error = " ".join(run_failing(capsys, USAGE, *launch_words(words)).split())
     assert what in error
     assert hint in error
@@ -224,7 +317,18 @@ def test_local_processes_report_their_error(capsys: pytest.CaptureFixture[str]):
 def test_local_processes_train(capsys: pytest.CaptureFixture[str]):
     make_training_folder()
     capsys.readouterr()
-    command = ["launch", "local", "recipe.toml", "--processes", "2", "--devices", "4", "--", "--out", "run"]
+    command = [
+        "launch",
+        "local",
+        "recipe.toml",
+        "--processes",
+        "2",
+        "--devices",
+        "4",
+        "--",
+        "--out",
+        "run",
+    ]
     assert main([*command, "--set", "train.steps=3", "--set", "train.log_every=1"]) == OK
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "run/3"
@@ -237,8 +341,22 @@ def test_local_run_names_a_killed_process():
     make_training_folder()
     values = ["train.steps=100000", "train.log_every=1", "cluster.heartbeat_timeout=10"]
     sets = [word for value in values for word in ("--set", value)]
-    words = ["launch", "local", "recipe.toml", "--processes", "2", "--devices", "4", "--", "--out", "run", *sets]
-    with subprocess.Popen([sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True) as job:
+    words = [
+        "launch",
+        "local",
+        "recipe.toml",
+        "--processes",
+        "2",
+        "--devices",
+        "4",
+        "--",
+        "--out",
+        "run",
+        *sets,
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True
+    ) as job:
         assert job.stderr is not None
         lines = list[str]()
         while not any(line.startswith("[0] step ") for line in lines):

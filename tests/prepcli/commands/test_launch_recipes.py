@@ -17,8 +17,20 @@ from tests.helpers.training_folder import WORDS, write_tokenizer
 
 # Recipe, accelerator, devices, largest peak of one device in GB, and the words of `prep launch` in its comment
 FULL_SIZE = [
-    ("llama-13b", "H100", 16, 37, ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "24:00:00"]),
-    ("gpt2", "A100-40", 16, 12, ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "4:00:00"]),
+    (
+        "llama-13b",
+        "H100",
+        16,
+        37,
+        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "24:00:00"],
+    ),
+    (
+        "gpt2",
+        "A100-40",
+        16,
+        12,
+        ["slurm", "--nodes", "2", "--devices-per-node", "8", "--time", "4:00:00"],
+    ),
     ("gpt-j-6b", "v4", 32, 8, ["tpu", "--accelerator", "v4-64", "--zone", "us-central2-b"]),
 ]
 TINY = [  # recipe, config, mesh, and other keys that depend on the size
@@ -34,9 +46,16 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize(("name", "devices", "count", "peak_gb", "launch"), FULL_SIZE, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "peak_gb", "launch"), FULL_SIZE, ids=lambda value: str(value)
+)
 def test_launch_recipes_fit_and_are_launched(
-    name: str, devices: str, count: int, peak_gb: float, launch: list[str], capsys: pytest.CaptureFixture[str]
+    name: str,
+    devices: str,
+    count: int,
+    peak_gb: float,
+    launch: list[str],
+    capsys: pytest.CaptureFixture[str],
 ):
     recipe = recipes_folder() / f"{name}.toml"
     capsys.readouterr()
@@ -59,7 +78,11 @@ LAUNCH_OPTIONS = {
 
 @pytest.mark.parametrize(
     ("target", "trained"),
-    [("slurm", "prep train gpt2"), ("tpu", 'prep train "$HOME"/gpt2.toml'), ("gke", "prep train /etc/prep/gpt2.toml")],
+    [
+        ("slurm", "prep train gpt2"),
+        ("tpu", 'prep train "$HOME"/gpt2.toml'),
+        ("gke", "prep train /etc/prep/gpt2.toml"),
+    ],
 )
 def test_launch_takes_the_name_of_a_shipped_recipe(
     target: str, trained: str, capsys: pytest.CaptureFixture[str]
@@ -85,19 +108,34 @@ def test_comments_of_recipes_name_no_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "mesh", "values"), slow_except(TINY, TINY[1:2]), ids=[name for name, *_ in TINY]
+    ("name", "config", "mesh", "values"),
+    slow_except(TINY, TINY[1:2]),
+    ids=[name for name, *_ in TINY],
 )
 def test_launch_recipes_train(
-    name: str, config: dict[str, object], mesh: str, values: list[str], capsys: pytest.CaptureFixture[str]
+    name: str,
+    config: dict[str, object],
+    mesh: str,
+    values: list[str],
+    capsys: pytest.CaptureFixture[str],
 ):
     make_checkpoint(Path("tiny"), config)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--mesh", mesh, "--pad-vocab", "auto", "-q"]) == OK
     Path("train.jsonl").write_text(json.dumps({"text": " ".join(WORDS * 10)}) + "\n")
-    values = [*values, f"mesh={mesh}", "model.path=tiny-init", "data.path=train.jsonl", "data.seq_length=16"]
+    values = [
+        *values,
+        f"mesh={mesh}",
+        "model.path=tiny-init",
+        "data.path=train.jsonl",
+        "data.seq_length=16",
+    ]
     sets = [word for value in values for word in ("--set", value)]
     capsys.readouterr()
-    assert main(["train", str(recipes_folder() / f"{name}.toml"), "--out", "run", "--json", *sets]) == OK
+    assert (
+        main(["train", str(recipes_folder() / f"{name}.toml"), "--out", "run", "--json", *sets])
+        == OK
+    )
     report = json.loads(capsys.readouterr().out)
     assert 0 < report["loss"] < 10
     assert saved_steps(Path("run")) == [report["steps"]]

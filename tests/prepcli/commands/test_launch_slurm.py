@@ -49,7 +49,10 @@ def wait_for_text(path: Path, text: str, timeout_s: float = MAX_S) -> None:
 
 
 def test_stopped_job_is_requeued_and_resumes(
-    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     for name, value in cluster.items():
@@ -59,8 +62,31 @@ def test_stopped_job_is_requeued_and_resumes(
     Path("bin/prep").write_text(PREP)
     Path("bin/prep").chmod(0o755)
     capsys.readouterr()
-    command = ["launch", "slurm", "recipe.toml", "--nodes", "2", "--setup", "export PATH=$PWD/bin:$PATH", "--submit"]
-    assert main([*command, "--", "--out", "run", "--set", "train.steps=60", "--set", "checkpoint.every=60"]) == OK
+    command = [
+        "launch",
+        "slurm",
+        "recipe.toml",
+        "--nodes",
+        "2",
+        "--setup",
+        "export PATH=$PWD/bin:$PATH",
+        "--submit",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "--",
+                "--out",
+                "run",
+                "--set",
+                "train.steps=60",
+                "--set",
+                "checkpoint.every=60",
+            ]
+        )
+        == OK
+    )
     job = capsys.readouterr().out.strip()
     log = Path(f"recipe-{job}.log")
     wait_for_text(log, "step  5/60")

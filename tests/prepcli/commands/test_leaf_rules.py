@@ -43,11 +43,27 @@ def test_chunks_follow_rules_of_leaves_in_every_layout(capsys: pytest.CaptureFix
     assert read_manifest("init")["rules"] == [QUERY_RULE]
     run_ok("reshard", "init", "--no-scan", "--mesh", "1,4,2", "--out", "unstacked")
     assert chunk_of("unstacked", QUERY.replace("layers", "layers.0")) == [8, 16, 256]
-    run_ok("reshard", "unstacked", "--scan", "--scan-axis", "1", *mesh, "--rule", "auto", "--out", "by-size")
-    assert (chunk_of("by-size", QUERY), chunk_of("by-size", OUTPUT)) == ([8, 1, 32, 128], [128, 1, 8, 32])
+    run_ok(
+        "reshard",
+        "unstacked",
+        "--scan",
+        "--scan-axis",
+        "1",
+        *mesh,
+        "--rule",
+        "auto",
+        "--out",
+        "by-size",
+    )
+    assert (chunk_of("by-size", QUERY), chunk_of("by-size", OUTPUT)) == (
+        [8, 1, 32, 128],
+        [128, 1, 8, 32],
+    )
     run_ok("verify", "by-size")
     run_ok("export", "by-size", "--out", "back")
-    assert all(same_bits(array, tensors[name]) for name, array in read_tensors(Path("back")).items())
+    assert all(
+        same_bits(array, tensors[name]) for name, array in read_tensors(Path("back")).items()
+    )
     shards = run_json(capsys, "inspect", "init", "--shards", "attn.q.weight")["shards"]
     assert (shards["spec"], shards["shard"]) == ("P(None, None, fsdp, mp)", [1, 8, 32, 128])
 
@@ -56,7 +72,18 @@ def test_padding_fits_rules_of_vocabulary_leaves():
     make_checkpoint(Path("m"), LLAMA)
     rule = r"re:^(embed\.tokens|head\.weight)$=fsdp+mp,none"
     run_ok(
-        "save-init", "m", "--mesh", "1,3,4", "--pad-vocab", "auto", "--rule", rule, "--rule", "embed=none", "--out", "i"
+        "save-init",
+        "m",
+        "--mesh",
+        "1,3,4",
+        "--pad-vocab",
+        "auto",
+        "--rule",
+        rule,
+        "--rule",
+        "embed=none",
+        "--out",
+        "i",
     )
     assert read_manifest("i")["vocab"] == {"true": 131, "padded": 132}
     run_ok("save-init", "m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--rule", rule, "--out", "j")

@@ -28,7 +28,9 @@ def export_until(function: str) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")])
+@pytest.mark.parametrize(
+    "words", [EXPORT, ("verify", "out"), ("save-init", "out", "--out", "other")]
+)
 def test_next_command_removes_work_folder_of_killed_run(words: tuple[str, ...]):
     export_until("staging.remove_work_folder")
     assert Path("out/.prep").is_dir()

@@ -14,7 +14,16 @@ from prepcli.cli.main import main
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
-HEAVY_MODULES = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
+HEAVY_MODULES = (
+    "jax",
+    "jaxlib",
+    "orbax",
+    "tensorstore",
+    "flax",
+    "torch",
+    "transformers",
+    "safetensors",
+)
 SCRIPT = """
 import json, sys
 from prepcli.cli.main import main
@@ -52,7 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_imports(folder: Path, modules: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
     """Run commands in one new process, and check after each that none of the modules was imported."""
     arguments = [json.dumps(modules), json.dumps([[*words, "-q"] for words in commands])]
-    process = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=folder, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], cwd=folder, capture_output=True, text=True
+    )
     assert process.returncode == 0, process.stderr
 
 
@@ -61,4 +72,6 @@ def test_conversions_import_no_framework(folder: Path):
 
 
 def test_dry_run_imports_no_array_library(folder: Path):
-    check_imports(folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]])
+    check_imports(
+        folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]]
+    )

@@ -10,10 +10,10 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
+from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.hub_push import _file_names
-from prepcli.execution.run_folder import RunFolder
-from tests.helpers.run_cli import run_failing, run_ok
-from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
+from tests.helpers.run_cli import exported_tensors, run_failing, run_ok
+from tests.helpers.tiny_checkpoints import assert_same, make_checkpoint, read_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,9 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [["pad-vocab", "--multiple", "8"], ["save-init"]])
-def test_command_rejects_small_file_linked_outside(command: list[str], capsys: pytest.CaptureFixture[str]):
+def test_command_rejects_small_file_linked_outside(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+):
     Path("m/vocab.txt").symlink_to("../secret")
     for more in ([], ["--dry-run"]):
         err = run_failing(capsys, 1, command[0], "./m", *command[1:], "--out", "out", *more)
@@ -42,23 +44,27 @@ def test_export_rejects_links_in_init(link: str, capsys: pytest.CaptureFixture[s
         shutil.move("init/hf", "elsewhere")
     Path("init", link).symlink_to("../../secret" if link != "hf" else "../elsewhere")
     assert "is a link to" in run_failing(capsys, 1, "export", "init", "--out", "out")
-    assert "is a link to" in run_failing(capsys, 1, "reshard", "init", "--mesh", "1,2,1", "--out", "out")
+    assert "is a link to" in run_failing(
+        capsys, 1, "reshard", "init", "--mesh", "1,2,1", "--out", "out"
+    )
 
 
 def test_run_rejects_links_before_first_step():
     run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
     with pytest.raises(PrepError, match="is a link to"):
-        RunFolder(Path("run"), Path("init"), name="run")
+        CheckpointManager(Path("run"), Path("init"), name="run")
 
 
 def test_weight_files_may_be_links():
+    tensors = read_tensors(Path("m"))
     Path("elsewhere").mkdir()
     for path in Path("m").glob("*.safetensors*"):
         shutil.move(path, "elsewhere")
         path.symlink_to(f"../elsewhere/{path.name}")
     run_ok("save-init", "./m", "--out", "init")
     run_ok("verify", "init", "./m")
+    assert_same(exported_tensors("init"), tensors)
 
 
 def test_hub_cache_converts_with_its_links():
@@ -69,7 +75,10 @@ def test_hub_cache_converts_with_its_links():
         shutil.copy(path, blobs)
         (home / path.name).symlink_to(f"../../blobs/{path.name}")
     run_ok("pad-vocab", f"./{home}", "--multiple", "8", "--out", "padded")
-    assert Path("padded/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
+    assert (
+        Path("padded/tokenizer_config.json").read_bytes()
+        == Path("m/tokenizer_config.json").read_bytes()
+    )
     assert not Path("padded/tokenizer_config.json").is_symlink()
     assert read_tensors(Path("padded"))
 

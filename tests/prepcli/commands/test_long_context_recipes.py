@@ -18,7 +18,13 @@ from trainer.recipe.tables import keys_of, value_of
 
 RECIPES = ("llama-7b-32k", "llama-13b-32k")
 TINY_VALUES = (
-    *("mesh=1,2,4", "model.path=tiny-init", "batch.size=4", "train.steps=2", "optimizer.warmup_steps=1"),
+    *(
+        "mesh=1,2,4",
+        "model.path=tiny-init",
+        "batch.size=4",
+        "train.steps=2",
+        "optimizer.warmup_steps=1",
+    ),
     *("data.seq_length=64", "data.path=train.jsonl", "data.eval_path=train.jsonl", "eval.limit=2"),
     *("model.q_chunk_size=16", "model.k_chunk_size=32", "model.ffn_chunk_size=16"),
 )

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
@@ -47,9 +47,17 @@ def test_lora_run_saves_adapters_alone(work_dir: Path):
     leaves = read_leaves(Path("runs/recipe/3"))
     params = {name for name in leaves if name.startswith("params.")}
     projections = ("attn.q", "attn.v", "mlp.gate", "mlp.up", "mlp.down")
-    assert params == {f"params.layers.{name}.lora_{matrix}" for name in projections for matrix in "ab"}
-    moments = {name.replace("params.", f"opt_state.adam.{moment}.") for name in params for moment in ("mu", "nu")}
-    assert {name for name in leaves if name.startswith("opt_state.")} == moments | {"opt_state.adam.count"}
+    assert params == {
+        f"params.layers.{name}.lora_{matrix}" for name in projections for matrix in "ab"
+    }
+    moments = {
+        name.replace("params.", f"opt_state.adam.{moment}.")
+        for name in params
+        for moment in ("mu", "nu")
+    }
+    assert {name for name in leaves if name.startswith("opt_state.")} == moments | {
+        "opt_state.adam.count"
+    }
     assert all(leaves[name].any() for name in params)
     environment = json.loads(Path("runs/recipe", ENVIRONMENT_FILE).read_text())
     assert environment["trained_parameters"] == sum(leaves[name].size for name in params)
@@ -70,9 +78,14 @@ def test_manifest_of_lora_step_names_the_base(work_dir: Path):
     manifest = read_manifest(Path("runs/recipe/3"))
     assert manifest is not None
     targets = ["attn.q", "attn.v", "mlp.*"]
-    assert manifest["lora"] == {"rank": 4, "alpha": 8.0, "targets": targets, "use_rslora": False}
-    assert manifest["base"]["name"] == "tiny-init"
-    assert len(manifest["base"]["digest"]) == 16
+    assert manifest.fields["lora"] == {
+        "rank": 4,
+        "alpha": 8.0,
+        "targets": targets,
+        "use_rslora": False,
+    }
+    assert manifest.base["name"] == "tiny-init"
+    assert len(manifest.base["digest"]) == 16
 
 
 def test_resume_on_another_base_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -89,7 +102,9 @@ def test_resume_on_another_base_is_an_error(work_dir: Path, capsys: pytest.Captu
 def test_changed_adapter_settings_stop_a_resume(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "3", "-q"]) == STOPPED
     for key in ("lora.rank=8", "lora.rank=0"):
-        words = ["--set", key] + (["--set", "lora.targets=['attn.q', 'attn.v']"] if key.endswith("0") else [])
+        words = ["--set", key] + (
+            ["--set", "lora.targets=['attn.q', 'attn.v']"] if key.endswith("0") else []
+        )
         assert main(["train", "recipe.toml", *words, "-q"]) == FAILED
         assert f"lora.rank: 4 -> {key[-1]}" in capsys.readouterr().err
 
@@ -100,10 +115,13 @@ def test_exported_adapter_starts_another_run(work_dir: Path):
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "--out", "second", "-q"]) == OK
-    first, second = (read_manifest(Path(run) / "3") or {} for run in ("runs/recipe", "second"))
-    assert second["lora"] == first["lora"] | {"targets": second["lora"]["targets"]}
-    assert second["tensors"].keys() == first["tensors"].keys()
-    assert second["tensors"] != first["tensors"]
+    first, second = (
+        read_manifest(Path(run) / "3") or NO_MANIFEST for run in ("runs/recipe", "second")
+    )
+    lora = second.fields["lora"]
+    assert lora == first.fields["lora"] | {"targets": lora["targets"]}
+    assert second.tensors.keys() == first.tensors.keys()
+    assert second.tensors != first.tensors
 
 
 def other_model(row: int) -> None:
@@ -126,7 +144,9 @@ def adapter(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return Path("adapter")
 
 
-def test_exported_adapter_is_checked_on_every_read(adapter: Path, capsys: pytest.CaptureFixture[str]):
+def test_exported_adapter_is_checked_on_every_read(
+    adapter: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["verify", "adapter"]) == OK
     weights = adapter / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -134,7 +154,11 @@ def test_exported_adapter_is_checked_on_every_read(adapter: Path, capsys: pytest
     weights.write_bytes(content)
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
-    for command in (["verify", "adapter"], ["merge", "adapter", "tiny"], ["train", "recipe.toml", "--out", "second"]):
+    for command in (
+        ["verify", "adapter"],
+        ["merge", "adapter", "tiny"],
+        ["train", "recipe.toml", "--out", "second"],
+    ):
         assert main(command) == FAILED
         error = capsys.readouterr().err
         assert "lora_" in error
@@ -156,7 +180,10 @@ def test_merge_refuses_another_base(adapter: Path, capsys: pytest.CaptureFixture
 
 
 def test_merge_takes_its_base_in_other_formats(adapter: Path):
-    assert main(["reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers", "-q"]) == OK
+    assert (
+        main(["reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers", "-q"])
+        == OK
+    )
     for base in ("tiny", "tiny-init", "layers"):
         assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
 
@@ -181,9 +208,14 @@ def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.Ca
         assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
 
 
-def test_steps_of_adapters_are_no_complete_models(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_steps_of_adapters_are_no_complete_models(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
-    for words in (["generate", "runs/recipe", "--tokens", "1,2"], ["export", "runs/recipe", "--layout", "easylm"]):
+    for words in (
+        ["generate", "runs/recipe", "--tokens", "1,2"],
+        ["export", "runs/recipe", "--layout", "easylm"],
+    ):
         assert main([*words, "-q"]) == USAGE
         assert "only adapters" in capsys.readouterr().err
     words = ["train", "recipe.toml", "--set", "model.path=runs/recipe", "--out", "second", "-q"]
@@ -191,7 +223,9 @@ def test_steps_of_adapters_are_no_complete_models(work_dir: Path, capsys: pytest
     assert "`model.path` is not a complete model" in capsys.readouterr().err
 
 
-def test_verify_refuses_to_compare_adapters_with_a_model(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_refuses_to_compare_adapters_with_a_model(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
     capsys.readouterr()
     for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
@@ -201,7 +235,22 @@ def test_verify_refuses_to_compare_adapters_with_a_model(work_dir: Path, capsys:
 
 def test_resharded_adapters_keep_their_values(work_dir: Path):
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
-    assert main(["reshard", "runs/recipe", "--mesh", "1,1,8", "--rule", "kv_heads=none", "--out", "wide", "-q"]) == OK
+    assert (
+        main(
+            [
+                "reshard",
+                "runs/recipe",
+                "--mesh",
+                "1,1,8",
+                "--rule",
+                "kv_heads=none",
+                "--out",
+                "wide",
+                "-q",
+            ]
+        )
+        == OK
+    )
     before, after = read_leaves(Path("runs/recipe/3")), read_leaves(Path("wide"))
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -223,7 +272,9 @@ def test_invalid_adapter_settings_are_errors(
     assert message in capsys.readouterr().err
 
 
-def test_dry_run_counts_the_state_of_adapters_alone(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_counts_the_state_of_adapters_alone(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["train", "recipe.toml", "--set", "lora.rank=1", "--dry-run", "--json"]) == OK
     lora = json.loads(capsys.readouterr().out)["memory"]
     options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
@@ -233,7 +284,9 @@ def test_dry_run_counts_the_state_of_adapters_alone(work_dir: Path, capsys: pyte
     assert lora["gradients"] < full["gradients"] / 4
 
 
-def test_run_of_all_parameters_does_not_go_on_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_of_all_parameters_does_not_go_on_with_adapters(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
     assert main(["train", "recipe.toml", *options, "--stop-after", "3", "-q"]) == STOPPED
     assert main(["train", "recipe.toml", "-q"]) == FAILED

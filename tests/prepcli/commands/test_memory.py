@@ -62,10 +62,14 @@ class MemoryLimits:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
         make_large_model(folder / "m", 4 * budget * MIB)
-        make_adapter(folder / "adapter", {"transformer.wte": (4 * budget * MIB // WIDTH // 4, WIDTH)})
+        make_adapter(
+            folder / "adapter", {"transformer.wte": (4 * budget * MIB // WIDTH // 4, WIDTH)}
+        )
         for name, more in {"init": [], "packed": ["--compress", "zstd"]}.items():
             self.run_limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
-        self.inspect_nbytes = {name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")}
+        self.inspect_nbytes = {
+            name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")
+        }
 
     def run_limited(self, limit: int, *words: str) -> str:
         """Run a command with a limit in bytes on its data (0: none); return stderr."""
@@ -127,7 +131,9 @@ def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
 
 
 @pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
-def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[MemoryLimits]:
+def large(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[MemoryLimits]:
     folder = tmp_path_factory.mktemp("large") / "bench"
     yield MemoryLimits(folder, request.param)
     shutil.rmtree(folder)
@@ -141,9 +147,22 @@ def test_command_fits_in_larger_budgets(large: MemoryLimits, words: list[str]):
 
 def test_out_of_memory_is_reported(small: MemoryLimits):
     limit = small.inspect_nbytes["./m"] + 8 * MIB
-    words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "starved", "--memory", "512MiB", "-q"]
+    words = [
+        "pad-vocab",
+        "./m",
+        "--multiple",
+        "1000",
+        "--out",
+        "starved",
+        "--memory",
+        "512MiB",
+        "-q",
+    ]
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words], cwd=small.folder, capture_output=True, text=True
+        [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words],
+        cwd=small.folder,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 1
     assert "error: the system is out of memory" in run.stderr

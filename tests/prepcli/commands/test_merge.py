@@ -21,9 +21,15 @@ from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, make_checkpoint, read_tensors, same_bits
 
 LLAMA_TARGETS = [
-    f"model.layers.{number}.{name}" for number in range(3) for name in ("self_attn.q_proj", "mlp.down_proj")
+    f"model.layers.{number}.{name}"
+    for number in range(3)
+    for name in ("self_attn.q_proj", "mlp.down_proj")
 ]
-GPT2_TARGETS = [f"transformer.h.{number}.{name}" for number in range(3) for name in ("attn.c_attn", "mlp.c_proj")]
+GPT2_TARGETS = [
+    f"transformer.h.{number}.{name}"
+    for number in range(3)
+    for name in ("attn.c_attn", "mlp.c_proj")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +38,9 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def product(adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA / RANK) -> np.ndarray:
+def product(
+    adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA / RANK
+) -> np.ndarray:
     """Compute scale * B A in float32, summed in the order of the rank."""
     a, b = (adapter[f"{PREFIX}{module}.lora_{matrix}.weight"] for matrix in "AB")
     total = np.zeros((len(b), a.shape[1]), np.float32)
@@ -57,7 +65,9 @@ def test_merge_adds_the_product_and_rounds_once(dtype: str):
     for name, values in base.items():
         module = name.removesuffix(".weight")
         if module in LLAMA_TARGETS:
-            expected = (values.astype(np.float32) + product(adapter, module)).astype(numpy_dtype(dtype))
+            expected = (values.astype(np.float32) + product(adapter, module)).astype(
+                numpy_dtype(dtype)
+            )
             assert same_bits(merged[name], expected)
         else:
             assert same_bits(merged[name], values)
@@ -73,11 +83,14 @@ def test_merge_names_the_base_that_the_adapter_names(capsys: pytest.CaptureFixtu
 def test_merge_transposes_the_product_for_conv1d():
     make_checkpoint(Path("base"), GPT2)
     adapter = make_adapter(
-        Path("adapter"), {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS}
+        Path("adapter"),
+        {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS},
     )
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
     base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
-    assert sum(same_bits(merged[name], values) for name, values in base.items()) == len(base) - len(GPT2_TARGETS)
+    assert sum(same_bits(merged[name], values) for name, values in base.items()) == len(base) - len(
+        GPT2_TARGETS
+    )
     for name, values in base.items():
         module = name if name.startswith("transformer.") else f"transformer.{name}"
         if (module := module.removesuffix(".weight")) in GPT2_TARGETS:
@@ -87,7 +100,10 @@ def test_merge_transposes_the_product_for_conv1d():
 def test_merge_of_an_init_equals_that_of_its_model():
     make_checkpoint(Path("base"), LLAMA)
     llama_adapter()
-    assert main(["save-init", "base", "--mesh", "1,2,4", "--pad-vocab", "8", "--out", "init", "-q"]) == OK
+    assert (
+        main(["save-init", "base", "--mesh", "1,2,4", "--pad-vocab", "8", "--out", "init", "-q"])
+        == OK
+    )
     for base in ("base", "init"):
         assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
     whole, padded = read_tensors(Path("merged-base")), read_tensors(Path("merged-init"))
@@ -103,8 +119,12 @@ def test_merge_records_the_adapter_and_counts_changes(capsys: pytest.CaptureFixt
     num_values = 3 * (32 * 32 + 32 * 48)
     manifest = read_manifest(Path("merged"))
     assert manifest is not None
-    assert manifest["merged"] == {"adapter": "adapter", "scaling": ALPHA / RANK**0.5, "tensors": 6}
-    (entry,) = manifest["casts"]
+    assert manifest.fields["merged"] == {
+        "adapter": "adapter",
+        "scaling": ALPHA / RANK**0.5,
+        "tensors": 6,
+    }
+    (entry,) = manifest.casts
     assert (entry["update"], entry["tensors"], entry["values"]) == ("low-rank", 6, num_values)
     assert 0 < entry["changed"] <= num_values
     assert result["accounting"]["changed_values"] == entry["changed"]
@@ -130,7 +150,10 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": "16"}, "r is '16', it should be a valid integer"),
-        ({"r": 7}, "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3, 48]"),
+        (
+            {"r": 7},
+            "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3, 48]",
+        ),
         ({"r": 10**30}, "r is an integer above 10^30, it should be"),
         ({"r": 10**400}, "a number has 401 digits"),
         ({"r": True}, "r is True, it should be a valid integer"),
@@ -139,17 +162,28 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"lora_alpha": 10**299}, "which float32 cannot hold"),
         ({"lora_alpha": 0}, "lora_alpha is 0, it should be greater than 0"),
         ({"lora_alpha": 1e300}, "lora_alpha / r is 3.33333e+299, which float32 cannot hold"),
-        ({"lora_alpha": 1e-60, "use_rslora": True}, "lora_alpha / sqrt(r) is 5.7735e-61, which float32 cannot hold"),
+        (
+            {"lora_alpha": 1e-60, "use_rslora": True},
+            "lora_alpha / sqrt(r) is 5.7735e-61, which float32 cannot hold",
+        ),
         ({"use_rslora": "false"}, "use_rslora is 'false', it should be a valid boolean"),
         ({"use_rslora": 1}, "use_rslora is 1, it should be a valid boolean"),
         ({"use_dora": 0}, "use_dora = 0 is not supported"),
-        ({"target_modules": ["q_proj"]}, "they have an adapter of model.layers.0.mlp.down_proj, but target_modules"),
+        (
+            {"target_modules": ["q_proj"]},
+            "they have an adapter of model.layers.0.mlp.down_proj, but target_modules",
+        ),
         ({"exclude_modules": ["q_proj"]}, "q_proj, but exclude_modules lists it"),
         ({"target_modules": 3}, "target_modules is 3, it should be"),
-        ({"base_model_name_or_path": 3}, "base_model_name_or_path is 3, it should be a valid string"),
+        (
+            {"base_model_name_or_path": 3},
+            "base_model_name_or_path is 3, it should be a valid string",
+        ),
     ],
 )
-def test_merge_rejects_other_adapters(settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
+def test_merge_rejects_other_adapters(
+    settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+):
     make_checkpoint(Path("base"), LLAMA)
     llama_adapter(**settings)
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
@@ -168,13 +202,17 @@ def fill_matrix(value: float, suffix: str = "layers.1.self_attn.q_proj.lora_B.we
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merge_refuses_values_that_become_infinite_or_nan(value: float, dtype: str, capsys: pytest.CaptureFixture[str]):
+def test_merge_refuses_values_that_become_infinite_or_nan(
+    value: float, dtype: str, capsys: pytest.CaptureFixture[str]
+):
     make_checkpoint(Path("base"), LLAMA, dtype=dtype)
     llama_adapter()
     fill_matrix(value)
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     error = capsys.readouterr().err
-    assert re.search(r"[1-9]\d* values of model.layers.1.self_attn.q_proj.weight become infinite or nan", error)
+    assert re.search(
+        r"[1-9]\d* values of model.layers.1.self_attn.q_proj.weight become infinite or nan", error
+    )
     assert "--allow-overflow" in error
     assert not Path("merged").exists()
 
@@ -187,7 +225,7 @@ def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFix
     assert "32 overflowed, 0 became 0, 32 are nan" in capsys.readouterr().err
     manifest = read_manifest(Path("merged"))
     assert manifest is not None
-    (entry,) = manifest["casts"]
+    (entry,) = manifest.casts
     assert (entry["overflowed"], entry["nan"]) == (32, 32)
     merged = read_tensors(Path("merged"))
     assert sum(int(np.isnan(values).sum()) for values in merged.values()) == 32
@@ -196,8 +234,14 @@ def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"model.layers.0.self_attn.q_proj": (32, 48)}, "the adapter has B [32, 3] times A [3, 48]"),
-        ({"model.layers.9.self_attn.q_proj": (32, 32)}, "the base has no tensor layers.9.self_attn.q_proj.weight"),
+        (
+            {"model.layers.0.self_attn.q_proj": (32, 48)},
+            "the adapter has B [32, 3] times A [3, 48]",
+        ),
+        (
+            {"model.layers.9.self_attn.q_proj": (32, 32)},
+            "the base has no tensor layers.9.self_attn.q_proj.weight",
+        ),
     ],
 )
 def test_merge_rejects_adapters_of_other_models(

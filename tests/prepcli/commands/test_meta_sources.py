@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from tests.helpers.lazy_modules import lazy_module
-from tests.helpers.run_cli import error_lines, run_json, run_ok
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.llama_trees import expected_output, read_init
+from tests.helpers.run_cli import error_lines, exported_tensors, run_json, run_ok
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+)
 from tests.helpers.torch_checkpoints import to_torch, write_meta_folder
 
 torch = lazy_module("torch")
@@ -46,20 +53,28 @@ def meta() -> MetaModel:
 @pytest.mark.parametrize(("files", "axis"), [(1, 1), (2, 0), (2, 1), (4, 0), (4, 1)])
 def test_meta_shards_convert_to_the_hf_model(meta: MetaModel, files: int, axis: int) -> None:
     meta.write_folder(files, axis)
+    expected = read_tensors(Path("m"))
+    leaves = expected_output("init", expected, meta.config)
     for mesh in ((), ("--mesh", "1,2,4")):
         run_ok("save-init", "./meta", *mesh, "--overwrite")
         run_ok("verify", "meta-init", "./m")
+        assert_same(read_init(Path("meta-init")), leaves)
     run_ok("verify", "./meta", "./m")
     run_ok("pad-vocab", "./meta", "--multiple", "1")
     tensors = read_tensors(Path("meta-padded")).items()
     assert {key for key, _ in tensors} == {*meta.tensors, "model.rope.freqs"}
-    assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == ["config.json", "tokenizer.model"]
+    assert_same({key: array for key, array in tensors if key in expected}, expected)
+    assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == [
+        "config.json",
+        "tokenizer.model",
+    ]
 
 
 def test_single_kv_head_converts() -> None:
     MetaModel(num_key_value_heads=1).write_folder(1)
     run_ok("save-init", "./meta")
     run_ok("verify", "meta-init", "./m")
+    assert_same(exported_tensors("meta-init"), read_tensors(Path("m")))
 
 
 @pytest.mark.parametrize("files", [1, 2, 4])
@@ -70,24 +85,33 @@ def test_meta_export_has_the_same_logits(meta: MetaModel, files: int) -> None:
     ids = torch.arange(60).reshape(2, 30)
     logits = []
     for folder in ("m", "back"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
 
 
-def test_inspect_shows_merged_meta_tensors(meta: MetaModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_merged_meta_tensors(
+    meta: MetaModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     meta.write_folder(2)
     expected, report = (
-        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta")
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name")
+        for source in ("m", "meta")
     )
-    entries = [{key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in report["tensors"]]
+    entries = [
+        {key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in report["tensors"]
+    ]
     extra = {"name": "rope.freqs", "shape": [4], "dtype": "float32", "bytes": 16}
     assert extra in entries
     entries.remove(extra)
     assert entries == [{key: t[key] for key in entries[0]} for t in expected["tensors"]]
     least = {t["name"]: t["stats"]["min"] for t in expected["tensors"]}
-    assert {t["name"]: t["stats"]["min"] for t in report["tensors"] if t["name"] != "rope.freqs"} == least
+    assert {
+        t["name"]: t["stats"]["min"] for t in report["tensors"] if t["name"] != "rope.freqs"
+    } == least
     assert {t["file"] for t in report["tensors"]} == {"consolidated.00.pth"}
 
 
@@ -101,7 +125,9 @@ def change_params(**changes: Any) -> Callable[[], None]:
     def edit() -> None:
         path = Path("meta/params.json")
         params = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in params.items() if value is not None}))
+        path.write_text(
+            json.dumps({key: value for key, value in params.items() if value is not None})
+        )
 
     return edit
 
@@ -168,7 +194,11 @@ INVALID_FOLDERS = {
 
 @pytest.mark.parametrize(("spoil", "what", "why"), INVALID_FOLDERS.values(), ids=INVALID_FOLDERS)
 def test_inconsistent_meta_folder_is_rejected(
-    meta: MetaModel, capsys: pytest.CaptureFixture[str], spoil: Callable[[], object], what: str, why: str
+    meta: MetaModel,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[], object],
+    what: str,
+    why: str,
 ) -> None:
     meta.write_folder(4)
     spoil()

@@ -59,7 +59,9 @@ def test_inspect_shows_whole_names(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_inspect_of_an_init_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, model: Path, width: int) -> None:
+def test_inspect_of_an_init_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, model: Path, width: int
+) -> None:
     monkeypatch.chdir(model.parent)
     if not Path("init").exists():
         assert main(["save-init", "model", "--mesh", "1,1,1", "--out", "init", "-q"]) == OK
@@ -68,14 +70,18 @@ def test_inspect_of_an_init_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_inspect_tree_shows_whole_names(monkeypatch: pytest.MonkeyPatch, model: Path, width: int) -> None:
+def test_inspect_tree_shows_whole_names(
+    monkeypatch: pytest.MonkeyPatch, model: Path, width: int
+) -> None:
     monkeypatch.chdir(model.parent)
     lines = run_in_terminal(monkeypatch, width, "inspect", "model", "--tree")
     assert {"attn.attention", "q_proj.weight", "wte.weight"} <= first_words(lines)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_models_shows_whole_aliases_and_hub_ids(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_models_shows_whole_aliases_and_hub_ids(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     lines = run_in_terminal(monkeypatch, width, "models")
     words = {word for line in lines for word in line.split()}
     assert {alias.name for alias in ALIASES} | {alias.hub_id for alias in ALIASES} <= words
@@ -107,11 +113,15 @@ def test_plan_search_ends_with_the_best_mesh(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_plan_search_prints_all_meshes_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-7b-32k", "--devices", "v5p", "--search", "--offline"]) == OK
-    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("dp:")]) > 10
+    assert (
+        len([line for line in capsys.readouterr().out.splitlines() if line.startswith("dp:")]) > 10
+    )
 
 
 def test_plan_search_lists_each_reason_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = run_in_terminal(monkeypatch, 80, "plan", "llama-7b-32k", "--devices", "v5p:7", "--search")
+    lines = run_in_terminal(
+        monkeypatch, 80, "plan", "llama-7b-32k", "--devices", "v5p:7", "--search"
+    )
     assert "  1 x heads 32 cannot be split over mp 7" in lines
 
 

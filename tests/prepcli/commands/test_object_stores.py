@@ -73,7 +73,11 @@ class StoreSite:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +116,14 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     assert report["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
-    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # streamed files have no modification time
-    assert {n: d for n, d in streamed.items() if n not in timed} == {n: d for n, d in local.items() if n not in timed}
+    timed = {
+        "prep-manifest.json",
+        "manifest.ocdbt",
+        "_CHECKPOINT_METADATA",
+    }  # streamed files have no modification time
+    assert {n: d for n, d in streamed.items() if n not in timed} == {
+        n: d for n, d in local.items() if n not in timed
+    }
     assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 
 
@@ -121,12 +131,21 @@ def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
     report = site.run_prep("inspect", "s3://bucket/init")
     assert (report["ok"], report["source"]["format"]) == (True, "orbax")
-    assert site.run_prep("reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")["ok"]
+    assert site.run_prep(
+        "reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB"
+    )["ok"]
     assert site.run_prep("export", "gs://bucket/init", "--out", "hf")["ok"]
     for name in ("wide", "hf", "s3://bucket/init"):
         verify_report = site.run_prep("verify", name, str(home / "m"))
         assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
+
+
+def test_damaged_small_file_in_bucket_has_a_hint(site: StoreSite):
+    site.store.store("bucket/init/hf/config.json", b"{}")
+    error = site.run_prep("verify", "gs://bucket/init")["error"]
+    assert error["what"] == "gs://bucket/init/hf/config.json is damaged"
+    assert error["hint"] == "upload hf/config.json again: `--accept` works on local outputs only"
 
 
 def test_bucket_output_equals_local_with_manifest_last(site: StoreSite, home: Path):
@@ -171,7 +190,9 @@ def test_overwrite_deletes_bucket_manifest_first(site: StoreSite, home: Path):
 
 @pytest.mark.parametrize("address", ["gs://bucket/models/m", "gs://bucket/models", "s3://bucket"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--restart",)])
-def test_foreign_bucket_folder_is_never_replaced(site: StoreSite, home: Path, address: str, more: tuple[str, ...]):
+def test_foreign_bucket_folder_is_never_replaced(
+    site: StoreSite, home: Path, address: str, more: tuple[str, ...]
+):
     error = site.run_prep("save-init", str(home / "m"), "--out", address, *more)["error"]
     assert error["what"] == f"{address} exists and is something else"
     assert "no prep-manifest.json" in error["why"]
@@ -240,7 +261,15 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
 
 def test_of_two_outputs_at_one_url_one_is_written(site: StoreSite, home: Path):
     """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
-    arguments = ("save-init", str(home / "m"), "--pad-vocab", "8", "--out", "gs://bucket/out", "--mesh")
+    arguments = (
+        "save-init",
+        str(home / "m"),
+        "--pad-vocab",
+        "8",
+        "--out",
+        "gs://bucket/out",
+        "--mesh",
+    )
     running = []
     for number, mesh in enumerate(("1,2,2", "1,4,1")):
         folder = site.cwd / str(number)
@@ -290,13 +319,26 @@ def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
 def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
     assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
-    assert site.run_prep("save-init", model, "--out", "gs://bucket/out", "--processes", "2/0")["error"]["code"] == 2
+    assert (
+        site.run_prep("save-init", model, "--out", "gs://bucket/out", "--processes", "2/0")[
+            "error"
+        ]["code"]
+        == 2
+    )
     assert site.run_prep("save-init", "gs://bucket/models/m", "--offline")["error"]["code"] == 2
-    assert site.run_prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
-    assert site.run_prep("inspect", "gs://bucket/nothing")["error"]["what"] == "gs://bucket/nothing holds no checkpoint"
+    assert (
+        site.run_prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
+    )
+    assert (
+        site.run_prep("inspect", "gs://bucket/nothing")["error"]["what"]
+        == "gs://bucket/nothing holds no checkpoint"
+    )
     site.store.objects["bucket/bin/pytorch_model.bin"] = b"x"
     site.store.objects["bucket/bin/config.json"] = b"{}"
-    assert site.run_prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read remotely"
+    assert (
+        site.run_prep("inspect", "gs://bucket/bin")["error"]["what"]
+        == "gs://bucket/bin cannot be read remotely"
+    )
     dry = site.run_prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")
     assert site.writes() == []

@@ -13,8 +13,21 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS, make_optimizer
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint, same_bits
-from tests.helpers.training_states import TrainingState, read_leaves, reshard_and_back, same_state, save_steps
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    same_bits,
+)
+from tests.helpers.training_states import (
+    TrainingState,
+    read_leaves,
+    reshard_and_back,
+    same_state,
+    save_steps,
+)
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.setup import model_from_manifest
@@ -52,7 +65,9 @@ def read_state(path: str) -> TrainingState:
 
 
 @pytest.mark.parametrize(("base", "name", "keys"), slow_except(CASES, DEFAULT_CASES))
-def test_reshard_keeps_every_optimizer(tmp_path: Path, monkeypatch, base: str, name: str, keys: dict[str, Any]):
+def test_reshard_keeps_every_optimizer(
+    tmp_path: Path, monkeypatch, base: str, name: str, keys: dict[str, Any]
+):
     """Reshard to other meshes, without stacking, with layers on either axis, and back."""
     monkeypatch.chdir(tmp_path)
     state = make_run(base, make_optimizer(name, **keys))
@@ -62,7 +77,10 @@ def test_reshard_keeps_every_optimizer(tmp_path: Path, monkeypatch, base: str, n
     for leaf, values in state.items():
         before, found, after = leaf.partition(".layers.")
         if found:
-            assert all(same_bits(apart[f"{before}.layers.{i}.{after}"], value) for i, value in enumerate(values))
+            assert all(
+                same_bits(apart[f"{before}.layers.{i}.{after}"], value)
+                for i, value in enumerate(values)
+            )
         else:
             assert same_bits(apart[leaf], values)
 

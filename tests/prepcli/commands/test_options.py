@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from prepcli.commands.conversion import CommonOptions
-from prepcli.commands.export import parse_shard_size
-from prepcli.commands.save_init import SaveInitRequest, save_init
-from prepcli.console.ui import Ui
+from prepcli.console.ui import open_ui
 from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
 from prepcli.errors import PrepError
+from prepcli.operations.export import parse_shard_size
+from prepcli.operations.save_init import save_init
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 CONFLICTS = [
     (["--multiple", "8", "--size", "300"], "`--multiple 8` and `--size 300` exclude each other"),
     (["--size", "300", "--mesh", "1,1,8"], "`--size 300` and `--mesh 1,1,8` exclude each other"),
-    (["--multiple", "8", "--mesh", "1,1,8"], "`--multiple 8` and `--mesh 1,1,8` exclude each other"),
+    (
+        ["--multiple", "8", "--mesh", "1,1,8"],
+        "`--multiple 8` and `--mesh 1,1,8` exclude each other",
+    ),
 ]
 OPTIONS_WITHOUT_EFFECT = [
     (["pad-vocab", "./m", "--seed", "3"], "--seed", "--init normal"),
     (["save-init", "./m", "--init", "mean"], "--init", "--pad-vocab"),
     (["save-init", "./m", "--seed", "3"], "--seed", "--pad-vocab"),
-    (["save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--seed", "3"], "--seed", "--init normal"),
+    (
+        ["save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--seed", "3"],
+        "--seed",
+        "--init normal",
+    ),
     (["save-init", "./m", "--pad-vocab", "auto"], "--pad-vocab auto", "--mesh"),
     (["save-init", "./m", "--no-scan", "--scan-axis", "1"], "--scan-axis", "--scan"),
     (["save-init", "./m", "--allow-overflow"], "--allow-overflow", "--dtype"),
@@ -96,18 +103,30 @@ def test_sort_is_rejected_with_diff(work_dir: Path, capsys: pytest.CaptureFixtur
 
 
 def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
+    with pytest.raises(PrepError, match="invalid `mesh=''`"):
+        save_init("./m", "out", mesh="")
+    # The operation has a check of its own, for callers whose arguments are not checked first.
+    silent = open_ui("save-init", as_json=False, quiet=True, verbose=0, progress="none")
     with pytest.raises(PrepError, match="`--mesh` is empty"):
-        save_init(SaveInitRequest(CommonOptions("./m", Path("out"), MIN_MEMORY_NBYTES), mesh=""), Ui("save-init"))
+        save_init("./m", "out", progress=silent, mesh="")
 
 
-def test_empty_mesh_in_recipe_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_mesh_in_recipe_is_rejected(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = work_dir.parent / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
         "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
     )
-    assert error_lines(capsys, "train", str(recipe), "--set", "mesh=")[0] == "error: --set: `mesh` is empty"
-    assert error_lines(capsys, "train", str(recipe), "--set", 'mesh=""')[0] == "error: --set: `mesh` is empty"
+    assert (
+        error_lines(capsys, "train", str(recipe), "--set", "mesh=")[0]
+        == "error: --set: `mesh` is empty"
+    )
+    assert (
+        error_lines(capsys, "train", str(recipe), "--set", 'mesh=""')[0]
+        == "error: --set: `mesh` is empty"
+    )
 
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
@@ -126,18 +145,22 @@ def test_shard_size_hint_has_a_unit() -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)]
+)
 def test_shard_size_with_unit_may_be_small(text: str, nbytes: int) -> None:
     assert parse_shard_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")]
+    ("text", "why"),
+    [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")],
 )
 def test_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_memory(text)
-    assert caught.value.what == f"`--memory {text}` is below the minimum"
+    # As it has to be typed in a shell, where a value with a space stands in quotes.
+    assert caught.value.what == f"`--memory {shlex.quote(text)}` is below the minimum"
     assert caught.value.why.startswith(f"{why}the engine needs")
     assert caught.value.hint == "`--memory 32MiB` or more"
 

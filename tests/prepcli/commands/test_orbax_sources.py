@@ -13,13 +13,21 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.planning.boxes import full_box
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
+from tests.helpers.run_cli import exported_tensors
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 from tests.prepcli.commands.test_restore import expected_leaves
+from trainer.models.boxes import full_box
 
 MODELS = {"gpt_neo": GPT_NEO, "llama": LLAMA}
 ZSTD = StorageForm(codec_names=("zstd",))
@@ -34,7 +42,9 @@ def run_prep(*words: str, code: int = 0) -> None:
     assert main([*words, "--progress", "none"]) == code
 
 
-def native_leaves(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int) -> dict[str, np.ndarray]:
+def native_leaves(
+    base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int
+) -> dict[str, np.ndarray]:
     """Return the leaves of prep's native tree without padding, by path below `params`."""
     config = {**base, "vocab_size": 131}
     leaves = expected_leaves(config, tensors, scan, axis)
@@ -57,7 +67,9 @@ def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
     return leaves
 
 
-def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
+def array_metas(
+    leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1
+) -> dict[ArrayMeta, np.ndarray]:
     """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
     metas = {}
     for name, leaf in leaves.items():
@@ -88,9 +100,12 @@ def is_fast_form(form: StorageForm) -> bool:
 @pytest.mark.parametrize("form", slow_except(STORAGE_FORMS, is_fast_form), ids=str)
 def test_all_orbax_storage_forms_convert(tmp_path: Path, form: StorageForm):
     tensors = make_checkpoint(tmp_path / "model", GPT_NEO)
-    write_zarr_item(tmp_path / "item", array_metas(native_leaves(GPT_NEO, tensors, True, 0), "params.", 2), form)
+    write_zarr_item(
+        tmp_path / "item", array_metas(native_leaves(GPT_NEO, tensors, True, 0), "params.", 2), form
+    )
     run_prep("save-init", "./item", "--config", "./model", "--out", "init")
     run_prep("verify", "init", "./model")
+    assert_same(exported_tensors("init"), tensors)
 
 
 ROOTS = ("", "params.", "params.params.")
@@ -101,13 +116,21 @@ TREES = [(family, root, *layers) for family in MODELS for root in ROOTS for laye
 def is_fast_tree(case: tuple[str, str, bool, int]) -> bool:
     """Return whether the default suite has the case: each root and each form of the layers with each family."""
     family, root, *layers = case
-    return (list(MODELS).index(family) + ROOTS.index(root) + LAYERS.index((layers[0], layers[1]))) % 3 == 0
+    return (
+        list(MODELS).index(family) + ROOTS.index(root) + LAYERS.index((layers[0], layers[1]))
+    ) % 3 == 0
 
 
 @pytest.mark.parametrize(("family", "root", "scan", "axis"), slow_except(TREES, is_fast_tree))
-def test_native_tree_without_manifest_converts(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
+def test_native_tree_without_manifest_converts(
+    tmp_path: Path, family: str, root: str, scan: bool, axis: int
+):
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
-    write_zarr_item(tmp_path / "item", array_metas(native_leaves(MODELS[family], tensors, scan, axis), root), ZSTD)
+    write_zarr_item(
+        tmp_path / "item",
+        array_metas(native_leaves(MODELS[family], tensors, scan, axis), root),
+        ZSTD,
+    )
     check_conversions("./item", tensors, "--config", "./model/config.json")
 
 
@@ -120,7 +143,9 @@ def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
     write_zarr_item(tmp_path / "last/params", array_metas(leaves, "", pieces), ZSTD)
     write_zarr_item(tmp_path / "last/opt_state", array_metas(leaves, "0.mu."), ZSTD)
     shutil.copyfile(tmp_path / "model/config.json", tmp_path / "last/config.json")
-    (tmp_path / "last/params_shape.pkl").write_bytes(f"cos\nmkdir\n(S'{tmp_path}/opened'\ntR.".encode())
+    (tmp_path / "last/params_shape.pkl").write_bytes(
+        f"cos\nmkdir\n(S'{tmp_path}/opened'\ntR.".encode()
+    )
     (tmp_path / "last/info.json").write_text('{"rng": [0, 1], "step": 3}')
     check_conversions("./last", tensors)
     assert not (tmp_path / "opened").exists()
@@ -130,7 +155,9 @@ def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
 def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native_leaves(LLAMA, tensors, True, 0)
-    state = {"step": np.array(3, np.int32)} | {f"opt_state.mu.{name}": leaf for name, leaf in leaves.items()}
+    state = {"step": np.array(3, np.int32)} | {
+        f"opt_state.mu.{name}": leaf for name, leaf in leaves.items()
+    }
     write_zarr_item(
         tmp_path / "run/100/state",
         array_metas(leaves, "params.") | array_metas(state),
@@ -150,8 +177,11 @@ def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.Ca
 def test_reshard_reads_foreign_orbax_tree(tmp_path: Path):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(flax_leaves("llama", tensors)), ZSTD)
-    run_prep("reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide")
+    run_prep(
+        "reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide"
+    )
     run_prep("verify", "wide", "./model")
+    assert_same(exported_tensors("wide"), tensors)
 
 
 @pytest.mark.parametrize("place", ["item", "item/hf", ".", "hf"])
@@ -163,7 +193,10 @@ def test_config_is_found_near_the_item(tmp_path: Path, place: str):
         shutil.copyfile(tmp_path / "model" / name, tmp_path / place / name)
     (tmp_path / place / "notes.txt").write_text("not of the model")
     run_prep("save-init", "./item", "--out", "init")
-    assert sorted(path.name for path in (tmp_path / "init/hf").iterdir()) == ["config.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "init/hf").iterdir()) == [
+        "config.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -207,7 +240,9 @@ def test_changed_inline_source_is_detected(tmp_path: Path, capsys: pytest.Captur
     def item(tensors: dict[str, np.ndarray]) -> None:
         shutil.rmtree(tmp_path / "item", ignore_errors=True)
         form = StorageForm(codec_names=("zstd",), max_inline_nbytes=1 << 20)
-        write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), form)
+        write_zarr_item(
+            tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), form
+        )
 
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     item(tensors)
@@ -234,7 +269,9 @@ def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.M
 
 def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
+    write_zarr_item(
+        tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD
+    )
     run_prep("inspect", "./item", "--stats", "--json")
     entries = json.loads(capsys.readouterr().out)["tensors"]
     norm = next(entry for entry in entries if entry["name"] == "params.final_norm.scale")

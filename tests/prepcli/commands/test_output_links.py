@@ -47,7 +47,9 @@ def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
     assert main(["save-init", "./model", "--out", "out", "-q"]) == 0
 
 
-@pytest.mark.parametrize("folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"])
+@pytest.mark.parametrize(
+    "folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"]
+)
 def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
     target = Path("elsewhere")
     target.mkdir()
@@ -62,11 +64,11 @@ def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
 
 def test_train_rejects_linked_lock(tmp_path: Path):
     from prepcli.errors import PrepError
-    from prepcli.execution.run_folder import RunFolder
+    from prepcli.execution.checkpoint_manager import CheckpointManager
 
     Path("run").mkdir()
     Path("target").write_text("mine")
     Path("run/.lock").symlink_to(tmp_path / "target")
     with pytest.raises(PrepError, match="is a symbolic link"):
-        RunFolder(Path("run"), Path("init"), name="name")
+        CheckpointManager(Path("run"), Path("init"), name="name")
     assert Path("target").read_text() == "mine"

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.conversion import CommonOptions
-from prepcli.commands.pad_vocab import PadVocabRequest, make_fill, padded_size
 from prepcli.errors import FAILED, USAGE, PrepError
-from prepcli.planning.accounting import TensorNames
+from prepcli.operations.options import PadVocabOptions, with_defaults
+from prepcli.operations.pad_vocab import make_fill, padded_size
 from prepcli.planning.plan import Fill
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source
 from tests.helpers.run_cli import run_failing, run_json, run_ok
@@ -30,7 +30,11 @@ from tests.helpers.tiny_checkpoints import (
 )
 from trainer.models.families.gpt_neo import FAMILY
 
-COMMON = CommonOptions("m", None, 1 << 29)
+
+def padded_rows(**values: Any) -> int:
+    """Return the padded size of a vocabulary of 131 tokens, stored with 136 rows."""
+    options: Any = with_defaults(PadVocabOptions, values)
+    return padded_size(options, Vocabulary(131, 136))
 
 
 def make_source(**config: Any) -> Source:
@@ -50,18 +54,21 @@ def make_source(**config: Any) -> Source:
     ],
 )
 def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
-    assert padded_size(PadVocabRequest(COMMON, **options), Vocabulary(131, 136)) == size
+    assert padded_rows(**options) == size
 
 
 def test_size_below_true_rows_is_rejected():
     with pytest.raises(PrepError, match="--size 130") as caught:
-        padded_size(PadVocabRequest(COMMON, size=130), Vocabulary(131, 136))
+        padded_rows(size=130)
     assert caught.value.code == USAGE
 
 
 @pytest.mark.parametrize("option", [("--multiple", "1000000"), ("--size", "2147483647")])
 def test_lack_of_space_is_found_before_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: tuple[str, str],
 ):
     def refuse_work(*_: object) -> None:
         raise AssertionError("the coverage check began")
@@ -69,22 +76,42 @@ def test_lack_of_space_is_found_before_work(
     make_checkpoint(tmp_path / "m", GPT_NEO)
     monkeypatch.setattr("prepcli.planning.coverage.check", refuse_work)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
-    err = run_failing(capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out"))
+    err = run_failing(
+        capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out")
+    )
     assert err.startswith("error: not enough room for out\n")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_copy_without_new_rows_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(tmp_path / "m", GPT_NEO, vocab_size=128)
-    assert main(["pad-vocab", str(tmp_path / "m"), "--multiple", "8", "--out", str(tmp_path / "out"), "--dry-run"]) == 0
-    assert re.search(r"128 -> 128: nothing to add, the output is a full copy of \S+ \wiB\n", capsys.readouterr().err)
+    assert (
+        main(
+            [
+                "pad-vocab",
+                str(tmp_path / "m"),
+                "--multiple",
+                "8",
+                "--out",
+                str(tmp_path / "out"),
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    assert re.search(
+        r"128 -> 128: nothing to add, the output is a full copy of \S+ \wiB\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_make_fill_returns_kind_seed_and_deviation():
     assert make_fill("zeros", 5, make_source()) == Fill("zeros")
     assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
     assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
-    assert make_fill("normal", 2**64 - 1, make_source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
+    assert make_fill("normal", 2**64 - 1, make_source(initializer_range=1)) == Fill(
+        "normal", 2**64 - 1, 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +125,9 @@ def test_make_fill_returns_kind_seed_and_deviation():
         ("normal", 0, {"initializer_range": float("nan")}, "initializer_range is nan", FAILED),
     ],
 )
-def test_make_fill_rejects_invalid_values(init: str, seed: int, config: dict[str, Any], text: str, code: int):
+def test_make_fill_rejects_invalid_values(
+    init: str, seed: int, config: dict[str, Any], text: str, code: int
+):
     with pytest.raises(PrepError) as caught:
         make_fill(init, seed, make_source(**config))
     assert text in str(caught.value)
@@ -122,12 +151,18 @@ def test_scalar_and_empty_tensors_are_copied(tmp_path: Path, monkeypatch: pytest
     assert main(["verify", "m-padded", "-q"]) == 0
     assert main(["save-init", "m-padded", "-q"]) == 0
     assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0
-    assert all(same_bits(value, tensors[name]) for name, value in read_tensors(Path("back")).items())
+    assert all(
+        same_bits(value, tensors[name]) for name, value in read_tensors(Path("back")).items()
+    )
 
 
 @pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
 def test_next_command_of_pad_vocab_works(
-    heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    heads: int,
+    rules: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
@@ -147,7 +182,10 @@ def test_next_command_of_pad_vocab_works(
     ],
 )
 def test_huge_vocabulary_is_refused_at_once(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It would have a plan of trillions of chunks."""
     monkeypatch.chdir(tmp_path)

@@ -33,7 +33,9 @@ def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_shipped_recipes_are_planned_without_checkpoints(name: str, capsys: pytest.CaptureFixture[str]):
+def test_shipped_recipes_are_planned_without_checkpoints(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
     report = plan_json(capsys, name)
     assert report["memory"]["peak"] > report["memory"]["parameters"] > 0
     assert [kind["kind"] for kind in report["kinds"]][:2] == ["v4", "v5e"]
@@ -64,7 +66,12 @@ def test_unknown_name_has_a_hint(name: str, hint: str, capsys: pytest.CaptureFix
 
 def test_config_needs_no_known_name(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("tiny"), LLAMA)
-    assert plan_json(capsys, "llama-7b-32", "--config", "tiny/config.json", "--mesh", "1,2,4")["tokens"] == 2 * 64
+    assert (
+        plan_json(capsys, "llama-7b-32", "--config", "tiny/config.json", "--mesh", "1,2,4")[
+            "tokens"
+        ]
+        == 2 * 64
+    )
 
 
 def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixture[str]):
@@ -73,11 +80,15 @@ def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixtu
     error = plan_json(capsys, "llama-7b", code=USAGE)["error"]
     assert error["what"] == "`llama-7b` is ambiguous"
     Path("tiny").rename("llama-7b")
-    assert plan_json(capsys, "llama-7b", "--mesh", "1,2,4")["tokens"] == 2 * 64, "the folder of a checkpoint"
+    assert plan_json(capsys, "llama-7b", "--mesh", "1,2,4")["tokens"] == 2 * 64, (
+        "the folder of a checkpoint"
+    )
 
 
 @pytest.mark.parametrize(("name", "peak_gb"), [("llama-7b-32k", 6.0), ("llama-13b-32k", 8.6)])
-def test_long_context_recipes_fit_on_v5e(name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]):
+def test_long_context_recipes_fit_on_v5e(
+    name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]
+):
     report = plan_json(capsys, f"{name}.toml", "--devices", "v5e")
     assert (report["mesh"], report["devices"], report["tokens"]) == ("1,64,4", 256, 64 * 32768)
     assert report["memory"]["peak"] < peak_gb * GB
@@ -91,7 +102,9 @@ def test_checkpoint_has_a_usual_step_and_its_own_mesh(capsys: pytest.CaptureFixt
     assert main(["save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "-q"]) == OK
     report = plan_json(capsys, "tiny-init")
     assert (report["mesh"], report["tokens"]) == ("1,2,4", 2 * 64)
-    assert plan_json(capsys, "tiny", "--mesh", "1,2,4")["memory"] == report["memory"], "a Hugging Face folder"
+    assert plan_json(capsys, "tiny", "--mesh", "1,2,4")["memory"] == report["memory"], (
+        "a Hugging Face folder"
+    )
     longer = plan_json(capsys, "tiny-init", "--set", "data.seq_length=32", "--mesh", "1,8,1")
     assert (longer["mesh"], longer["tokens"]) == ("1,8,1", 8 * 32)
     assert plan_json(capsys, "tiny", "--devices", "v5e:4")["mesh"] == "1,4,1"
@@ -114,7 +127,9 @@ def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str
         assert main([*command, "-q"]) == OK
     memories = [plan_json(capsys, name)["memory"] for name in ("padded", "init")]
     assert memories[0] == memories[1]
-    assert plan_json(capsys, "back")["memory"]["parameters"] < memories[0]["parameters"], "without padding"
+    assert plan_json(capsys, "back")["memory"]["parameters"] < memories[0]["parameters"], (
+        "without padding"
+    )
 
 
 def test_missing_init_is_planned_from_a_published_config(capsys: pytest.CaptureFixture[str]):
@@ -136,7 +151,10 @@ def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]
     assert error["what"] == "no checkpoint called `my-init`"
     report = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", "config.json")
     assert report["tokens"] == 8 * 16
-    assert plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", ".")["memory"] == report["memory"]
+    assert (
+        plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", ".")["memory"]
+        == report["memory"]
+    )
 
 
 def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
@@ -146,14 +164,18 @@ def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
     assert not report["kinds"][0]["fits"]
     values = report["changes"]["set"]
     assert "mesh" not in values
-    changed = plan_json(capsys, *words, *(word for key in values for word in ("--set", f"{key}={values[key]}")))
+    changed = plan_json(
+        capsys, *words, *(word for key in values for word in ("--set", f"{key}={values[key]}"))
+    )
     assert changed["kinds"][0]["fits"]
     assert changed["memory"]["peak"] == report["changes"]["peak"]
 
 
 def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, "llama-7b.toml", "--set", "data.seq_length=4096")
-    assert report["warnings"] == ["`data.seq_length` is 4,096, and the model was made for 2,048 positions"]
+    assert report["warnings"] == [
+        "`data.seq_length` is 4,096, and the model was made for 2,048 positions"
+    ]
 
 
 def test_slices_show_the_bytes_between_them(capsys: pytest.CaptureFixture[str]):
@@ -166,8 +188,12 @@ def test_slices_show_the_bytes_between_them(capsys: pytest.CaptureFixture[str]):
         "--set",
         "batch.size=256",
     )
-    one, two = (plan_json(capsys, *words, *more) for more in ((), ("--set", "cluster.dcn_mesh=dp:2")))
-    whole, axis = (next(axis for axis in plan["traffic"] if axis["axis"] == "dp") for plan in (one, two))
+    one, two = (
+        plan_json(capsys, *words, *more) for more in ((), ("--set", "cluster.dcn_mesh=dp:2"))
+    )
+    whole, axis = (
+        next(axis for axis in plan["traffic"] if axis["axis"] == "dp") for plan in (one, two)
+    )
     assert axis["bytes"] + axis["bytes_between_slices"] == whole["bytes"]
     assert axis["slices"] == 2
 
@@ -185,10 +211,22 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
     ("words", "code", "what"),
     [
         (["--search"], USAGE, "`--search` has no effect without `--devices KIND`"),
-        (["--search", "--devices", "8"], USAGE, "`--search` has no effect without `--devices KIND`"),
+        (
+            ["--search", "--devices", "8"],
+            USAGE,
+            "`--search` has no effect without `--devices KIND`",
+        ),
         (["--devices", "9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
-        (["--search", "--devices", "v4", "--html", "x"], USAGE, "`--html` has no effect with `--search`"),
-        (["--search", "--devices", "v4:8", "--mesh", "1,8,1"], USAGE, "`--mesh` has no effect with `--search`"),
+        (
+            ["--search", "--devices", "v4", "--html", "x"],
+            USAGE,
+            "`--html` has no effect with `--search`",
+        ),
+        (
+            ["--search", "--devices", "v4:8", "--mesh", "1,8,1"],
+            USAGE,
+            "`--mesh` has no effect with `--search`",
+        ),
         (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an open axis"),
         (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
         (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
@@ -196,7 +234,9 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
         (["--set", "model.ffn_chunk_size=0"], USAGE, "--set: `model.ffn_chunk_size` is 0"),
     ],
 )
-def test_invalid_requests_are_errors(words: list[str], code: int, what: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_requests_are_errors(
+    words: list[str], code: int, what: str, capsys: pytest.CaptureFixture[str]
+):
     assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
 
 
@@ -213,9 +253,9 @@ def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     assert "href=" not in page
     for text in ("saved activations", "memory of v5e", "it fits with", "PFLOP", "fsdp 8"):
         assert text in page
-    assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"]["what"] == (
-        "cannot read or write no/folder.html"
-    )
+    assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"][
+        "what"
+    ] == ("cannot read or write no/folder.html")
 
 
 def test_how_to_page_shows_the_output(capsys: pytest.CaptureFixture[str]):
@@ -234,4 +274,6 @@ def test_kernel_of_another_platform_is_refused(capsys: pytest.CaptureFixture[str
 def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
     words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=auto", "--devices", "v5p")
     assert plan_json(capsys, *words)["memory"]["scores"] == 0
-    assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, "splash attention has none"
+    assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, (
+        "splash attention has none"
+    )

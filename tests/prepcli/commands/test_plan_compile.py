@@ -40,12 +40,19 @@ def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Recipe, Mapping[str, Any], str, str | None]]:
+def requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[Recipe, Mapping[str, Any], str, str | None]]:
     """Replace the compilation by a fixed plan, and record its arguments."""
     recorded: list[tuple[Recipe, Mapping[str, Any], str, str | None]] = []
 
     def fake_plan(
-        recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None, *, watch: CompileWatch
+        recipe: Recipe,
+        manifest: Mapping[str, Any],
+        mesh: Mesh,
+        topology: str | None,
+        *,
+        watch: CompileWatch,
     ) -> CompiledPlan:
         watch.on_phase("XLA compiles it", 65.0)
         recorded.append((recipe, manifest, str(mesh), topology))
@@ -69,7 +76,11 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Recipe, Mapping[str,
 def test_step_is_compiled_for_cpu_devices(capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, "--mesh", "1,2,2", "--set", "data.seq_length=32", "--compile")
     compiled = report["compiled"]
-    assert (compiled["target"], compiled["is_upper_bound"], compiled["kernel"]) == ("4 CPU devices", True, "blockwise")
+    assert (compiled["target"], compiled["is_upper_bound"], compiled["kernel"]) == (
+        "4 CPU devices",
+        True,
+        "blockwise",
+    )
     assert compiled["peak"] == compiled["temporary"] + compiled["arguments"] + compiled["outputs"]
     assert compiled["ratio"] == compiled["estimated"] / compiled["peak"]
     assert compiled["arguments"] >= report["memory"]["parameters"] + report["memory"]["moments"]
@@ -77,10 +88,14 @@ def test_step_is_compiled_for_cpu_devices(capsys: pytest.CaptureFixture[str]):
     assert min(compiled["compile_s"], compiled["host_memory"]) > 0
 
 
-def test_text_has_memory_collectives_and_cost(requests: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_text_has_memory_collectives_and_cost(
+    requests: list[Any], capsys: pytest.CaptureFixture[str]
+):
     assert main([*WORDS, "--devices", "v5p:4", "--compile", "--set", "model.dtype=float32"]) == OK
     out, err = capsys.readouterr()
-    estimate = plan_json(capsys, "--devices", "v5p:4", "--set", "model.dtype=float32")["memory"]["peak"]
+    estimate = plan_json(capsys, "--devices", "v5p:4", "--set", "model.dtype=float32")["memory"][
+        "peak"
+    ]
     lines = out.partition("memory of one device, compiled for v5p:2x2x1\n")[2].splitlines()
     assert [line.rsplit("  ", 1)[0].strip() for line in lines[:6]] == [
         "temporary arrays", "state and batch", "outputs not in place", "in all", "estimated", "estimated / in all",
@@ -94,7 +109,9 @@ def test_text_has_memory_collectives_and_cost(requests: list[Any], capsys: pytes
     assert "XLA compiles it, 65.0 s since the start" in err
 
 
-def test_upper_bound_is_compared_with_the_estimate_for_cpus(requests: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_upper_bound_is_compared_with_the_estimate_for_cpus(
+    requests: list[Any], capsys: pytest.CaptureFixture[str]
+):
     report = plan_json(capsys, "--devices", "H100:4", "--compile")
     assert requests[0][3] is None
     assert report["compiled"]["estimated"] > report["memory"]["peak"], "bfloat16 is widened"
@@ -104,7 +121,9 @@ def test_upper_bound_is_compared_with_the_estimate_for_cpus(requests: list[Any],
     assert out.endswith("accelerators need less memory.\n")
 
 
-def test_vocabulary_and_rules_are_those_of_the_plan(requests: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_vocabulary_and_rules_are_those_of_the_plan(
+    requests: list[Any], capsys: pytest.CaptureFixture[str]
+):
     plan_json(capsys, "--mesh", "1,2,2", "--set", 'rules=["vocab=mp"]', "--compile")
     recipe, manifest, mesh, _ = requests[0]
     assert (recipe.mesh, mesh, manifest["rules"]) == ("1,2,2", "1,2,2", ["vocab=mp"])
@@ -119,11 +138,18 @@ def test_vocabulary_and_rules_are_those_of_the_plan(requests: list[Any], capsys:
 def test_page_shows_the_compiled_step(requests: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main([*WORDS, "--devices", "v5e:4", "--compile", "--html", "plan.html"]) == OK
     page = Path("plan.html").read_text()
-    for text in ("The step compiled for v5e:2x2", "temporary arrays", "all-gather", "Attention kernel blockwise"):
+    for text in (
+        "The step compiled for v5e:2x2",
+        "temporary arrays",
+        "all-gather",
+        "Attention kernel blockwise",
+    ):
         assert text in page
 
 
-def test_plan_without_compile_has_no_compiled_step(requests: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_plan_without_compile_has_no_compiled_step(
+    requests: list[Any], capsys: pytest.CaptureFixture[str]
+):
     assert plan_json(capsys, "--mesh", "1,2,2")["compiled"] is None
     assert requests == []
 
@@ -151,14 +177,24 @@ def test_step_is_compiled_for_a_tpu_slice(
 ):
     """XLA_FLAGS of the test suite are unknown to libtpu."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    words = ("--mesh", "1,2,2", "--devices", "v5e", "--set", f"model.attention_kernel={kernel}", "--compile")
+    words = (
+        "--mesh",
+        "1,2,2",
+        "--devices",
+        "v5e",
+        "--set",
+        f"model.attention_kernel={kernel}",
+        "--compile",
+    )
     compiled = plan_json(capsys, *words)["compiled"]
     assert (compiled["target"], compiled["is_upper_bound"]) == ("v5e:2x2", False)
     assert compiled["temporary"] > 0
 
 
 def test_time_limit_ends_the_compilation(capsys: pytest.CaptureFixture[str]):
-    error = plan_json(capsys, "--mesh", "1,2,2", "--compile", "--compile-timeout", "0.01", code=FAILED)["error"]
+    error = plan_json(
+        capsys, "--mesh", "1,2,2", "--compile", "--compile-timeout", "0.01", code=FAILED
+    )["error"]
     assert error["what"] == "the step was not compiled within 0.01 s"
     assert "--compile-timeout" in error["hint"]
 
@@ -170,7 +206,9 @@ def test_time_limit_needs_a_compilation(capsys: pytest.CaptureFixture[str]):
 
 def test_interrupt_ends_the_compilation():
     words = [*WORDS, "--mesh", "1,2,2", "--compile"]
-    with subprocess.Popen([sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         while "since the start" not in (line := process.stderr.readline()):
             assert line

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.engine.journal import unseal_line
-from prepcli.engine.pipeline import PipelineResult
-from prepcli.execution import execute
-from prepcli.execution.coordination import ConversionTask, WaitOptions
+from prepcli.execution.coordination import Team
 from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
@@ -61,19 +59,25 @@ def shares(count: int) -> list[str]:
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ["pad-vocab"]))
 def test_processes_write_the_same_bytes_without_extra_reads(setup: KillSetup, name: str):
     expected_nbytes = setup.undisturbed(name).report["bytes"]
-    processes = [start_command(setup, name, "out", "--json", "--processes", share) for share in shares(3)]
+    processes = [
+        start_command(setup, name, "out", "--json", "--processes", share) for share in shares(3)
+    ]
     reports = [json.loads(out) for out, _ in wait_for_exit(*processes)]
     assert read_files(setup.folder / "out") == setup.expected_files(name)
     for key in ("read", "written", "moved"):
         assert sum(report["bytes"][key] for report in reports) == expected_nbytes[key]
         assert max(report["bytes"][key] for report in reports) < expected_nbytes[key] * 0.6
-    assert [report["processes"] for report in reports] == [{"count": 3, "index": i, "workers": 1} for i in range(3)]
+    assert [report["processes"] for report in reports] == [
+        {"count": 3, "index": i, "workers": 1} for i in range(3)
+    ]
     shutil.rmtree(setup.folder / "out")
 
 
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ["cast"]))
 def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
-    report, stderr = run(setup, name, "out", "--json", "--workers", "2", "--memory", "200MiB", "--progress", "lines")
+    report, stderr = run(
+        setup, name, "out", "--json", "--workers", "2", "--memory", "200MiB", "--progress", "lines"
+    )
     assert read_files(setup.folder / "out") == setup.expected_files(name)
     fields, total = json.loads(report), sum(map(len, setup.expected_files(name).values()))
     assert total * 0.9 < fields["bytes"]["written"] <= total or name == "compress"
@@ -134,14 +138,21 @@ def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
         wait_until(lambda path=journal: durable_nbytes(path) > 0.25 * total_nbytes, process)
         process.kill()
         process.wait(timeout=MAX_S)
-    report = json.loads(run(setup, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0])
+    report = json.loads(
+        run(setup, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0]
+    )
     assert report["bytes"]["written"] < total_nbytes * 0.6
     assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
 
 def test_late_process_keeps_the_published_output(setup: KillSetup):
-    wait_for_exit(*[start_command(setup, "export", "out", "--overwrite", "--processes", share) for share in shares(2)])
+    wait_for_exit(
+        *[
+            start_command(setup, "export", "out", "--overwrite", "--processes", share)
+            for share in shares(2)
+        ]
+    )
     _, late = run(setup, "export", "out", "--overwrite", "--processes", "2/1")
     assert "already done" in late
     assert not (setup.folder / "out.partial").exists()
@@ -171,7 +182,9 @@ def test_running_processes_exclude_other_runs(setup: KillSetup):
     assert "join them: `--processes 2/I`" in other_count_error
     _, different = run(setup, "save-init", "out", "--processes", "2/1", "--no-scan", code=1)
     assert "belongs to another run" in different
-    wait_for_exit(start_command(setup, "save-init", "out", "--processes", "2/1", "--restart"), first)
+    wait_for_exit(
+        start_command(setup, "save-init", "out", "--processes", "2/1", "--restart"), first
+    )
     assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
@@ -200,20 +213,16 @@ def test_source_change_while_waiting_is_an_error(
     shutil.copytree(setup.folder / "model", setup.folder / "changing")
     monkeypatch.chdir(setup.folder)
 
-    def together(
-        task: ConversionTask,
-        move: Callable[[], PipelineResult],
-        publish: Callable[[PipelineResult], None],
-        wait_options: WaitOptions,
-    ) -> PipelineResult:
-        outcome = move()
+    def together(team: Team, move: Callable[[], object], *, publish: Callable[[], object]) -> None:
+        move()
         for path in Path("changing").glob("*.safetensors"):
             os.utime(path, ns=(0, 0))
-        publish(outcome)
-        return outcome
+        publish()
 
-    monkeypatch.setattr(execute, "work_together", together)
-    assert "changed while it was read" in run_failing(capsys, 1, "save-init", "./changing", "--out", "changed")
+    monkeypatch.setattr(Team, "complete", together)
+    assert "changed while it was read" in run_failing(
+        capsys, 1, "save-init", "./changing", "--out", "changed"
+    )
     assert not Path("changed").exists()
     shutil.rmtree("changed.partial")
     shutil.rmtree("changing")
@@ -268,7 +277,8 @@ def test_workers_die_with_their_parent(setup: KillSetup):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), slow_except([(signal.SIGTERM, 75), (signal.SIGINT, 130)], [(signal.SIGTERM, 75)])
+    ("number", "code"),
+    slow_except([(signal.SIGTERM, 75), (signal.SIGINT, 130)], [(signal.SIGTERM, 75)]),
 )
 def test_signals_reach_the_workers(setup: KillSetup, number: signal.Signals, code: int):
     process, workers = start_with_stopped_workers(setup, "signalled")

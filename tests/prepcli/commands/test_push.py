@@ -28,9 +28,15 @@ class Runner:
     cwd: Path
 
     def __call__(self, *arguments: str, token: str = TOKEN, **variables: str) -> dict[str, Any]:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
-        hub_variables = hub_environment(self.hub.url, self.cwd / "home") | ({"HF_TOKEN": token} if token else {})
-        process = run_python(PREP, *arguments, "--json", cwd=self.cwd, env=inherited | hub_variables | variables)
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+        }
+        hub_variables = hub_environment(self.hub.url, self.cwd / "home") | (
+            {"HF_TOKEN": token} if token else {}
+        )
+        process = run_python(
+            PREP, *arguments, "--json", cwd=self.cwd, env=inherited | hub_variables | variables
+        )
         assert "hf_" not in process.stdout + process.stderr, "the token leaked"
         return json.loads(process.stdout)
 
@@ -45,14 +51,24 @@ def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_push_uploads_the_export(init: Path, tmp_path: Path):
     with serve_push_hub() as hub:
-        report = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m", "--private")
+        report = Runner(hub, tmp_path)(
+            "export", str(init), "--out", "hf", "--push", "o/m", "--private"
+        )
         assert report["ok"], report
-        assert report["pushed"] == {"repo": "o/m", "revision": "main", "commit": f"{hub.url}/o/m/commit/{'1' * 40}"}
+        assert report["pushed"] == {
+            "repo": "o/m",
+            "revision": "main",
+            "commit": f"{hub.url}/o/m/commit/{'1' * 40}",
+        }
         assert hub.repos["o/m"].private
         assert hub.repos["o/m"].branches["main"] == read_files(tmp_path / "hf")
         assert not [line for line in hub.unauthenticated if not line.startswith("PUT /lfs/")]
@@ -81,24 +97,45 @@ def test_push_uploads_to_the_named_branch(init: Path, tmp_path: Path):
 def test_push_replaces_weights_and_keeps_other_files(init: Path, tmp_path: Path):
     old = {"model.safetensors": b"old", "README.md": b"mine", "pytorch_model.bin": b"mine too"}
     with serve_push_hub({"o/m": PushedRepo(True, {"main": dict(old)})}) as hub:
-        report = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--shard-size", "40KB", "--push", "o/m")
+        report = Runner(hub, tmp_path)(
+            "export", str(init), "--out", "hf", "--shard-size", "40KB", "--push", "o/m"
+        )
         assert report["ok"], report
         remote_files = hub.repos["o/m"].branches["main"]
-    assert remote_files == {"README.md": b"mine", "pytorch_model.bin": b"mine too"} | read_files(tmp_path / "hf")
+    assert remote_files == {"README.md": b"mine", "pytorch_model.bin": b"mine too"} | read_files(
+        tmp_path / "hf"
+    )
     assert "model.safetensors" not in remote_files
 
 
 def test_push_keeps_weights_of_another_format(init: Path, tmp_path: Path):
-    old = {"flax_model.msgpack": b"old", "flax_model-00001-of-00009.msgpack": b"older", "model.safetensors": b"theirs"}
+    old = {
+        "flax_model.msgpack": b"old",
+        "flax_model-00001-of-00009.msgpack": b"older",
+        "model.safetensors": b"theirs",
+    }
     with serve_push_hub({"o/m": PushedRepo(True, {"main": dict(old)})}) as hub:
-        words = ("export", str(init), "--out", "flax", "--layout", "hf-flax", "--shard-size", "40KB", "--push", "o/m")
+        words = (
+            "export",
+            str(init),
+            "--out",
+            "flax",
+            "--layout",
+            "hf-flax",
+            "--shard-size",
+            "40KB",
+            "--push",
+            "o/m",
+        )
         assert Runner(hub, tmp_path)(*words)["ok"]
         remote_files = hub.repos["o/m"].branches["main"]
     assert remote_files == {"model.safetensors": b"theirs"} | read_files(tmp_path / "flax")
     assert "flax_model.msgpack.index.json" in remote_files
 
 
-@pytest.mark.parametrize("broken", slow_except(["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"], ["/commit/"]))
+@pytest.mark.parametrize(
+    "broken", slow_except(["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"], ["/commit/"])
+)
 def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
     arguments = ("export", str(init), "--out", "hf", "--push", "o/m")
     with serve_push_hub() as hub:
@@ -134,11 +171,18 @@ def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):
         prep = Runner(hub, tmp_path)
         arguments = ("export", str(init), "--out", "hf", "--push")
         assert prep(*arguments, "o/m", token="")["error"]["why"] == "no token is configured"
-        assert prep(*arguments, "o/m", token="another")["error"]["why"] == "HTTP 401 from the hub: the token is invalid"
+        assert (
+            prep(*arguments, "o/m", token="another")["error"]["why"]
+            == "HTTP 401 from the hub: the token is invalid"
+        )
         assert prep(*arguments, "o/open", "--private")["error"]["what"] == "o/open is public"
         assert prep(*arguments, "nobody")["error"]["code"] == 2
-        assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"
-        assert prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` requires `--push`"
+        assert (
+            prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"
+        )
+        assert (
+            prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` requires `--push`"
+        )
         assert (
             prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"]
             == "`--push` is not supported with several processes"
@@ -159,7 +203,20 @@ def test_push_reports_an_unreachable_hub(init: Path, tmp_path: Path):
 def test_parse_push_target_returns_target_or_usage_error():
     assert parse_push_target("o/m", False) == PushTarget("o/m")
     assert parse_push_target("o/m@v1.0", True) == PushTarget("o/m", "v1.0", True)
-    for text in ("m", "o/m/n", "o/", "/m", "o/m@", "o/m@-x", "o/m@a..b", "o/m@a/", "o/a--b", "-o/m", "o/m\n", "../m"):
+    for text in (
+        "m",
+        "o/m/n",
+        "o/",
+        "/m",
+        "o/m@",
+        "o/m@-x",
+        "o/m@a..b",
+        "o/m@a/",
+        "o/a--b",
+        "-o/m",
+        "o/m\n",
+        "../m",
+    ):
         with pytest.raises(PrepError) as caught:
             parse_push_target(text, False)
         assert caught.value.code == 2

@@ -54,9 +54,14 @@ def test_recipes_copy_writes_the_file_and_replaces_none(
     assert main(["recipes", "copy", "gpt2", "--out", "no/folder.toml"]) == FAILED
 
 
-@pytest.mark.parametrize("words", [["copy"], ["copy", "gtp2"], ["gpt2", "llama-7b"], ["gpt2", "--out", "a.toml"]])
+@pytest.mark.parametrize(
+    "words", [["copy"], ["copy", "gtp2"], ["gpt2", "llama-7b"], ["gpt2", "--out", "a.toml"]]
+)
 def test_recipes_rejects_words_without_meaning(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", *words]) == USAGE
@@ -64,7 +69,9 @@ def test_recipes_rejects_words_without_meaning(
     assert not list(tmp_path.iterdir())
 
 
-def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     assert find_recipe(Path("gpt2")) == recipes_folder() / "gpt2.toml"
     assert find_recipe(Path("gpt2.toml")) == Path("gpt2.toml")
@@ -96,7 +103,9 @@ def test_missing_training_recipe_suggests_shipped_ones(
 
 
 @pytest.mark.parametrize("name", ["folder/unlike.toml", "unlike", "gpt2-mine.toml"])
-def test_missing_training_recipe_is_no_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_missing_training_recipe_is_no_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     monkeypatch.chdir(tmp_path)
     Path("gpt2-mime.toml").touch()
     assert find_training_recipe(Path(name)) == Path(name)

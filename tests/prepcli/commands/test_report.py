@@ -23,9 +23,17 @@ def make_run(folder: Path, *, lr: float = 1e-3, num_lines: int = 30, **environme
     """Write the files of a run without checkpoints."""
     folder.mkdir(parents=True)
     (folder / RECIPE_FILE).write_text(f'name = "{folder.name}"\nseed = 3\n[optimizer]\nlr = {lr}\n')
-    lines: list[dict[str, Any]] = [{"step": 0, "eval_loss": 5.0, "eval_perplexity": 148.4, "eval_tokens": 90}]
+    lines: list[dict[str, Any]] = [
+        {"step": 0, "eval_loss": 5.0, "eval_perplexity": 148.4, "eval_tokens": 90}
+    ]
     for step in range(1, num_lines + 1):
-        values = {"loss": 5 / step, "lr": lr / step, "grad_norm": None, "tokens": 128 * step, "skipped": 0}
+        values = {
+            "loss": 5 / step,
+            "lr": lr / step,
+            "grad_norm": None,
+            "tokens": 128 * step,
+            "skipped": 0,
+        }
         lines.append({"step": step, **values, "seconds": 0.5, "tokens_per_s": 256.0})
     (folder / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     if environment:
@@ -55,26 +63,43 @@ class Page(HTMLParser):
 
 def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = make_run(
-        tmp_path / "one", steps=40, device_kind="TPU v5p", data={"train_sequences": 1234}, versions={"jax": "1"}
+        tmp_path / "one",
+        steps=40,
+        device_kind="TPU v5p",
+        data={"train_sequences": 1234},
+        versions={"jax": "1"},
     )
     assert main(["report", str(run), "--json"]) == OK
     document = json.loads(capsys.readouterr().out)
     assert document["output"] == str(run / "report.html")
     (summary,) = document["runs"]
-    assert (summary["step"], summary["steps"], summary["tokens"], summary["skipped"]) == (30, 40, 3840, 0)
+    assert (summary["step"], summary["steps"], summary["tokens"], summary["skipped"]) == (
+        30,
+        40,
+        3840,
+        0,
+    )
     assert (summary["loss"], summary["eval_loss"], summary["tokens_per_s"]) == (5 / 30, 5.0, 256.0)
     page = Page(run / "report.html")
-    assert {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"} <= {*page.texts}
+    assert {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"} <= {
+        *page.texts
+    }
     assert "Evaluation perplexity" in page.texts
-    assert page.count("svg") == 5, "two losses, learning rate, tokens per second, perplexity; no finite grad norm"
+    assert page.count("svg") == 5, (
+        "two losses, learning rate, tokens per second, perplexity; no finite grad norm"
+    )
     assert {"optimizer.lr", "1e-3", "TPU v5p", "1,234", "30 / 40"} <= {*page.texts}
-    assert any(tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in page.tags)
+    assert any(
+        tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in page.tags
+    )
 
 
 def test_page_has_a_curve_of_each_further_metric(tmp_path: Path):
     run = make_run(tmp_path / "run")
     with (run / METRICS_FILE).open("a") as file:
-        file.write('{"step": 31, "eval_top5_<b>": 0.5, "eval_name": "x", "eval_none": null, "tokens.web": 7}\n')
+        file.write(
+            '{"step": 31, "eval_top5_<b>": 0.5, "eval_name": "x", "eval_none": null, "tokens.web": 7}\n'
+        )
     page = Page(prep.report(run).path)
     assert page.texts.index("Evaluation top5 <b>") > page.texts.index("Tokens per second")
     assert "Tokens of web" in page.texts
@@ -90,13 +115,17 @@ def test_page_requests_nothing_and_escapes_names(tmp_path: Path):
     assert "<script>alert(1)</script>" in page.texts
 
 
-def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_are_overlaid_and_recipe_differences_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=3e-3)
-    assert main(["report", str(first), str(second), "--out", str(tmp_path / "x.html"), "--json"]) == OK
+    assert (
+        main(["report", str(first), str(second), "--out", str(tmp_path / "x.html"), "--json"]) == OK
+    )
     assert json.loads(capsys.readouterr().out)["changed_keys"] == ["name", "optimizer.lr"]
     page = Page(tmp_path / "x.html")
     strokes = [attributes["stroke"] for tag, attributes in page.tags if tag == "polyline"]
-    assert strokes == ["var(--run0)", "var(--run1)"] * 5
+    assert strokes == ["var(--color0)", "var(--color1)"] * 5
     rows = re.findall(r'<tr class="changed"><td><code>(.*?)</code>', page.source)
     assert rows == ["name", "optimizer.lr"]
 
@@ -105,7 +134,9 @@ def test_runs_of_one_recipe_have_no_table_of_differences(tmp_path: Path):
     runs = [make_run(tmp_path / name / "run") for name in "ab"]
     page = Page(prep.report(runs, tmp_path / "page.html").path)
     assert "No key differs." in page.texts
-    first, second = (make_run(tmp_path / name / "run", lr=lr) for name, lr in (("c", 1.0), ("d", 2.0)))
+    first, second = (
+        make_run(tmp_path / name / "run", lr=lr) for name, lr in (("c", 1.0), ("d", 2.0))
+    )
     assert "1 key differs." in Page(prep.report([first, second], tmp_path / "page.html").path).texts
 
 
@@ -126,7 +157,11 @@ def test_run_without_metrics_has_a_page(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "text", "what"),
-    [(RECIPE_FILE, None, "is not a run"), (RECIPE_FILE, "x = ", "is not TOML"), (ENVIRONMENT_FILE, "{", "is not JSON")],
+    [
+        (RECIPE_FILE, None, "is not a run"),
+        (RECIPE_FILE, "x = ", "is not TOML"),
+        (ENVIRONMENT_FILE, "{", "is not JSON"),
+    ],
 )
 def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, what: str):
     run = make_run(tmp_path / "run")
@@ -141,8 +176,14 @@ def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, w
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        (METRICS_FILE, '{"step": 31, "loss": "text", "tokens": null, "mfu": NaN, "tokens_per_s": Infinity}'),
-        (METRICS_FILE, '{"step": 31, "loss": [1], "tokens": -Infinity, "eval_loss": {}, "skipped": "x"}'),
+        (
+            METRICS_FILE,
+            '{"step": 31, "loss": "text", "tokens": null, "mfu": NaN, "tokens_per_s": Infinity}',
+        ),
+        (
+            METRICS_FILE,
+            '{"step": 31, "loss": [1], "tokens": -Infinity, "eval_loss": {}, "skipped": "x"}',
+        ),
         (METRICS_FILE, f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}'),
         (ENVIRONMENT_FILE, '{"steps": "many", "data": 3, "versions": null}'),
         (ENVIRONMENT_FILE, '{"steps": NaN, "data": {"digest": null}, "versions": {"jax": []}}'),
@@ -154,12 +195,19 @@ def test_damaged_values_are_missing_ones(tmp_path: Path, name: str, line: str):
     with (run / name).open("a") as file:
         file.write(f"{line}\n")
     (summary,) = prep.report(run).runs
-    assert (summary["loss"], summary["tokens"], summary["steps"], summary["mfu"]) == (5 / 30, 3840, None, None)
+    assert (summary["loss"], summary["tokens"], summary["steps"], summary["mfu"]) == (
+        5 / 30,
+        3840,
+        None,
+        None,
+    )
 
 
 def test_speed_columns_are_medians(tmp_path: Path):
     run = make_run(tmp_path / "run")
-    lines = [{"step": 31 + n, "mfu": mfu, "tokens_per_s": 256} for n, mfu in enumerate((0.4, 0.5, 0.01))]
+    lines = [
+        {"step": 31 + n, "mfu": mfu, "tokens_per_s": 256} for n, mfu in enumerate((0.4, 0.5, 0.01))
+    ]
     with (run / METRICS_FILE).open("a") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
     assert prep.report(run).runs[0]["mfu"] == 0.4
@@ -169,7 +217,10 @@ def test_best_loss_is_of_evaluations_with_as_many_tokens(tmp_path: Path):
     """A run that is resumed with another `eval.limit` evaluates on other sequences."""
     run = make_run(tmp_path / "run", num_lines=10)
     losses = [(20, 3.0, 90), (31, 4.5, 180), (32, 4.2, 180), (33, 4.3, 180), (34, None, 180)]
-    lines = [json.dumps({"step": step, "eval_loss": loss, "eval_tokens": n}) + "\n" for step, loss, n in losses]
+    lines = [
+        json.dumps({"step": step, "eval_loss": loss, "eval_tokens": n}) + "\n"
+        for step, loss, n in losses
+    ]
     with (run / METRICS_FILE).open("a") as file:
         file.writelines(lines)
     (summary,) = prep.report(run, tmp_path / "a.html").runs
@@ -196,13 +247,17 @@ def test_folder_names_need_not_be_utf8(tmp_path: Path):
 
 
 def test_page_of_many_runs_has_their_number(tmp_path: Path):
-    report = prep.report([make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)], tmp_path / "x.html")
+    report = prep.report(
+        [make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)], tmp_path / "x.html"
+    )
     assert report.changed_keys == ("name", "optimizer.lr")
     assert "<h1>8 runs</h1>" in report.path.read_text()
 
 
 @pytest.mark.parametrize("name", [RECIPE_FILE, METRICS_FILE])
-def test_page_replaces_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+def test_page_replaces_no_file_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
     run = make_run(tmp_path / "run")
     content = (run / name).read_bytes()
     assert main(["report", str(run), "--out", str(run / name)]) == FAILED
@@ -221,7 +276,13 @@ def test_page_follows_no_link(tmp_path: Path):
 
 def test_damaged_lines_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = make_run(tmp_path / "run")
-    lines = ["[" * 100_000, '{"step": 1' + " " * (1 << 20) + "}", '{"step": ' + "9" * 5000 + "}", "\0" * 100, "{}"]
+    lines = [
+        "[" * 100_000,
+        '{"step": 1' + " " * (1 << 20) + "}",
+        '{"step": ' + "9" * 5000 + "}",
+        "\0" * 100,
+        "{}",
+    ]
     for name in (METRICS_FILE, SAMPLES_FILE):
         with (run / name).open("a") as file:
             file.writelines(f"{line}\n" for line in lines)
@@ -257,7 +318,9 @@ def test_deep_environment_is_an_error(tmp_path: Path):
 
 def test_long_run_has_few_texts(tmp_path: Path):
     run = make_run(tmp_path / "run")
-    lines = [json.dumps({"step": step, "prompt": "p", "text": f"text {step}"}) for step in range(1000)]
+    lines = [
+        json.dumps({"step": step, "prompt": "p", "text": f"text {step}"}) for step in range(1000)
+    ]
     lines.append(json.dumps({"step": 1000, "prompt": "p", "text": "x" * 100_000}))
     (run / SAMPLES_FILE).write_text("".join(f"{line}\n" for line in lines))
     page = Page(prep.report(run).path)

@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.planning.boxes import full_box
-from prepcli.planning.strided_copies import leaf_box_copies
+from tests.helpers.leaf_copies import leaf_box_copies
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.prepcli.formats.test_orbax import run_orbax
 from tests.prepcli.planning.test_strided_copies import as_bytes, move
 from trainer.models.axis_map import bind_row
+from trainer.models.boxes import full_box
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 
 
-def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int) -> dict[str, np.ndarray]:
+def expected_leaves(
+    config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int
+) -> dict[str, np.ndarray]:
     """Assemble every leaf of the tree from the tensors with the axis map; padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
@@ -39,7 +41,9 @@ def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, sc
                 full = name if name in family.unprefixed else family.prefix + name
                 move(copy, as_bytes(tensors[full]), out)
             dtype = next(iter(tensors.values())).dtype
-            leaves[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(bound.leaf_shape)
+            leaves[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(
+                bound.leaf_shape
+            )
     return leaves
 
 
@@ -54,7 +58,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("base", "dtype", "options", "scan", "axis"), slow_except(LAYOUTS, FAST_LAYOUTS))
+@pytest.mark.parametrize(
+    ("base", "dtype", "options", "scan", "axis"), slow_except(LAYOUTS, FAST_LAYOUTS)
+)
 def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, scan, axis):
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(Path("m"), base, dtype, hidden_size=64)
@@ -64,6 +70,8 @@ def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, sca
         assert main(["reshard", "other", *options, "--out", "m-init", "--overwrite", "-q"]) == 0
     config = json.loads(Path("m/config.json").read_text())
     leaves = expected_leaves(config, tensors, scan, axis)
-    expected = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()}
+    expected = {
+        name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()
+    }
     Path("expected.json").write_text(json.dumps(expected))
     run_orbax("compare", tmp_path / "expected.json", tmp_path / "m-init")

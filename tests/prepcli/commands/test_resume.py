@@ -14,6 +14,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
+from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.execution import compress, execute, finalize
 from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import FaultSources, Killed, kill, run_until_killed
@@ -23,7 +24,18 @@ from tests.prepcli.commands.test_rot import flip_bit
 
 COMMANDS = {
     **PLAIN,
-    "cast": ["save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--init", "mean", "--dtype", "bfloat16"],
+    "cast": [
+        "save-init",
+        "./model",
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+        "--init",
+        "mean",
+        "--dtype",
+        "bfloat16",
+    ],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }
 
@@ -54,7 +66,10 @@ def flip_all_bytes(partial: Path) -> None:
 
 @pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab", "export", "compress")))
 def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
-    expected, partial = sources.expected(COMMANDS[name]), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+    expected, partial = (
+        sources.expected(COMMANDS[name]),
+        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
+    )
     shutil.copytree(partial, "before")
     draw = random.Random(7)
     for path, position in draw.sample(list(nonzero_positions(partial)), 3):
@@ -72,8 +87,13 @@ def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatc
 
 @pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
 @pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
-def test_resume_never_trusts_a_damaged_run_file(sources: FaultSources, capsys, monkeypatch, name: str, file: str):
-    expected, partial = sources.expected(COMMANDS[name]), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+def test_resume_never_trusts_a_damaged_run_file(
+    sources: FaultSources, capsys, monkeypatch, name: str, file: str
+):
+    expected, partial = (
+        sources.expected(COMMANDS[name]),
+        run_until_killed(monkeypatch, COMMANDS[name], syncs=5),
+    )
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
     for position in draw.sample(range(note.stat().st_size), 3):
@@ -155,7 +175,9 @@ def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) ->
 
 def test_source_change_with_restored_time_is_an_error(capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        at_first_sync(patched, lambda: change_and_restore_time(shard()))  # which has been read by then
+        at_first_sync(
+            patched, lambda: change_and_restore_time(shard())
+        )  # which has been read by then
         assert run("pad-vocab") == 1
     assert "changed while it was read" in capsys.readouterr().err
     assert not Path("out").exists()
@@ -180,7 +202,9 @@ def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
 
 
 def largest_data_file() -> Path:
-    return max((path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size
+    )
 
 
 def punch_hole(path: Path) -> None:
@@ -194,15 +218,15 @@ def punch_hole(path: Path) -> None:
 def test_output_truncated_while_written_is_an_error(
     sources: FaultSources, capsys, monkeypatch, spoil: Callable[[Path], object]
 ):
-    expected, real_run = sources.expected(COMMANDS["save-init"]), pipeline.run
+    expected, real_run = sources.expected(COMMANDS["save-init"]), Pipeline.run
 
-    def cut(*args, **options) -> pipeline.PipelineResult:
+    def cut(*args, **options) -> ConversionResult:
         outcome = real_run(*args, **options)
         spoil(largest_data_file())
         return outcome
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "run", cut)
+        patched.setattr(Pipeline, "run", cut)
         assert run("save-init") == 1
     assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0

@@ -39,7 +39,10 @@ def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     run_ok(*COMMANDS["pad-vocab"], "--out", "whole")
     draw = random.Random(2)
     places = [
-        (p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]
+        (p, *t)
+        for p in sorted(Path("whole").glob("*.safetensors"))
+        for t in tensor_byte_ranges(p)
+        if t[1] < t[2]
     ]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()

@@ -66,9 +66,14 @@ def test_pad_init_reshard_export_changes_no_bit(name: str, dtype: str, tied: boo
         previous = f"r{number}"
     run_ok("export", previous, "--out", "back")
     assert_same(read_tensors(Path("back")), without_buffers(tensors))
-    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
+    before, after = (
+        json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back")
+    )
     assert after == {**before, "vocab_size": 131}
-    assert Path("back/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
+    assert (
+        Path("back/tokenizer_config.json").read_bytes()
+        == Path("m/tokenizer_config.json").read_bytes()
+    )
     run_ok("verify", "back", "./m")
     run_ok("verify", previous, "m-padded")
 
@@ -80,7 +85,8 @@ def test_pad_vocab_only_adds_rows(init: str):
     actual = read_tensors(Path("m-padded"))
     padded = {"model.embed_tokens.weight", "lm_head.weight"}
     assert_same(
-        {n: v for n, v in actual.items() if n not in padded}, {n: v for n, v in tensors.items() if n not in padded}
+        {n: v for n, v in actual.items() if n not in padded},
+        {n: v for n, v in tensors.items() if n not in padded},
     )
     for name in padded:
         assert actual[name].shape == (136, 32)
@@ -213,14 +219,31 @@ def test_other_request_needs_overwrite(capsys: pytest.CaptureFixture[str]):
 
 def test_dry_run_equals_run_and_writes_nothing(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"))
-    assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--dry-run", "--json", "-q"]) == 0
+    assert (
+        main(
+            [
+                "save-init",
+                "./m",
+                "--mesh",
+                "1,2,4",
+                "--pad-vocab",
+                "auto",
+                "--dry-run",
+                "--json",
+                "-q",
+            ]
+        )
+        == 0
+    )
     planned = json.loads(capsys.readouterr().out)
     assert sorted(p.name for p in Path().iterdir()) == ["m"]
     assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--json", "-q"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert planned["plan_digest"] == report["plan_digest"]
     assert planned["accounting"] == report["accounting"]
-    assert report["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
+    assert report["accounting"]["filled"] == [
+        {"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}
+    ]
 
 
 def test_truncated_output_is_not_done(capsys: pytest.CaptureFixture[str]):
@@ -265,7 +288,10 @@ def test_changed_tokenizer_is_another_request():
 def test_numbered_single_file_keeps_its_index():
     tensors = make_checkpoint(Path("m"), files=1)
     Path("m/model.safetensors").rename("m/model-00001-of-00001.safetensors")
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    index = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors"),
+    }
     Path("m/model.safetensors.index.json").write_text(json.dumps(index))
     run_ok("pad-vocab", "./m")
     written = json.loads(Path("m-padded/model.safetensors.index.json").read_text())
@@ -275,8 +301,13 @@ def test_numbered_single_file_keeps_its_index():
 def test_auto_padding_never_removes_rows():
     make_checkpoint(Path("m"))
     run_ok("pad-vocab", "./m", "--multiple", "100")
-    run_ok("save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none")
-    assert json.loads(Path("m-padded-init/prep-manifest.json").read_text())["vocab"] == {"true": 131, "padded": 200}
+    run_ok(
+        "save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none"
+    )
+    assert json.loads(Path("m-padded-init/prep-manifest.json").read_text())["vocab"] == {
+        "true": 131,
+        "padded": 200,
+    }
 
 
 def test_reshard_keeps_mesh_and_rules_by_default():
@@ -290,9 +321,15 @@ def test_reshard_keeps_mesh_and_rules_by_default():
 def test_verify_compares_stored_tied_head(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"] + 1
-    write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), {**tensors, "lm_head.weight": head})
+    write_checkpoint(
+        Path("both"),
+        json.loads(Path("m/config.json").read_text()),
+        {**tensors, "lm_head.weight": head},
+    )
     assert main(["verify", "./both", "./m", "-q"]) == 1
-    assert "lm_head.weight is tied but not equal to transformer.wte.weight" in capsys.readouterr().err
+    assert (
+        "lm_head.weight is tied but not equal to transformer.wte.weight" in capsys.readouterr().err
+    )
 
 
 def test_source_behind_links_is_not_overwritten(capsys: pytest.CaptureFixture[str]):

@@ -32,7 +32,10 @@ FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
     ("opt-1.3b-pretrain", "A100-40", 16, 5),
     ("opt-6.7b", "H100", 8, 25),
 ]
-RANDOM = ("model.overrides={ vocab_size = 136 }", "optimizer.warmup_steps=1")  # divisible by every mesh
+RANDOM = (
+    "model.overrides={ vocab_size = 136 }",
+    "optimizer.warmup_steps=1",
+)  # divisible by every mesh
 SHORT = (*RANDOM, "train.steps=2")
 
 
@@ -48,10 +51,20 @@ class Tiny:
 
 TINY = [
     *(
-        Tiny(recipe, FAMILY_CONFIGS["t5"], "4,1,2", ("data.source_length=16", "optimizer.warmup_steps=1"))
+        Tiny(
+            recipe,
+            FAMILY_CONFIGS["t5"],
+            "4,1,2",
+            ("data.source_length=16", "optimizer.warmup_steps=1"),
+        )
         for recipe in ("flan-t5-base", "flan-t5-base-cnn")
     ),
-    Tiny("gpt-neo-1.3b", GPT_NEO | {"num_heads": 8}, "1,1,8", ("batch.per_device=1", "train.epochs=1")),
+    Tiny(
+        "gpt-neo-1.3b",
+        GPT_NEO | {"num_heads": 8},
+        "1,1,8",
+        ("batch.per_device=1", "train.epochs=1"),
+    ),
     Tiny("gpt-neo-1.3b-wikitext", GPT_NEO | {"num_heads": 8}, "1,1,8", ("batch.per_device=1",)),
     Tiny("llama-7b", LLAMA, "1,8,1", ("batch.size=8",)),
     Tiny("llama-7b-prompts", LLAMA, "1,8,1", ("batch.size=8",)),
@@ -67,7 +80,12 @@ TINY = [
     ),
     Tiny("open-llama-7b", LLAMA, "4,2,1", (*SHORT, "optimizer.decay_steps=2", "batch.size=16")),
     Tiny("gpt-j-6b-pretrain", FAMILY_CONFIGS["gptj"], "1,4,2", (*RANDOM, "batch.size=32")),
-    Tiny("opt-1.3b-pretrain", FAMILY_CONFIGS["opt"], "1,8,1", (*SHORT, "batch.size=32", "data.holdout=0.1")),
+    Tiny(
+        "opt-1.3b-pretrain",
+        FAMILY_CONFIGS["opt"],
+        "1,8,1",
+        (*SHORT, "batch.size=32", "data.holdout=0.1"),
+    ),
     Tiny("opt-6.7b", FAMILY_CONFIGS["opt"], "1,4,2", ("optimizer.warmup_steps=1",)),
 ]
 
@@ -78,10 +96,16 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize(("name", "devices", "count", "peak_gb"), FULL_SIZE, ids=lambda value: str(value))
-def test_seed_recipes_fit(name: str, devices: str, count: int, peak_gb: float, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "peak_gb"), FULL_SIZE, ids=lambda value: str(value)
+)
+def test_seed_recipes_fit(
+    name: str, devices: str, count: int, peak_gb: float, capsys: pytest.CaptureFixture[str]
+):
     capsys.readouterr()
-    assert main(["plan", str(recipes_folder() / f"{name}.toml"), "--devices", devices, "--json"]) == OK
+    assert (
+        main(["plan", str(recipes_folder() / f"{name}.toml"), "--devices", devices, "--json"]) == OK
+    )
     report = json.loads(capsys.readouterr().out)
     assert (report["devices"], report["kinds"][0]["fits"], report["warnings"]) == (count, True, [])
     assert report["memory"]["peak"] < peak_gb * 10**9

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.engine import pipeline
+from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import FAILED, OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
@@ -23,7 +23,10 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_unreadable_tokenizer_stops_a_conversion_first(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("model"), LLAMA)
@@ -42,7 +45,7 @@ def test_unreadable_tokenizer_stops_a_conversion_first(
         pytest.fail("weights were moved")
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(pipeline, "run", move)
+    monkeypatch.setattr(Pipeline, "run", move)
     assert main([*command, "--out", "output", "-q"]) == FAILED
     error = capsys.readouterr().err
     assert "tokenizer.json" in error

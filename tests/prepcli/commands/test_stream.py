@@ -29,7 +29,12 @@ from prepcli.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
-SMALL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json")
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,15 @@ class HubSite:
 
     @property
     def environment(self) -> dict[str, str]:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+        }
         return inherited | self.hub.environment(self.cwd / "home") | {"HF_TOKEN": "hf_secret"}
 
     def start_prep(self, *arguments: str, **variables: str) -> ForkedProcess:
-        return start_python(PREP_SCRIPT, *arguments, "--json", cwd=self.cwd, env=self.environment | variables)
+        return start_python(
+            PREP_SCRIPT, *arguments, "--json", cwd=self.cwd, env=self.environment | variables
+        )
 
     def run_prep(self, *arguments: str, **variables: str) -> dict[str, Any]:
         out, _ = self.start_prep(*arguments, **variables).communicate()
@@ -78,7 +87,11 @@ def serve_site(
 
 def read_output_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files except the manifest, which records the source."""
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     return {name: data for name, data in files.items() if name != "prep-manifest.json"}
 
 
@@ -106,11 +119,19 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
         local = site.run_prep(*SAVE_INIT, "--out", "local")
         assert local["ok"], local
     assert read_output_files(tmp_path / "streamed") == read_output_files(tmp_path / "local")
-    manifests = [json.loads((tmp_path / name / "prep-manifest.json").read_text()) for name in ("streamed", "local")]
+    manifests = [
+        json.loads((tmp_path / name / "prep-manifest.json").read_text())
+        for name in ("streamed", "local")
+    ]
     assert manifests[0]["tensors"] == manifests[1]["tensors"]
     weights = [name for name in files if name.endswith(".safetensors")]
     assert manifests[0]["source"]["files"] == [
-        {"path": n, "size": len(files[n]), "mtime_ns": 0, "digest": f"sha256:{hashlib.sha256(files[n]).hexdigest()}"}
+        {
+            "path": n,
+            "size": len(files[n]),
+            "mtime_ns": 0,
+            "digest": f"sha256:{hashlib.sha256(files[n]).hexdigest()}",
+        }
         for n in sorted(weights)
     ]
     assert streamed["source"]["revision"] == COMMIT
@@ -157,8 +178,14 @@ def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
 def test_stream_is_rejected_offline(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
-            report = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
-            why = "HF_HUB_OFFLINE=1 disables network access" if offline else "--offline disables network access"
+            report = site.run_prep(
+                *SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline
+            )
+            why = (
+                "HF_HUB_OFFLINE=1 disables network access"
+                if offline
+                else "--offline disables network access"
+            )
             assert report["error"]["what"] == "cannot stream o/good"
             assert report["error"]["why"] == why
         assert site.hub.requests == []
@@ -174,7 +201,10 @@ def test_unreachable_hub_is_an_error(files, tmp_path: Path):
 
 def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
-        assert site.run_prep("save-init", "o/bin", "--stream")["error"]["what"] == "o/bin is in GGUF format"
+        assert (
+            site.run_prep("save-init", "o/bin", "--stream")["error"]["what"]
+            == "o/bin is in GGUF format"
+        )
 
 
 def test_broken_header_error_names_the_model(files, tmp_path: Path):
@@ -186,7 +216,9 @@ def test_broken_header_error_names_the_model(files, tmp_path: Path):
 
 
 def test_missing_file_error_names_the_model(files, tmp_path: Path):
-    less = {name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"}
+    less = {
+        name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"
+    }
     with serve_site(less, tmp_path) as site:
         error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"] == "1 of 3 files of o/good is missing"
@@ -197,7 +229,20 @@ def test_missing_file_error_names_the_model(files, tmp_path: Path):
 def test_hub_files_of_an_output_are_checked(tmp_path: Path, options: tuple[str, ...]):
     make_checkpoint(tmp_path / "m")
     (tmp_path / "m/LICENSE").write_text("listed, but not downloaded")
-    assert main(["pad-vocab", str(tmp_path / "m"), "--multiple", "8", "--out", str(tmp_path / "padded"), "-q"]) == 0
+    assert (
+        main(
+            [
+                "pad-vocab",
+                str(tmp_path / "m"),
+                "--multiple",
+                "8",
+                "--out",
+                str(tmp_path / "padded"),
+                "-q",
+            ]
+        )
+        == 0
+    )
     files = {path.name: path.read_bytes() for path in (tmp_path / "padded").iterdir()}
     with serve_site(files, tmp_path) as site:
         intact = site.run_prep("save-init", "o/good", "--out", "init", *options)

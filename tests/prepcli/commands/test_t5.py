@@ -68,16 +68,22 @@ def test_save_init_names_and_shapes_leaves_of_t5(capsys: pytest.CaptureFixture[s
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")
-    shapes = {entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "stacked")["tensors"]}
+    shapes = {
+        entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "stacked")["tensors"]
+    }
     assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
     assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
     assert shapes["params.encoder.relative_positions.weight"] == [8, 4]
     assert shapes["params.head.weight"] == [132, 64]
-    apart = {entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "apart")["tensors"]}
+    apart = {
+        entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "apart")["tensors"]
+    }
     assert apart["params.encoder.layers.1.mlp.gate.weight"] == [48, 64]
     assert apart["params.decoder.layers.2.mlp.up.weight"] == [48, 64]
     assert "params.encoder.layers.2.mlp.up.weight" not in apart
-    shards = run_json(capsys, "inspect", "stacked", "--shards", "encoder.layers.attn.k.weight", "--mesh", "1,2,2")
+    shards = run_json(
+        capsys, "inspect", "stacked", "--shards", "encoder.layers.attn.k.weight", "--mesh", "1,2,2"
+    )
     assert "encoder.layers.attn.k.weight" in json.dumps(shards)
 
 
@@ -91,7 +97,10 @@ def test_embedding_copies_are_compared_and_dropped(capsys: pytest.CaptureFixture
         **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
     }  # fmt: skip
     run_ok("export", "m-init", "--out", "back")
-    assert_same(read_tensors(Path("back")), {name: tensor for name, tensor in tensors.items() if name != stray})
+    assert_same(
+        read_tensors(Path("back")),
+        {name: tensor for name, tensor in tensors.items() if name != stray},
+    )
 
 
 def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]):
@@ -107,7 +116,9 @@ def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]
     assert "float16 [131, 64] and float32 [131, 64]" in run_failing(capsys, 1, "save-init", "./n")
 
 
-@pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
+@pytest.mark.parametrize(
+    "stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)]
+)
 def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
     tensors = checkpoint_tensors(T5, "float32", True, False)
     stored_tensors = with_copies(tensors, *stored)
@@ -130,21 +141,25 @@ def test_embedding_copies_in_one_torch_storage_convert():
     assert_same(read_tensors(Path("back")), tensors)
     run_ok("pad-vocab", "./bin")
     actual = read_tensors(Path("bin-padded"))
-    assert {name for name in actual if actual[name].shape[0] == 136} == state.keys() - tensors.keys() | {
-        "shared.weight"
-    }
+    assert {
+        name for name in actual if actual[name].shape[0] == 136
+    } == state.keys() - tensors.keys() | {"shared.weight"}
 
 
 def test_padding_is_equal_in_all_copies():
     """Padding selects tensors by name: a feed-forward layer as wide as the vocabulary is not padded."""
     config = GATED | {"d_ff": 131}
-    tensors = with_copies(checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
+    tensors = with_copies(
+        checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY
+    )
     write_checkpoint(Path("m"), config, tensors)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     actual = read_tensors(Path("m-padded"))
     padded = {name for name in actual if actual[name].shape != tensors[name].shape}
     assert padded == {"shared.weight", "lm_head.weight", ENCODER_COPY, DECODER_COPY}
-    assert all(same_bits(actual[name], actual["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY))
+    assert all(
+        same_bits(actual[name], actual["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY)
+    )
     assert not same_bits(actual["shared.weight"][131:], actual["lm_head.weight"][131:])
     assert_same({name: tensor[: len(tensors[name])] for name, tensor in actual.items()}, tensors)
     assert {key: read_config("m-padded")[key] for key in ("vocab_size", "true_vocab_size")} == {
@@ -155,7 +170,11 @@ def test_padding_is_equal_in_all_copies():
 def test_mixed_dtypes_round_trip():
     """Files of Flan-T5 have `wo` in float32 and other tensors in half precision."""
     tensors = checkpoint_tensors(GATED, "bfloat16", False, False)
-    tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
+    tensors |= {
+        name: tensor.astype(np.float32)
+        for name, tensor in tensors.items()
+        if name.endswith(".wo.weight")
+    }
     write_checkpoint(Path("m"), GATED, tensors)
     run_ok("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
     run_ok("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
@@ -186,7 +205,9 @@ def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_untied_head_does_not_replace_missing_embedding(capsys: pytest.CaptureFixture[str], scales: bool):
+def test_untied_head_does_not_replace_missing_embedding(
+    capsys: pytest.CaptureFixture[str], scales: bool
+):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
     tensors = checkpoint_tensors(config, "float32", False, False)
     embedding = tensors.pop("shared.weight")
@@ -206,7 +227,9 @@ def test_flax_config_states_untied_head(capsys: pytest.CaptureFixture[str]):
     assert read_config("flax")["tie_word_embeddings"] is False
     write_checkpoint(Path("old"), T5, checkpoint_tensors(T5, "float32", False, False))
     run_ok("save-init", "./old", "--untie")
-    assert "scale_decoder_outputs True" in run_failing(capsys, 1, "export", "old-init", "--layout", "hf-flax")
+    assert "scale_decoder_outputs True" in run_failing(
+        capsys, 1, "export", "old-init", "--layout", "hf-flax"
+    )
 
 
 def test_untied_head_keeps_its_scale(capsys: pytest.CaptureFixture[str]):
@@ -216,13 +239,18 @@ def test_untied_head_keeps_its_scale(capsys: pytest.CaptureFixture[str]):
     run_ok("save-init", "./m", "--untie", "--restart")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    assert read_config("back") == read_config("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
+    assert read_config("back") == read_config("m") | {
+        "tie_word_embeddings": False,
+        "scale_decoder_outputs": True,
+    }
     assert head_scale("back") == head_scale("m") == 64**-0.5
 
 
 def test_encoder_without_decoder_is_rejected(capsys: pytest.CaptureFixture[str]):
     tensors = {
-        name: t for name, t in checkpoint_tensors(T5, "float32", True, False).items() if not name.startswith("decoder.")
+        name: t
+        for name, t in checkpoint_tensors(T5, "float32", True, False).items()
+        if not name.startswith("decoder.")
     }
     write_checkpoint(Path("m"), T5, tensors)
     stderr = run_failing(capsys, 1, "save-init", "./m")

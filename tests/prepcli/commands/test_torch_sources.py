@@ -23,10 +23,19 @@ from tests.helpers.pickle_builder import (
     make_torch_file,
     make_zip_file,
 )
-from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.run_cli import error_lines, exported_tensors, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    LLAMA,
+    assert_same,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
 
+# Tensors of old files that are no parameters.
+BUFFERS = {"bias", "masked_bias", "inv_freq"}
 FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
 
 
@@ -39,7 +48,10 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def manifest_facts(folder: str) -> dict[str, Any]:
     """Return the entries of a manifest that do not depend on the source's format."""
     manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
-    return {key: manifest.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
+    return {
+        key: manifest.get(key)
+        for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")
+    }
 
 
 def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
@@ -55,7 +67,9 @@ def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model
 DTYPE_CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize(("base", "dtype"), slow_except(DTYPE_CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")]))
+@pytest.mark.parametrize(
+    ("base", "dtype"), slow_except(DTYPE_CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")])
+)
 def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
     tensors = make_checkpoint(Path("m"), base, dtype, legacy=True)
     write_weights_folder("b", make_torch_file(tensors))
@@ -67,7 +81,10 @@ def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> N
     run_ok("export", "b-init", "--out", "back")
     run_ok("export", "m-init", "--out", "other")
     actual = read_tensors(Path("back"))
-    assert all(same_bits(array, actual[key]) for key, array in read_tensors(Path("other")).items())
+    assert_same(actual, read_tensors(Path("other")))
+    # An export leaves out the buffers of old files.
+    assert_same(actual, {key: tensors[key] for key in actual})
+    assert {key.rpartition(".")[2] for key in tensors.keys() - actual} <= BUFFERS
 
 
 @FAMILIES
@@ -95,7 +112,10 @@ def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) ->
 
 def test_safetensors_file_name_of_bin() -> None:
     assert safetensors_file_name("pytorch_model.bin") == "model.safetensors"
-    assert safetensors_file_name("pytorch_model-00002-of-00003.bin") == "model-00002-of-00003.safetensors"
+    assert (
+        safetensors_file_name("pytorch_model-00002-of-00003.bin")
+        == "model-00002-of-00003.safetensors"
+    )
     assert safetensors_file_name("weights.v2.pth") == "weights.v2.safetensors"
 
 
@@ -105,6 +125,7 @@ def test_safetensors_take_precedence_over_bin(capsys: pytest.CaptureFixture[str]
     write_weights_folder("b", make_torch_file(tensors), "weights.pth")
     Path("b/training_args.bin").write_bytes(b"broken")
     run_ok("verify", "./b", "./m")
+    assert_same(exported_tensors("./b"), tensors)
     capsys.readouterr()
     Path("b/other.pt").write_bytes(b"")
     assert "does not say which file the model is" in error_lines(capsys, "save-init", "./b")[0]
@@ -120,9 +141,13 @@ def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[st
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
     write_weights_folder(
-        "b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records)
+        "b",
+        make_zip_file(
+            make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records
+        ),
     )
     run_ok("verify", "./b", "./m")
+    assert_same(exported_tensors("./b"), tensors)
     report = run_json(capsys, "inspect", "./b")
     assert report["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
     assert report["source"]["format"] == "torch"
@@ -135,13 +160,19 @@ def test_transposed_views_of_one_storage_are_read() -> None:
     total = sum(array.size for array in tensors.values())
     for key, array in tensors.items():
         steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
-        pickled[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
+        pickled[key] = encode_tensor(
+            array.shape, steps, len(content) // 4, encode_storage(numel=total)
+        )
         content += array.T.tobytes()
-    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(pickled)), {"data/0": content}))
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping(pickled)), {"data/0": content})
+    )
     run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
     run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), tensors)
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
+    assert_same(exported_tensors("./b"), tensors)
 
 
 def with_head(pickled: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -153,13 +184,20 @@ def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], shari
     tensors = make_checkpoint(Path("m"))
     pickled = {
         key: encode_tensor(
-            array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
+            array.shape,
+            [s // 4 for s in array.strides],
+            storage=encode_storage(str(i), numel=array.size),
         )
         for i, (key, array) in enumerate(tensors.items())
     }
-    more = {f"h.{i}.attn.attention.masked_bias": pickled["transformer.wte.weight"] for i in range(sharing - 2)}
+    more = {
+        f"h.{i}.attn.attention.masked_bias": pickled["transformer.wte.weight"]
+        for i in range(sharing - 2)
+    }
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(with_head(pickled) | more)), records))
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping(with_head(pickled) | more)), records)
+    )
     if sharing > MAX_SHARING_TENSORS:
         assert "more than 64 tensors share byte" in error_lines(capsys, "save-init", "./b")[1]
         return
@@ -175,7 +213,8 @@ def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -
     tensors = make_checkpoint(Path("m"), files=1)
     write_weights_folder("b", make_torch_file(tensors))
     expected, report = (
-        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b")
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name")
+        for source in ("m", "b")
     )
     kept = ("name", "shape", "dtype", "bytes", "stats")
     assert [{key: t[key] for key in kept} for t in report["tensors"]] == [
@@ -183,7 +222,10 @@ def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -
     ]
     content = Path("b/pytorch_model.bin").read_bytes()
     for entry in report["tensors"]:
-        assert content[entry["offset"] : entry["offset"] + entry["bytes"]] == tensors[entry["name"]].tobytes()
+        assert (
+            content[entry["offset"] : entry["offset"] + entry["bytes"]]
+            == tensors[entry["name"]].tobytes()
+        )
     assert run_json(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
     assert main(["inspect", "./b", "-q"]) == 0
     assert "PyTorch, 1 file" in capsys.readouterr().out
@@ -194,7 +236,14 @@ def test_stats_cover_only_the_elements_of_a_view(capsys: pytest.CaptureFixture[s
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
     (entry,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
-    assert entry["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
+    assert entry["stats"] == {
+        "min": 0,
+        "max": 5,
+        "mean": 2.5,
+        "nan": 0,
+        "inf": 0,
+        "zeros": 1,
+    }  # 0, 2, 3 and 5
     assert (entry["file"], entry["shape"]) == ("pytorch_model.bin", [2, 2])
 
 
@@ -233,9 +282,18 @@ def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files:
     from tests.helpers.torch_checkpoints import write_bin_folder
 
     tensors = make_checkpoint(Path("m"), base, "bfloat16", legacy=True)
-    write_bin_folder(Path("m"), Path("b"), {key: as_torch(array) for key, array in tensors.items()}, files, legacy)
+    write_bin_folder(
+        Path("m"),
+        Path("b"),
+        {key: as_torch(array) for key, array in tensors.items()},
+        files,
+        legacy,
+    )
     run_ok("save-init", "./b", "--mesh", "1,4,2", "--pad-vocab", "8")
     run_ok("verify", "b-init", "./m")
+    actual = exported_tensors("b-init")
+    assert_same(actual, {key: tensors[key] for key in actual})
+    assert {key.rpartition(".")[2] for key in tensors.keys() - actual} <= BUFFERS
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
     assert len(list(Path("b-padded").glob("*.safetensors"))) == files
@@ -254,6 +312,7 @@ def test_state_dict_of_transformers_converts(base: dict[str, Any]) -> None:
     torch.save(model.state_dict(), "b/pytorch_model.bin")
     run_ok("save-init", "./b")
     run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), read_tensors(Path("m")))
 
 
 def test_float16_bin_converts() -> None:
@@ -262,3 +321,4 @@ def test_float16_bin_converts() -> None:
     write_weights_folder("b", make_torch_file(arrays))
     run_ok("save-init", "./b")
     run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), arrays)

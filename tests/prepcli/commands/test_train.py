@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train_files import kept_note
-from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.local_run import LocalRun
-from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.execution.folder_storage import FolderStorage
 from prepcli.formats.run_steps import saved_steps
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.storage import describe_kept
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill
@@ -51,7 +51,9 @@ def read_losses(run: str) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
-def test_finished_run_exports_and_resumes_without_steps(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_exports_and_resumes_without_steps(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     capsys.readouterr()
     code, report = train_json(capsys)
     assert code == OK
@@ -67,11 +69,15 @@ def test_finished_run_exports_and_resumes_without_steps(work_dir: Path, capsys: 
     assert main(["verify", "runs/recipe", "-q"]) == OK
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     before, after = read_tensors(Path("tiny")), read_tensors(Path("learned"))
-    assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
+    assert {name: t.shape for name, t in before.items()} == {
+        name: t.shape for name, t in after.items()
+    }
     assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
     capsys.readouterr()
     again, report = train_json(capsys)
-    assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), "a run that is done does nothing"
+    assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), (
+        "a run that is done does nothing"
+    )
 
 
 def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -86,7 +92,9 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
     blocks = ids[: len(ids) // 16 * 16].reshape(-1, 16)
     holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
     with torch.no_grad():
-        assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
+        assert report["eval_loss"] == pytest.approx(
+            float(model(holdout, labels=holdout).loss), rel=1e-5
+        )
 
 
 # The process sends the signal to itself: another one could be too late for the few steps.
@@ -108,7 +116,9 @@ MetricsWriter.write = write_and_signal
 def start_train(*words: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **variables}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_step(running: subprocess.Popen[str], run: str, step: int) -> None:
@@ -118,7 +128,11 @@ def wait_for_step(running: subprocess.Popen[str], run: str, step: int) -> None:
 
 def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
     folder = Path(run) / str(step)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -135,7 +149,9 @@ def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.Cap
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
-def run_compiled_apart(*words: str, settings: Sequence[str], code: int = OK, **variables: str) -> None:
+def run_compiled_apart(
+    *words: str, settings: Sequence[str], code: int = OK, **variables: str
+) -> None:
     """Train in a process that compiles the step on its own; other tests share compiled steps."""
     sets = [word for setting in settings for word in ("--set", setting)]
     running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
@@ -152,11 +168,19 @@ def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [os.environ["XLA_FLAGS"], ""], ids=["few optimizations", "flags of users"])
+@pytest.mark.parametrize(
+    "flags", [os.environ["XLA_FLAGS"], ""], ids=["few optimizations", "flags of users"]
+)
 def test_separately_compiled_run_resumes_to_the_same_bits(work_dir: Path, flags: str):
     variables = {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": flags}
-    for run, words, code in [("unbroken", (), OK), ("broken", ("--stop-after", "3"), STOPPED), ("broken", (), OK)]:
-        run_compiled_apart("--out", run, *words, settings=BLOCKWISE_ON_TWO_DEVICES, code=code, **variables)
+    for run, words, code in [
+        ("unbroken", (), OK),
+        ("broken", ("--stop-after", "3"), STOPPED),
+        ("broken", (), OK),
+    ]:
+        run_compiled_apart(
+            "--out", run, *words, settings=BLOCKWISE_ON_TWO_DEVICES, code=code, **variables
+        )
     assert read_losses("broken") == read_losses("unbroken")
     assert read_step_files("broken", 6) == read_step_files("unbroken", 6)
 
@@ -196,7 +220,9 @@ def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.C
     assert "`--set mesh=1,8,1`" in hint
 
 
-def test_dry_run_without_the_devices_points_to_plan(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_without_the_devices_points_to_plan(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     *_, hint = train_error(capsys, "--set", "mesh=1,64,4", "--dry-run")
     assert hint == "`--set mesh=1,8,1`, or without devices: `prep plan recipe.toml`"
 
@@ -206,7 +232,9 @@ def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFix
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
 
 
-def test_missing_empty_and_short_data_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_empty_and_short_data_are_errors(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
     assert code == FAILED
     assert "nothing.txt" in what
@@ -220,7 +248,9 @@ def test_missing_empty_and_short_data_are_errors(work_dir: Path, capsys: pytest.
     assert "16" in what + why
 
 
-def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_larger_than_vocabulary_is_an_error(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     """The tokenizer has more words than the model's true vocabulary; padded rows must not be used for them."""
     (work_dir / "other").mkdir()
     write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
@@ -241,7 +271,9 @@ def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFix
 def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(work_dir / "neo", GPT_NEO)
     write_tokenizer(work_dir / "neo")
-    code, what, why, _ = train_error(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
+    code, what, why, _ = train_error(
+        capsys, "--set", "model.path=neo", "--set", "data.seq_length=128"
+    )
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
@@ -262,7 +294,15 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     (work_dir / "text.txt").unlink()
     (work_dir / "moved.txt").write_text(text)
     moved = ("--set", "data.path=moved.txt")
-    changes = (*moved, "--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
+    changes = (
+        *moved,
+        "--set",
+        "mesh=8,1,1",
+        "--set",
+        "train.log_every=5",
+        "--set",
+        "checkpoint.keep=1",
+    )
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
     assert saved_steps(work_dir / "runs/recipe") == [12]
     assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q", *moved]) == STOPPED
@@ -318,13 +358,17 @@ def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.Cap
     assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
 
 
-def test_restart_deletes_steps_only_after_checks(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_restart_deletes_steps_only_after_checks(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
     assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
-    with RunFolder(work_dir / "runs/recipe", work_dir / "tiny-init", name="another process"):
+    with CheckpointManager(
+        work_dir / "runs/recipe", work_dir / "tiny-init", name="another process"
+    ):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
     assert saved_steps(work_dir / "runs/recipe") == [3, 4]
@@ -338,7 +382,9 @@ def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.Ca
     assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
 
 
-def test_unsupported_layout_is_rejected_before_work(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_unsupported_layout_is_rejected_before_work(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
@@ -352,7 +398,9 @@ def test_unsupported_layout_is_rejected_before_work(work_dir: Path, capsys: pyte
 def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
     Path("recipe.toml").rename("other.toml")
-    assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
+    assert (
+        main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
+    )
     assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
@@ -375,9 +423,24 @@ def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Ui, "progress", lambda _: RecordingProgress())
     report_progress = tokenize_progress(open_ui("train", False, True, 0))
-    for counts in ((0, 20, 0), (10, 20, 3_140_000), (11, 20, 3_140_001), (20, 20, 12_600_000), (3, 5, 90_000_000)):
+    for counts in (
+        (0, 20, 0),
+        (10, 20, 3_140_000),
+        (11, 20, 3_140_001),
+        (20, 20, 12_600_000),
+        (3, 5, 90_000_000),
+    ):
         report_progress(*counts)
-    first = [("tokenize", 20, 0), (0,), ("3.1 M tokens",), (10,), (1,), ("13 M tokens",), (9,), ("end",)]
+    first = [
+        ("tokenize", 20, 0),
+        (0,),
+        ("3.1 M tokens",),
+        (10,),
+        (1,),
+        ("13 M tokens",),
+        (9,),
+        ("end",),
+    ]
     assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
 
 
@@ -386,17 +449,17 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "the tokens" if "data/f0" in whole else ""
-    note = kept_note(LocalRun(tmp_path / "run"))
+    note = describe_kept(FolderStorage(tmp_path / "run"))
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
 
 
 def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
     def fill_and_interrupt(writer: TokenWriter) -> None:
         fill(writer)
-        writer.save()
+        writer.start_save()
         raise KeyboardInterrupt
 
     (tmp_path / "data").mkdir()
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
-    assert kept_note(LocalRun(tmp_path)) == f"kept in {tmp_path}: a part of the tokens"
+    assert describe_kept(FolderStorage(tmp_path)) == f"kept in {tmp_path}: a part of the tokens"

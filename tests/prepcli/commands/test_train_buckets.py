@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands import train as train_command
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_place import TOKENS_FOLDER
+from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
+from prepcli.training_runs import train as train_command
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.training_folder import make_training_folder
@@ -31,7 +31,13 @@ ROOT = Path(__file__).parents[3]
 URL = "gs://bucket/runs/tiny"
 PREFIX = "bucket/runs/tiny/"
 LOCAL = Path("runs/gs/bucket/runs/tiny")
-SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep=2", "data.holdout=0", "train.steps=4")
+SETTINGS = (
+    "mesh=1,2,2",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "data.holdout=0",
+    "train.steps=4",
+)
 OVERRIDES = [word for setting in SETTINGS for word in ("--set", setting)]
 EIGHT_DEVICES = [word for setting in ("mesh=1,2,4", *SETTINGS[1:]) for word in ("--set", setting)]
 
@@ -67,10 +73,14 @@ def local_digests(run: str, step: int) -> dict[str, Any]:
     return digests(Path(run, str(step), MANIFEST_FILE).read_bytes())
 
 
-def start(count: int, *words: str, env: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+def start(
+    count: int, *words: str, env: dict[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
     """Start a training in `count` processes with four devices together."""
     command = ("train", "recipe.toml", "--out", URL, *OVERRIDES, *words)
-    return start_processes(*command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT), **(env or {})})
+    return start_processes(
+        *command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT), **(env or {})}
+    )
 
 
 def run_ok(count: int, *words: str, code: int = OK) -> None:
@@ -82,7 +92,9 @@ def train(*words: str) -> int:
     return main(["train", "recipe.toml", *EIGHT_DEVICES, *words])
 
 
-def test_stopped_and_resumed_run_equals_a_local_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+def test_stopped_and_resumed_run_equals_a_local_run(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
     assert train("--out", "local", "-q") == OK
     assert train("--out", URL, "--stop-after", "2") == STOPPED
     assert "cannot be locked" not in capsys.readouterr().err
@@ -127,7 +139,9 @@ def test_start_that_another_has_overtaken_changes_nothing(
     assert dict(store.objects) == objects
 
 
-def test_commands_read_a_run_in_a_bucket(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+def test_commands_read_a_run_in_a_bucket(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
     assert train("--out", "local", "-q") == OK
     assert train("--out", URL, "-q") == OK
     store.objects[f"{PREFIX}9/state/_METADATA"] = b"{}"  # a save that was killed
@@ -151,10 +165,14 @@ def test_commands_read_a_run_in_a_bucket(store: FakeObjectStore, capsys: pytest.
     assert ">9</td>" not in page
     assert main(["report", f"{URL}-none", "-q"]) == FAILED
     assert f"{URL}-none does not exist" in capsys.readouterr().err
-    assert train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
+    assert (
+        train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
+    )
 
 
-def test_wandb_continues_the_id_of_the_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_continues_the_id_of_the_bucket(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     words = ("--out", URL, "--set", 'log.wandb={ project = "p", offline = true }', "-q")
@@ -205,7 +223,9 @@ def test_two_processes_save_what_one_resumes(store: FakeObjectStore):
     assert main(["verify", URL, "-q"]) == OK
 
 
-def test_refused_save_keeps_earlier_steps(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+def test_refused_save_keeps_earlier_steps(
+    store: FakeObjectStore, capsys: pytest.CaptureFixture[str]
+):
     store.failing_requests = f"PUT {PREFIX}2/"
     assert train("--out", URL, "-q") == FAILED
     error = capsys.readouterr().err

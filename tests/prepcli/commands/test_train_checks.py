@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands import train_checks
-from prepcli.commands.train_checks import (
+from prepcli.errors import PrepError
+from prepcli.training_runs import checks as train_checks
+from prepcli.training_runs.checks import (
     check_disk,
     checkpoint_nbytes,
     device_memory_nbytes,
     disk_warnings,
 )
-from prepcli.errors import PrepError
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
@@ -42,7 +42,9 @@ class Device:
         ([Device()], {"available": None, "limit": None}, None),
     ],
 )
-def test_device_memory_depends_on_the_platform(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
+def test_device_memory_depends_on_the_platform(
+    devices: list[Any], host: dict[str, int | None], nbytes: int | None
+):
     assert device_memory_nbytes(devices, host) == nbytes
 
 

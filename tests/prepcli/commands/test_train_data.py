@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.train_data import DataFinder
 from prepcli.errors import PrepError, UsageError
 from prepcli.sources.folders import Access
+from prepcli.training_runs.remote_data import DataFinder
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
@@ -53,7 +53,9 @@ def find(url: str) -> list[str]:
 def test_urls_name_files_folders_and_globs(scheme: str):
     folder = f"{scheme}://bucket/data"
     assert find(f"{folder}/notes.md") == [f"{folder}/notes.md"]
-    assert find(folder) == [f"{folder}/{name}" for name in ("a.jsonl.gz", "b.jsonl", "deep/c.jsonl")]
+    assert find(folder) == [
+        f"{folder}/{name}" for name in ("a.jsonl.gz", "b.jsonl", "deep/c.jsonl")
+    ]
     assert find(f"{folder}/*.jsonl") == [f"{folder}/b.jsonl"]
     assert find(f"{scheme}://bucket/**/c*") == [f"{folder}/deep/c.jsonl"]
 
@@ -85,7 +87,9 @@ def test_bucket_gives_the_tokens_of_local_files(store: FakeObjectStore, tmp_path
         store.objects[f"bucket/all/{path.name}"] = path.read_bytes()
     digests: list[object] = []
     for path in local:
-        config = make_config(tmp_path, path, type="auto", fields="text", cache=tmp_path / f"cache-{path.name}")
+        config = make_config(
+            tmp_path, path, type="auto", fields="text", cache=tmp_path / f"cache-{path.name}"
+        )
         for paths in (config.paths, (f"s3://bucket/all/{path.name}",)):
             tokens = tokenize_quietly(replace(config, paths=paths, remote=FINDER))
             digests.append(read_meta(config.cache / tokens.identity).digests)
@@ -113,7 +117,7 @@ README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n
 REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y/c.jsonl": LINES})
 SCRIPT = """
 import json, sys
-from prepcli.commands.train_data import DataFinder
+from prepcli.training_runs.remote_data import DataFinder
 from prepcli.errors import PrepError
 from prepcli.sources.folders import Access
 from trainer.data.files import check_not_empty
@@ -139,7 +143,9 @@ def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
         environment = {**os.environ, **hub.environment(tmp_path)}
         answers = json.loads(run_python(SCRIPT, json.dumps(requests), env=environment).stdout)
         n_requests = len(hub.requests)
-        offline = json.loads(run_python(SCRIPT, json.dumps(requests[:2]), "--offline", env=environment).stdout)
+        offline = json.loads(
+            run_python(SCRIPT, json.dumps(requests[:2]), "--offline", env=environment).stdout
+        )
         assert len(hub.requests) == n_requests
     *files, no_split, no_dataset = answers
     names = ("x/a.jsonl", "x/b.jsonl", "y/c.jsonl")
@@ -147,5 +153,7 @@ def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
     assert all(nbytes == read_nbytes == len(LINES) for _, nbytes, _, read_nbytes in files)
     assert len({digest for _, _, digest, _ in files}) == 1
     assert no_split.startswith("o/n has no split `test` - its splits: train")
-    assert no_dataset.startswith("cannot read o/none - HTTP 404 from the hub: there is no such dataset")
+    assert no_dataset.startswith(
+        "cannot read o/none - HTTP 404 from the hub: there is no such dataset"
+    )
     assert offline == files

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.train_display import LineDisplay, LiveDisplay
 from prepcli.console.live_block import Line
 from prepcli.console.run_status import RunStatus
 from prepcli.console.ui import Ui
+from prepcli.training_runs.observe import LineDisplay, LiveDisplay
 from trainer.training.samples import Sample
 
 LOG_LINE: dict[str, Any] = {
@@ -47,7 +47,11 @@ class FakeBlock:
 def make_display() -> tuple[Any, FakeBlock, list[float]]:
     block, now = FakeBlock(), [100.0]
     fake: Any = block
-    return LiveDisplay(fake, RunStatus("run", 100, memory_limit_nbytes=4 << 30), lambda: now[0]), block, now
+    return (
+        LiveDisplay(fake, RunStatus("run", 100, memory_limit_nbytes=4 << 30), lambda: now[0]),
+        block,
+        now,
+    )
 
 
 def test_live_display_shows_the_events_of_a_run():
@@ -150,12 +154,16 @@ def shown_samples(samples: list[Sample]) -> tuple[list[str], str]:
 
 
 def test_displays_show_samples_on_one_line():
-    lines, live = shown_samples([Sample("Once upon\n a time", "there was\n\na  queen"), Sample("x", "y")])
+    lines, live = shown_samples(
+        [Sample("Once upon\n a time", "there was\n\na  queen"), Sample("x", "y")]
+    )
     assert lines == ["Once upon a time -> there was a queen", "x -> y"]
     assert live == "sample  Once upon a time -> there was a queen"
 
 
-@pytest.mark.parametrize("text", ["x" * 500, "中" * 500, "word " * 100], ids=["word", "no spaces", "words"])
+@pytest.mark.parametrize(
+    "text", ["x" * 500, "中" * 500, "word " * 100], ids=["word", "no spaces", "words"]
+)
 def test_long_samples_are_shortened_without_hiding_the_text(text: str):
     (first, second), live = shown_samples([Sample(text, "the end"), Sample("a", text)])
     assert first.startswith(text[:4])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from prepcli.commands.train_environment import environment_warning, rounding_environment
+from prepcli.training_runs.environment import environment_warning, rounding_environment
 from trainer.distributed.sharding import make_sharding_context
 from trainer.models.mesh import parse_mesh
 
@@ -17,7 +17,9 @@ BEFORE = {"device": "cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "xla_flags": "",
 
 
 def test_environment_has_versions_flags_and_cores(monkeypatch: pytest.MonkeyPatch):
-    sharding = make_sharding_context(parse_mesh("1,1,1", "mesh"), devices=jax.devices()[:1])  # XLA reads its flags here
+    sharding = make_sharding_context(
+        parse_mesh("1,1,1", "mesh"), devices=jax.devices()[:1]
+    )  # XLA reads its flags here
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=8  --xla_a=2")
     assert rounding_environment(sharding) == {
         "device": "cpu",
@@ -34,8 +36,16 @@ def test_environment_has_versions_flags_and_cores(monkeypatch: pytest.MonkeyPatc
         (BEFORE, {}, ""),
         (None, {}, ""),
         (BEFORE, {"jaxlib": "0.11"}, "jaxlib 0.10.2 -> 0.11"),
-        (BEFORE, {"xla_flags": "--xla_a=1", "cores": 4}, "XLA_FLAGS none -> --xla_a=1, cores 2 -> 4"),
-        (BEFORE, {"device": "NVIDIA H100", "cores": None}, "device cpu -> NVIDIA H100, cores 2 -> none"),
+        (
+            BEFORE,
+            {"xla_flags": "--xla_a=1", "cores": 4},
+            "XLA_FLAGS none -> --xla_a=1, cores 2 -> 4",
+        ),
+        (
+            BEFORE,
+            {"device": "NVIDIA H100", "cores": None},
+            "device cpu -> NVIDIA H100, cores 2 -> none",
+        ),
     ],
 )
 def test_warning_names_what_has_changed(before: Any, changes: dict[str, Any], text: str):

@@ -19,7 +19,9 @@ TIMINGS = ("seconds", "tokens_per_s")
 EXACT = ("train.reduction=exact", "train.steps=3", "checkpoint.every=0", "data.holdout=0.1")
 
 
-def train(name: str, mesh: str, *, count: int, devices: int) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+def train(
+    name: str, mesh: str, *, count: int, devices: int
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Train in some processes; return log lines without timings, and the bytes of the exported tensors."""
     overrides = [word for setting in (*EXACT, f"mesh={mesh}") for word in ("--set", setting)]
     words = ("train", "recipe.toml", "--out", name, *overrides)
@@ -27,14 +29,17 @@ def train(name: str, mesh: str, *, count: int, devices: int) -> tuple[list[dict[
     assert [code for code, _, _ in results] == [OK] * count, results
     assert main(["export", name, "--out", f"{name}-tensors", "-q"]) == OK
     lines = read_metrics(Path(name) / METRICS_FILE)
-    tensors = {path: tensor.tobytes() for path, tensor in read_tensors(Path(f"{name}-tensors")).items()}
+    tensors = {
+        path: tensor.tobytes() for path, tensor in read_tensors(Path(f"{name}-tensors")).items()
+    }
     return [{key: line[key] for key in line if key not in TIMINGS} for line in lines], tensors
 
 
 @pytest.mark.parametrize(
     ("count", "devices", "mesh", "one_process_mesh"),
     slow_except(
-        [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")], [(2, 1, "2,1,1", "1,1,1")]
+        [(2, 1, "2,1,1", "1,1,1"), (2, 4, "2,4,1", "1,8,1"), (4, 2, "1,8,1", "8,1,1")],
+        [(2, 1, "2,1,1", "1,1,1")],
     ),
 )
 def test_exact_runs_in_processes_end_in_equal_bytes(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from prepcli.commands.recipes import recipes_folder
-from prepcli.commands.train_files import changed_keys, write_run_file
 from prepcli.errors import PrepError
+from prepcli.training_runs.storage import changed_keys, write_run_file
 from trainer.recipe import load_recipe
 
 
 def make_run(folder: Path) -> Any:
-    return SimpleNamespace(folder=folder, place=SimpleNamespace(store_file=lambda name: None))
+    return SimpleNamespace(folder=folder, storage=SimpleNamespace(store_file=lambda name: None))
 
 
 def test_write_run_file_replaces_a_file(tmp_path: Path):

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.recipes import shipped_recipe
-from prepcli.commands.train_folder import check_last_step, check_shared_folder, hold_run, run_place
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, STOPPED, PrepError
-from prepcli.execution import local_run
-from prepcli.execution.local_run import LocalRun
+from prepcli.execution import folder_storage
+from prepcli.execution.folder_storage import FolderStorage
+from prepcli.training_runs.storage import (
+    check_last_step,
+    check_shared_folder,
+    hold_run,
+    open_run_storage,
+)
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.distributed.process_group import SingleProcess
@@ -27,7 +32,9 @@ def test_check_shared_folder_creates_the_folder(tmp_path: Path):
 
 def test_check_shared_folder_fails_in_all_processes(tmp_path: Path):
     """Process 1 has a folder of its own."""
-    errors = run_together(2, lambda group: check_shared_folder(tmp_path / f"host{group.index}", group))
+    errors = run_together(
+        2, lambda group: check_shared_folder(tmp_path / f"host{group.index}", group)
+    )
     assert all(isinstance(error, PrepError) for error in errors)
     assert "does not see the run's folder of process 0" in errors[1].what
     assert errors[0].what == f"process 1: {errors[1].what}"
@@ -38,7 +45,9 @@ def test_check_shared_folder_fails_in_all_processes(tmp_path: Path):
 def test_check_shared_folder_names_an_unwritable_folder(tmp_path: Path):
     (tmp_path / "file").touch()
     errors = run_together(2, lambda group: check_shared_folder(tmp_path / "file/run", group))
-    assert [error.what for error in errors] == [f"process 0 cannot write to {tmp_path}/file/run"] * 2
+    assert [error.what for error in errors] == [
+        f"process 0 cannot write to {tmp_path}/file/run"
+    ] * 2
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "1"])
@@ -50,7 +59,9 @@ def test_check_shared_folder_keeps_other_files(tmp_path: Path, name: str):
 
 def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
     recipe = load_recipe(shipped_recipe("gpt2")).recipe
-    place = run_place(tmp_path, recipe, open_ui("train", as_json=False, quiet=True, verbose=0))
+    place = open_run_storage(
+        tmp_path, recipe, open_ui("train", as_json=False, quiet=True, verbose=0)
+    )
     (tmp_path / f"{PROBE_PREFIX}old").touch()
     place.check(1)
     (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")
@@ -62,24 +73,28 @@ def test_hold_run_lets_a_finished_run_be_read_only(tmp_path: Path, monkeypatch: 
     def refuse(path: Path, locked_path: Path) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(local_run, "acquire_lock", refuse)
-    with hold_run(LocalRun(tmp_path), SingleProcess(), pytest.fail):
+    monkeypatch.setattr(folder_storage, "acquire_lock", refuse)
+    with hold_run(FolderStorage(tmp_path), SingleProcess(), pytest.fail):
         pass
     with pytest.raises(PrepError, match="Read-only file system"):
-        LocalRun(tmp_path).acquire(pytest.fail)
+        FolderStorage(tmp_path).acquire(pytest.fail)
 
 
-@pytest.mark.parametrize(("steps", "step", "code"), [([3, 6], 3, STOPPED), ([], 3, FAILED), ([3], 0, STOPPED)])
+@pytest.mark.parametrize(
+    ("steps", "step", "code"), [([3, 6], 3, STOPPED), ([], 3, FAILED), ([3], 0, STOPPED)]
+)
 def test_check_last_step_refuses_a_run_at_another_step(
     steps: list[int], step: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    place = LocalRun(tmp_path)
+    place = FolderStorage(tmp_path)
     monkeypatch.setattr(place, "steps", lambda: steps)
-    with pytest.raises(PrepError, match=f"is at step {max(steps, default=0)}, and this process has read") as caught:
+    with pytest.raises(
+        PrepError, match=f"is at step {max(steps, default=0)}, and this process has read"
+    ) as caught:
         check_last_step(place, step)
     assert caught.value.code == code
     assert "start again" in caught.value.hint
 
 
 def test_check_last_step_accepts_the_step_that_was_read(tmp_path: Path):
-    check_last_step(LocalRun(tmp_path), 0)
+    check_last_step(FolderStorage(tmp_path), 0)

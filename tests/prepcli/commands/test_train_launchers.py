@@ -85,12 +85,16 @@ def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_train_goes_on_after_a_process_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     make_training_folder()
     port, short = free_port(), ("--set", "train.steps=2", "--set", "optimizer.warmup_steps=1")
     first = start_process(*short, index=0, count=2, port=port)
-    [(code, _, err)] = finish([start_process(*short, "--set", "name=other", index=1, count=2, port=port)])
+    [(code, _, err)] = finish(
+        [start_process(*short, "--set", "name=other", index=1, count=2, port=port)]
+    )
     assert code == 1
     assert f"process 0 at 127.0.0.1:{port} belongs to another job" in err
     assert "`recipe recipe`" in err
@@ -100,7 +104,15 @@ def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatc
 
 
 def test_local_devices_are_simulated_on_cpus(work_dir: Path):
-    words = ("train", "recipe.toml", "--dry-run", "--set", "mesh=1,2,1", "--set", "cluster.n_local_devices=2")
+    words = (
+        "train",
+        "recipe.toml",
+        "--dry-run",
+        "--set",
+        "mesh=1,2,1",
+        "--set",
+        "cluster.n_local_devices=2",
+    )
     done = run_prep(*words, cwd=work_dir)
     assert done.returncode == 0, done.stderr
     assert "mesh dp 1 x fsdp 2 x mp 1 = 2 devices" in done.stderr

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.errors import PrepError, UsageError
+from prepcli.training_runs.metrics import check_logs, open_metrics
 from tests.trainer.training.test_wandb_log import FakeWandb
 from trainer.training.metrics import METRICS_FILE, read_metrics
 from trainer.training.wandb_log import ID_FILE
@@ -18,8 +18,8 @@ from trainer.training.wandb_log import ID_FILE
 TABLE = {"project": "p", "offline": True}
 
 
-class FakePlace:
-    """A place that records the metrics of each stored file, and may refuse files."""
+class FakeStorage:
+    """A storage that records the metrics of each stored file, and may refuse files."""
 
     is_on_disk = False
     name = "gs://bucket/run"
@@ -28,27 +28,33 @@ class FakePlace:
         self.local_folder, self.stored = folder, list[tuple[str, list[int]]]()
         self.is_broken = False
 
-    def restore_file(self, name: str) -> None:
-        """Do nothing: the store is empty."""
+    def fetch_file(self, name: str, folder: Path) -> Path:
+        """Return the local path: the store is empty."""
+        return folder / name
 
     def store_file(self, name: str) -> None:
         if self.is_broken:
             raise PrepError("cannot reach the store")
-        self.stored.append((name, [line["step"] for line in read_metrics(self.local_folder / METRICS_FILE)]))
+        self.stored.append(
+            (name, [line["step"] for line in read_metrics(self.local_folder / METRICS_FILE)])
+        )
 
 
 def make_run(folder: Path, **log: Any) -> Any:
     settings = SimpleNamespace(**{"all_workers": False, "tensorboard": False, "wandb": None} | log)
     recipe = SimpleNamespace(name="run", log=settings, model_dump=lambda **options: {})
     group = SimpleNamespace(index=0, count=1)
-    return SimpleNamespace(group=group, recipe=recipe, step=0, folder=folder, place=FakePlace(folder))
+    observer = SimpleNamespace(warn=print)
+    return SimpleNamespace(
+        group=group, recipe=recipe, observer=observer, folder=folder, storage=FakeStorage(folder)
+    )
 
 
-def fail_at_step_3(run: Any, *, breaks_place: bool = False) -> None:
-    with open_metrics(run, print) as metrics:
+def fail_at_step_3(run: Any, *, breaks_storage: bool = False) -> None:
+    with open_metrics(run, 0) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
         metrics.write({"step": 2, "loss": 1.0})
-        run.place.is_broken = breaks_place
+        run.storage.is_broken = breaks_storage
         raise RuntimeError("step 3")
 
 
@@ -56,16 +62,16 @@ def test_metrics_of_a_failed_run_are_stored(tmp_path: Path):
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="step 3"):
         fail_at_step_3(run)
-    assert run.place.stored == [(METRICS_FILE, []), (METRICS_FILE, [1, 2])]
+    assert run.storage.stored == [(METRICS_FILE, []), (METRICS_FILE, [1, 2])]
 
 
 def test_first_error_is_kept_if_metrics_cannot_be_stored(tmp_path: Path):
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="step 3"):
-        fail_at_step_3(run, breaks_place=True)
-    run.place.is_broken = False
-    with pytest.raises(PrepError, match="cannot reach"), open_metrics(run, print):
-        run.place.is_broken = True
+        fail_at_step_3(run, breaks_storage=True)
+    run.storage.is_broken = False
+    with pytest.raises(PrepError, match="cannot reach"), open_metrics(run, 0):
+        run.storage.is_broken = True
 
 
 def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -74,7 +80,7 @@ def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="step 3"):
         fail_at_step_3(make_run(tmp_path, wandb=TABLE))
     assert wandb.exit_codes == [1]
-    with open_metrics(make_run(tmp_path, wandb=TABLE), print):
+    with open_metrics(make_run(tmp_path, wandb=TABLE), 0):
         pass
     assert wandb.exit_codes == [1, 0]
     assert (tmp_path / ID_FILE).read_text() == "new2\n"
@@ -93,11 +99,11 @@ def test_missing_extras_are_found_by_the_check(
     run = make_run(tmp_path, **log)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PrepError, match="is not installed"):
-        check_logs(run.recipe.log, run.place)
+        check_logs(run.recipe.log, run.storage)
 
 
 @pytest.mark.parametrize("value", [True, "gs://bucket/tb"])
 def test_event_files_in_an_object_store_are_refused(tmp_path: Path, value: Any):
     run = make_run(tmp_path, tensorboard=value)
     with pytest.raises(UsageError, match=r"log\.tensorboard"):
-        check_logs(run.recipe.log, run.place)
+        check_logs(run.recipe.log, run.storage)

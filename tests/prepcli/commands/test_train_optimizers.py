@@ -29,7 +29,9 @@ def options_of(name: str) -> list[str]:
 def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
     options = [*options_of(name), *STEPS]
     assert main(["train", "recipe.toml", "--out", "whole", *options]) == OK
-    assert main(["train", "recipe.toml", "--out", "parts", "--stop-after", "2", *options]) == STOPPED
+    assert (
+        main(["train", "recipe.toml", "--out", "parts", "--stop-after", "2", *options]) == STOPPED
+    )
     assert main(["train", "recipe.toml", "--out", "parts", *options]) == OK
     with open_reader(Path("whole/4")) as whole, open_reader(Path("parts/4")) as parts:
         state = read_leaves(parts)
@@ -44,11 +46,15 @@ def test_stopped_run_resumes_and_reshards(work_dir: Path, name: str):
 
 def test_run_without_optimizer_state_resumes(work_dir: Path):
     options = ["--set", "optimizer.type=sgd", "--set", "optimizer.momentum=0.0", *STEPS]
-    assert main(["train", "recipe.toml", "--out", "plain", "--stop-after", "2", *options]) == STOPPED
+    assert (
+        main(["train", "recipe.toml", "--out", "plain", "--stop-after", "2", *options]) == STOPPED
+    )
     assert main(["train", "recipe.toml", "--out", "plain", *options]) == OK
 
 
-def test_summary_states_batch_and_optimizer_size(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_summary_states_batch_and_optimizer_size(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     sizes: dict[str, str] = {}
     for name in ("adamw", "lion"):
         assert main(["train", "recipe.toml", "--dry-run", "--set", f"optimizer.type={name}"]) == OK
@@ -69,7 +75,10 @@ def test_float16_run_trains(work_dir: Path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["type=lion", "eps=1e-6"], "unknown key `optimizer.eps` hint: `eps` is a key of adamw and muon"),
+        (
+            ["type=lion", "eps=1e-6"],
+            "unknown key `optimizer.eps` hint: `eps` is a key of adamw and muon",
+        ),
         (["freeze=layers.attention"], "`layers.attention` of `optimizer.freeze` matches no leaf"),
         (["decay_exclude=re:xyz"], "`re:xyz` of `optimizer.decay_exclude` matches no leaf"),
     ],

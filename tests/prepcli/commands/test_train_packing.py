@@ -35,7 +35,9 @@ def transformers_loss(documents: Sequence[list[int]], seq_length: int) -> float:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
-    pieces = [ids[low : low + seq_length] for ids in documents for low in range(0, len(ids), seq_length)]
+    pieces = [
+        ids[low : low + seq_length] for ids in documents for low in range(0, len(ids), seq_length)
+    ]
     batches = [torch.tensor([piece]) for piece in pieces if len(piece) > 1]
     with torch.no_grad():
         total = sum(float(model(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in batches)
@@ -51,7 +53,14 @@ def test_loss_of_packed_documents_equals_transformers(
     write_documents(Path("train.jsonl"), 0, 200)
     documents = write_documents(Path("eval.jsonl"), 1, 30)
     capsys.readouterr()
-    code = main(["train", "recipe.toml", "--json", *(word for key in PACKED for word in ("--set", f"data.{key}"))])
+    code = main(
+        [
+            "train",
+            "recipe.toml",
+            "--json",
+            *(word for key in PACKED for word in ("--set", f"data.{key}")),
+        ]
+    )
     captured = capsys.readouterr()
     assert code == OK, captured.out
     report = json.loads(captured.out)

@@ -55,8 +55,16 @@ def make_pairs() -> list[dict[str, str]]:
     rng = np.random.default_rng(0)
     pairs = []
     for _ in range(120):
-        first, second = ([WORDS[n] for n in rng.integers(2, 40, rng.integers(1, 7))] for _ in range(2))
-        pairs.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
+        first, second = (
+            [WORDS[n] for n in rng.integers(2, 40, rng.integers(1, 7))] for _ in range(2)
+        )
+        pairs.append(
+            {
+                "first": " ".join(first),
+                "second": " ".join(second),
+                "sum": " ".join(first[-3:] + second[-4:]),
+            }
+        )
     return pairs
 
 
@@ -92,7 +100,9 @@ def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.Capture
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained("learned", dtype=torch.float32).eval()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        "learned", dtype=torch.float32
+    ).eval()
     holdout = make_pairs()[-12:]
     sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in holdout]
     targets = [ids_of(pair["sum"], 6) for pair in holdout]
@@ -108,11 +118,20 @@ def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.Capture
 @pytest.mark.slow
 def test_loss_does_not_depend_on_execution_options(work_dir: Path):
     """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
-    assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
-    assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
+    assert (
+        main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
+    )
+    assert (
+        main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
+    )
     words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
-    sets = [part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)]
-    assert main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets]) == STOPPED
+    sets = [
+        part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)
+    ]
+    assert (
+        main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets])
+        == STOPPED
+    )
     assert read_losses("other") == pytest.approx(read_losses("runs/recipe"), rel=1e-5)
 
 
@@ -138,7 +157,11 @@ def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any,
 def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
         cleared = Path("recipe.toml").read_text()
-        for line in ('fields = "[first], [second], sum"\n', "source_length = 9\n", 'source_prefix = "w5 "\n'):
+        for line in (
+            'fields = "[first], [second], sum"\n',
+            "source_length = 9\n",
+            'source_prefix = "w5 "\n',
+        ):
             cleared = cleared.replace(line, "")
         Path("other.toml").write_text(cleared)
         sets = [part for word in words for part in ("--set", word)]
@@ -173,7 +196,10 @@ def change_init_config(**changes: int | None) -> None:
 def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     change_init_config(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "1"]) == STOPPED
-    assert "config.json has no eos_token_id: targets get no end-of-sequence token" in capsys.readouterr().err
+    assert (
+        "config.json has no eos_token_id: targets get no end-of-sequence token"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +211,11 @@ def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_invalid_decoder_start_token_is_an_error(
-    start: int | None, padding: int | None, why: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
+    start: int | None,
+    padding: int | None,
+    why: str,
+    work_dir: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     change_init_config(decoder_start_token_id=start, pad_token_id=padding)
     assert train_refusal(capsys)[1:] == ("config.json has no valid decoder_start_token_id", why)

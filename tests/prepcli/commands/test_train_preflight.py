@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands import train_checks
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
+from prepcli.training_runs import checks as train_checks
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
 from tests.prepcli.commands.test_train import train_error, train_json
@@ -94,7 +94,9 @@ def test_invalid_eval_path_is_found_before_work(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_full_disk_is_found_before_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_is_found_before_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
     code, what, *_ = train_error(capsys)
@@ -139,7 +141,10 @@ def test_dry_run_has_tiles_and_head_chunks_for_the_cpu(
     monkeypatch.setattr("trainer.training.attention_choice.find_mismatch", lambda *_: "")
     report, err = dry_run(capsys, "data.seq_length=256")
     assert report["memory"]["scores"] == 4 * 2 * 64 * 64 * 4
-    assert "(auto: sequences of more than 255 tokens; no kernel for cpu), tiles of 64 queries x 64 keys\n" in err
+    assert (
+        "(auto: sequences of more than 255 tokens; no kernel for cpu), tiles of 64 queries x 64 keys\n"
+        in err
+    )
     assert "head and loss, 64 tokens" in err
 
 
@@ -147,8 +152,13 @@ def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[s
     report, err = dry_run(capsys)
     assert report["attention_kernel"] == "reference"
     assert "attention reference (auto: sequences of up to 255 tokens; no kernel for cpu)\n" in err
-    report, err = dry_run(capsys, "model.attention_kernel=blockwise", "model.q_chunk_size=4", "model.k_chunk_size=8")
-    assert (report["attention_kernel"], report["memory"]["scores"]) == ("blockwise", 4 * 2 * 4 * 8 * 4)
+    report, err = dry_run(
+        capsys, "model.attention_kernel=blockwise", "model.q_chunk_size=4", "model.k_chunk_size=8"
+    )
+    assert (report["attention_kernel"], report["memory"]["scores"]) == (
+        "blockwise",
+        4 * 2 * 4 * 8 * 4,
+    )
     assert "attention blockwise (set by the recipe), tiles of 4 queries x 8 keys\n" in err
 
 
@@ -173,7 +183,9 @@ def test_kernel_without_its_device_is_found_before_work(capsys: pytest.CaptureFi
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, device_nbytes: int) -> None:
     """Limit the memory of each of 8 devices."""
-    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * device_nbytes})
+    monkeypatch.setattr(
+        "prepcli.training_runs.checks.host_memory", lambda: {"available": 8 * device_nbytes}
+    )
 
 
 @pytest.mark.usefixtures("_reads_nothing")
@@ -182,7 +194,9 @@ def test_step_larger_than_memory_is_refused_before_work(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     limit_memory(monkeypatch, 200 << 10)
-    code, what, why, hint = train_error(capsys, "--set", f"model.path={model}", "--set", "batch.size=32")
+    code, what, why, hint = train_error(
+        capsys, "--set", f"model.path={model}", "--set", "batch.size=32"
+    )
     assert (code, why) == (FAILED, "200 KiB are available")
     assert what.startswith("a step needs about ")
     assert hint.startswith("with `--set batch.accumulate=16` about ")
@@ -190,21 +204,27 @@ def test_step_larger_than_memory_is_refused_before_work(
     assert not Path("runs").exists()
 
 
-def test_step_that_no_change_makes_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_step_that_no_change_makes_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     limit_memory(monkeypatch, 16 << 10)
     code, _, why, hint = train_error(capsys)
     assert (code, why) == (FAILED, "16.0 KiB are available")
     assert hint.startswith("more or larger devices, or a shorter `data.seq_length`; `--force`")
 
 
-def test_force_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_force_warns_about_low_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     limit_memory(monkeypatch, 16 << 10)
     capsys.readouterr()
     assert main(["train", "recipe.toml", "--dry-run", "--json", "--force"]) == OK
     report = json.loads(capsys.readouterr().out)
     (warning,) = report["warnings"]
     assert warning.startswith("a step needs about ")
-    assert warning.endswith("16.0 KiB are available: more or larger devices, or a shorter `data.seq_length`")
+    assert warning.endswith(
+        "16.0 KiB are available: more or larger devices, or a shorter `data.seq_length`"
+    )
     assert report["memory"]["fits"] is False
 
 
@@ -225,13 +245,15 @@ def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[st
     assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
 
 
-def test_start_warns_like_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_start_warns_like_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The start is stopped before it creates the run's folder."""
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prepcli.commands.train._load_train_state", stop)
+    monkeypatch.setattr("prepcli.training_runs.train._load_train_state", stop)
     capsys.readouterr()
     code, report = train_json(capsys, "--set", "checkpoint.every=500")
     assert (code, report["error"]["what"]) == (130, "interrupted")

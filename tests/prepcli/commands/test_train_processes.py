@@ -24,29 +24,57 @@ from tests.prepcli.commands.test_train_pairs import make_pairs_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-SHORT = ("--set", "train.steps=4", "--set", "checkpoint.every=2", "--set", "optimizer.warmup_steps=1")
+SHORT = (
+    "--set",
+    "train.steps=4",
+    "--set",
+    "checkpoint.every=2",
+    "--set",
+    "optimizer.warmup_steps=1",
+)
 RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
 GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
 
 
-def run(*words: str, count: int, devices: int, record: str = "record", **options: Any) -> list[tuple[int, str, str]]:
+def run(
+    *words: str, count: int, devices: int, record: str = "record", **options: Any
+) -> list[tuple[int, str, str]]:
     """Run `prep`, record its batches, and return the exit code, stdout without lines of gloo, and stderr of each."""
     env = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", VARIABLE: record}
     started = start_processes(
-        *words, count=count, devices=devices, env=env, module="tests.helpers.recorded_train", **options
+        *words,
+        count=count,
+        devices=devices,
+        env=env,
+        module="tests.helpers.recorded_train",
+        **options,
     )
-    return [(code, _without_gloo(out), _without_gloo(err)) for code, out, err in finish(started, 600)]
+    return [
+        (code, _without_gloo(out), _without_gloo(err)) for code, out, err in finish(started, 600)
+    ]
 
 
 def _without_gloo(text: str) -> str:
     """Remove the lines that threads of gloo print, which run into each other."""
-    return "".join(line for line in text.splitlines(keepends=True) if line.strip() and not GLOO_LINE.search(line))
+    return "".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if line.strip() and not GLOO_LINE.search(line)
+    )
 
 
 def train(folder: str, *words: str, count: int, devices: int) -> None:
     """Train the recipe in `folder` with a record of the same name; raise AssertionError if a process fails."""
     results = run(
-        "train", "recipe.toml", "--out", folder, *SHORT, *words, count=count, devices=devices, record=f"{folder}-record"
+        "train",
+        "recipe.toml",
+        "--out",
+        folder,
+        *SHORT,
+        *words,
+        count=count,
+        devices=devices,
+        record=f"{folder}-record",
     )
     assert [code for code, *_ in results] == [OK] * count, results
 
@@ -59,7 +87,11 @@ def read_params(folder: str, step: int) -> dict[str, np.ndarray]:
 
 def evaluations(folder: str) -> list[float]:
     """Return the losses of a run's evaluations."""
-    return [line["eval_loss"] for line in read_metrics(Path(folder) / METRICS_FILE) if "eval_loss" in line]
+    return [
+        line["eval_loss"]
+        for line in read_metrics(Path(folder) / METRICS_FILE)
+        if "eval_loss" in line
+    ]
 
 
 def assert_equal_runs(folder: str, expected: str) -> None:
@@ -71,13 +103,17 @@ def assert_equal_runs(folder: str, expected: str) -> None:
     assert leaves.keys() == expected_leaves.keys()
     for name, leaf in leaves.items():
         if not name.startswith("opt_state"):
-            np.testing.assert_allclose(leaf, expected_leaves[name], rtol=1e-3, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                leaf, expected_leaves[name], rtol=1e-3, atol=1e-5, err_msg=name
+            )
 
 
 def test_two_processes_train_as_one_does(work_dir: Path):
     """Process 0 alone prints and writes; each process reads the rows of its devices only."""
     words = ("--set", "mesh=2,4,1", "--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4")
-    results = run("train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two")
+    results = run(
+        "train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two"
+    )
     (code, out, err), other = results
     assert (code, other) == (OK, (OK, "", "")), results
     assert json.loads(out)["step"] == 4
@@ -94,7 +130,10 @@ def test_two_processes_train_as_one_does(work_dir: Path):
     assert_equal_runs("two", "one")
     assert Path("two", SAMPLES_FILE).read_text() == Path("one", SAMPLES_FILE).read_text()
     for first, second in zip(*read_records(Path("two-record"))):
-        assert (sorted(first["read"]), sorted(second["read"])) == (sorted(first["rows"][:4]), sorted(first["rows"][4:]))
+        assert (sorted(first["read"]), sorted(second["read"])) == (
+            sorted(first["rows"][:4]),
+            sorted(first["rows"][4:]),
+        )
 
 
 @pytest.mark.slow
@@ -106,10 +145,16 @@ def test_two_processes_train_as_one_does(work_dir: Path):
         (4, 2, ["--set", "mesh=8,1,1"]),  # two replicas in each process
         (2, 4, ["--set", "mesh=fsdp:2,sp:4", "--set", "data.seq_length=32"]),
         (4, 2, ["--set", "mesh=fsdp:1,sp:8", "--set", "data.seq_length=32"]),  # sp across processes
-        (2, 4, ["--set", "mesh=2,2,2", "--set", "model.dropout=0.1", "--set", "batch.accumulate=2"]),
+        (
+            2,
+            4,
+            ["--set", "mesh=2,2,2", "--set", "model.dropout=0.1", "--set", "batch.accumulate=2"],
+        ),
     ],
 )
-def test_processes_train_as_one_does(work_dir: Path, count: int, devices: int, words: Sequence[str]):
+def test_processes_train_as_one_does(
+    work_dir: Path, count: int, devices: int, words: Sequence[str]
+):
     train("many", *words, count=count, devices=devices)
     train("one", *words, count=1, devices=8)
     assert_equal_runs("many", "one")
@@ -127,15 +172,30 @@ def test_processes_train_on_pairs_as_one_does(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow
 def test_run_resumes_with_other_numbers_of_processes(work_dir: Path):
     """2 -> 1 -> 4 -> 2 processes, with 8, 4, 8 and 4 devices, take the batches of one process with 8 devices."""
-    words = ("train", "recipe.toml", "--out", "many", "--set", "mesh=dp:1,fsdp:-1", "--set", "train.steps=8")
+    words = (
+        "train",
+        "recipe.toml",
+        "--out",
+        "many",
+        "--set",
+        "mesh=dp:1,fsdp:-1",
+        "--set",
+        "train.steps=8",
+    )
     shapes = [(2, 4), (1, 4), (4, 2), (2, 2)]
     for phase, (count, devices) in enumerate(shapes):
-        results = run(*words, "--stop-after", "2", count=count, devices=devices, record=f"phase{phase}")
+        results = run(
+            *words, "--stop-after", "2", count=count, devices=devices, record=f"phase{phase}"
+        )
         expected_code = OK if phase == len(shapes) - 1 else STOPPED
         assert [code for code, *_ in results] == [expected_code] * count, results
-        assert [err for _, _, err in results[1:]] == [""] * (count - 1), "process 0 reports the stop"
+        assert [err for _, _, err in results[1:]] == [""] * (count - 1), (
+            "process 0 reports the stop"
+        )
     assert run(*words, "--out", "one", count=1, devices=8, record="one-record")[0][0] == OK
-    digests = [digest for phase in range(len(shapes)) for digest in batch_digests(Path(f"phase{phase}"))]
+    digests = [
+        digest for phase in range(len(shapes)) for digest in batch_digests(Path(f"phase{phase}"))
+    ]
     assert digests == batch_digests(Path("one-record"))
     assert len(set(digests)) == 8
     assert read_losses("many") == pytest.approx(read_losses("one"), rel=RELATIVE)
@@ -172,7 +232,9 @@ def test_dry_run_of_processes_writes_nothing(work_dir: Path):
 def test_processes_generate_as_one_does(work_dir: Path, count: int, devices: int, mesh: str):
     Path("prompts.txt").write_text("w3 w1 w4\nw5\n")
     words = ("generate", "tiny", "--mesh", mesh, "--max-new-tokens", "20", "--json")
-    (code, out, err), *others = run(*words, "--prompts", "-", count=count, devices=devices, stdin=Path("prompts.txt"))
+    (code, out, err), *others = run(
+        *words, "--prompts", "-", count=count, devices=devices, stdin=Path("prompts.txt")
+    )
     assert code == OK, err
     assert others == [(OK, "", "")] * (count - 1)
     (_, expected, _), *_ = run(*words, "--prompts", "prompts.txt", count=1, devices=8)
@@ -182,7 +244,11 @@ def test_processes_generate_as_one_does(work_dir: Path, count: int, devices: int
 def test_generate_without_a_mesh_runs_alone(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    for variable, value in (("NUM_PROCESSES", "2"), ("PROCESS_ID", "1"), ("COORDINATOR_ADDRESS", "127.0.0.1:1")):
+    for variable, value in (
+        ("NUM_PROCESSES", "2"),
+        ("PROCESS_ID", "1"),
+        ("COORDINATOR_ADDRESS", "127.0.0.1:1"),
+    ):
         monkeypatch.setenv(f"JAX_{variable}", value)
     capsys.readouterr()
     assert main(["generate", "tiny", "--prompt", "w1", "--max-new-tokens", "2", "--json"]) == OK

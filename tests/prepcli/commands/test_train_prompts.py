@@ -87,7 +87,9 @@ def reference_loss(documents: list[list[tuple[int, int]]]) -> tuple[float, int]:
     transformers = pytest.importorskip("transformers")
     stream = [token for document in documents for token in document]
     n_blocks = len(stream) // LENGTH
-    blocks = torch.tensor(stream[: n_blocks * LENGTH]).reshape(n_blocks, LENGTH, 2)[-round(n_blocks * 0.2) :]
+    blocks = torch.tensor(stream[: n_blocks * LENGTH]).reshape(n_blocks, LENGTH, 2)[
+        -round(n_blocks * 0.2) :
+    ]
     labels = blocks[..., 0].masked_fill(blocks[..., 1] == 0, -100)
     model = transformers.AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -97,17 +99,26 @@ def reference_loss(documents: list[list[tuple[int, int]]]) -> tuple[float, int]:
 
 def prompt_document(prompt: list[int], completion: list[int]) -> list[tuple[int, int]]:
     """Return the tokens of a pair: bos and the prompt have weight 0."""
-    return [*((token_id, 0) for token_id in (BOS, *prompt)), *((token_id, 1) for token_id in (*completion, EOS))]
+    return [
+        *((token_id, 0) for token_id in (BOS, *prompt)),
+        *((token_id, 1) for token_id in (*completion, EOS)),
+    ]
 
 
 def chat_document(prompt: list[int], completion: list[int]) -> list[tuple[int, int]]:
     """Return the tokens of a conversation: the completion and the end of its turn have weight 1."""
-    return [*((token_id, 0) for token_id in (3, *prompt, 5, 4)), *((token_id, 1) for token_id in (*completion, 5))]
+    return [
+        *((token_id, 0) for token_id in (3, *prompt, 5, 4)),
+        *((token_id, 1) for token_id in (*completion, 5)),
+    ]
 
 
 @pytest.mark.parametrize(
     ("overrides", "document"),
-    [([], prompt_document), (["--set", "data.format=chat", "--set", "data.add_bos=false"], chat_document)],
+    [
+        ([], prompt_document),
+        (["--set", "data.format=chat", "--set", "data.add_bos=false"], chat_document),
+    ],
     ids=["prompts", "chat"],
 )
 def test_loss_is_that_of_transformers_outside_prompts(
@@ -116,7 +127,9 @@ def test_loss_is_that_of_transformers_outside_prompts(
     capsys.readouterr()
     code, report = train_json(capsys, *overrides)
     assert code == OK, report.get("error")
-    lines = map(json.loads, (work_dir / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines())
+    lines = map(
+        json.loads, (work_dir / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines()
+    )
     start = next(line for line in lines if "eval_loss" in line)
     loss, n_targets = reference_loss([document(*pair) for pair in make_pairs()])
     assert (start["step"], start["eval_tokens"]) == (0, n_targets)

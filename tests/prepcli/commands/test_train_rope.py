@@ -38,7 +38,9 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     assert ROPE_LINE in capsys.readouterr().err
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     manifest, stored, exported = read_configs(
-        "runs/recipe/12/prep-manifest.json", "runs/recipe/12/state/hf/config.json", "learned/config.json"
+        "runs/recipe/12/prep-manifest.json",
+        "runs/recipe/12/state/hf/config.json",
+        "learned/config.json",
     )
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for config in (manifest["config"], stored, exported):
@@ -60,7 +62,9 @@ def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixt
     scaled, unscaled = (transformers.AutoConfig.from_pretrained("learned") for _ in range(2))
     unscaled.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     for config in (scaled, unscaled):
-        model = transformers.AutoModelForCausalLM.from_pretrained("learned", config=config, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            "learned", config=config, dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             losses.append(float(model(holdout, labels=holdout).loss))
     assert report["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
@@ -69,15 +73,27 @@ def test_eval_loss_of_scaled_rope_equals_transformers(capsys: pytest.CaptureFixt
 
 def test_next_run_scales_the_result_of_a_run(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *LONG]) == STOPPED
-    words = ("--set", "model.path=runs/recipe/1", "--set", "model.rope_scaling={rope_type='yarn', factor=8.0}")
+    words = (
+        "--set",
+        "model.path=runs/recipe/1",
+        "--set",
+        "model.rope_scaling={rope_type='yarn', factor=8.0}",
+    )
     assert main(["train", "recipe.toml", "--out", "next", "--stop-after", "1", *words]) == STOPPED
-    assert "yarn (theta 10,000, factor 8, original positions 64); 256 positions" in capsys.readouterr().err
+    assert (
+        "yarn (theta 10,000, factor 8, original positions 64); 256 positions"
+        in capsys.readouterr().err
+    )
 
 
 def test_dry_run_accepts_contexts_within_the_scaled_positions(capsys: pytest.CaptureFixture[str]):
     words = ("--dry-run", "--set", "data.seq_length=200")
     warning = "`data.seq_length` is 200, and the model was made for 64 positions"
-    for sets, warnings in (((), [warning]), (YARN, []), (("--set", "model.max_position_embeddings=256"), [])):
+    for sets, warnings in (
+        ((), [warning]),
+        (YARN, []),
+        (("--set", "model.max_position_embeddings=256"), []),
+    ):
         capsys.readouterr()
         code, report = train_json(capsys, *words, *sets)
         lengths = [text for text in report["warnings"] if "seq_length" in text]
@@ -92,7 +108,10 @@ def test_model_with_learned_positions_is_rejected(capsys: pytest.CaptureFixture[
     assert main(["save-init", "neo", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     code, what, why, hint = train_error(capsys, *YARN, "--set", "model.path=neo-init")
     assert (code, what) == (USAGE, "`model.rope_scaling` cannot be applied to gpt_neo")
-    assert (why, hint) == ("it has learned positions instead of a rotary embedding", "remove `model.rope_scaling`")
+    assert (why, hint) == (
+        "it has learned positions instead of a rotary embedding",
+        "remove `model.rope_scaling`",
+    )
     assert not Path("runs").exists()
 
 

@@ -22,7 +22,9 @@ SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.h
 
 def start(run: str, count: int, *words: str, steps: int) -> list[subprocess.Popen[str]]:
     """Start a training in `count` processes with four devices together."""
-    settings = [word for setting in (*SETTINGS, f"train.steps={steps}") for word in ("--set", setting)]
+    settings = [
+        word for setting in (*SETTINGS, f"train.steps={steps}") for word in ("--set", setting)
+    ]
     command = ("train", "recipe.toml", "--out", run, *settings, *words)
     return start_processes(*command, count=count, devices=4 // count, env={"PYTHONPATH": str(ROOT)})
 
@@ -81,6 +83,7 @@ def test_killed_process_leaves_complete_steps(work_dir: Path):
     assert not [path for path in Path("run").iterdir() if path.name.endswith(".partial")]
     check_codes(finish(start("whole", 2, steps=60)))
     killed, whole = (
-        {line["step"]: line["loss"] for line in read_metrics(Path(run) / METRICS_FILE)} for run in ("run", "whole")
+        {line["step"]: line["loss"] for line in read_metrics(Path(run) / METRICS_FILE)}
+        for run in ("run", "whole")
     )
     assert killed == whole

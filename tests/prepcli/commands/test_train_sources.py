@@ -35,7 +35,21 @@ EXPORTS = {"hf-flax": ("--layout", "hf-flax"), "easylm": ("--layout", "easylm"),
 
 def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
     """Train two steps; return the files of the second one, and remove the run."""
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", f"model.path={model}", *words]) == STOPPED
+    assert (
+        main(
+            [
+                "train",
+                "recipe.toml",
+                "--stop-after",
+                "2",
+                "-q",
+                "--set",
+                f"model.path={model}",
+                *words,
+            ]
+        )
+        == STOPPED
+    )
     assert not Path("runs/recipe/init").exists()
     files = read_step_files("runs/recipe", 2)
     shutil.rmtree("runs")
@@ -45,7 +59,9 @@ def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
 def comparable(files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Split the files of a step into data files, and its manifest without times of files and the model's path."""
     manifest = json.loads(files.pop("prep-manifest.json"))
-    return files, {key: value for key, value in manifest.items() if key not in ("plan", "recipe", "digest")}
+    return files, {
+        key: value for key, value in manifest.items() if key not in ("plan", "recipe", "digest")
+    }
 
 
 def make_source(kind: str) -> str:
@@ -96,20 +112,27 @@ def test_resuming_does_not_need_the_source(capsys: pytest.CaptureFixture[str]):
     run_ok("inspect", "runs/recipe")
 
 
-def test_dry_run_from_a_folder_reads_no_leaf(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_from_a_folder_reads_no_leaf(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*_: object) -> None:
         raise AssertionError("a leaf was read")
 
     monkeypatch.setattr(WeightsReader, "read", refuse)
     capsys.readouterr()
-    code, report = train_json(capsys, "--dry-run", "--set", "model.path=tiny", "--set", "mesh=1,4,2")
+    code, report = train_json(
+        capsys, "--dry-run", "--set", "model.path=tiny", "--set", "mesh=1,4,2"
+    )
     assert (code, report["dry_run"]) == (OK, True)
     assert not Path("runs").exists()
 
 
 def test_folder_of_an_earlier_failed_start_with_an_init_is_accepted():
     Path("runs/recipe/init/tiny-init").mkdir(parents=True)
-    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", "--set", "model.path=tiny"]) == STOPPED
+    assert (
+        main(["train", "recipe.toml", "--stop-after", "1", "-q", "--set", "model.path=tiny"])
+        == STOPPED
+    )
     assert saved_steps(Path("runs/recipe")) == [1]
 
 
@@ -124,19 +147,44 @@ def test_damaged_tensor_of_an_exported_folder_stops_the_start(capsys: pytest.Cap
     assert "differ from the digest" in why
     assert saved_steps(Path("runs/recipe")) == []
     assert (
-        main(["train", "recipe.toml", "--stop-after", "1", "-q", "--no-verify", "--set", "model.path=exported"])
+        main(
+            [
+                "train",
+                "recipe.toml",
+                "--stop-after",
+                "1",
+                "-q",
+                "--no-verify",
+                "--set",
+                "model.path=exported",
+            ]
+        )
         == STOPPED
     )
 
 
-def test_stream_from_the_hub_equals_training_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stream_from_the_hub_equals_training_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     expected = comparable(train_two_steps("tiny"))
     files = {path.name: path.read_bytes() for path in Path("tiny").iterdir()}
     large = tuple(name for name in files if name.endswith(".safetensors"))
     kept = {hashlib.sha256(files[name]).hexdigest(): files[name] for name in large}
-    words = ("train", "recipe.toml", "--stop-after", "2", "--stream", "--set", "model.path=o/tiny", "-q")
+    words = (
+        "train",
+        "recipe.toml",
+        "--stop-after",
+        "2",
+        "--stream",
+        "--set",
+        "model.path=o/tiny",
+        "-q",
+    )
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    with serve_ranges(kept) as store, serve_hub({"o/tiny": FakeRepo(files, large=large, store=store)}) as hub:
+    with (
+        serve_ranges(kept) as store,
+        serve_hub({"o/tiny": FakeRepo(files, large=large, store=store)}) as hub,
+    ):
         for name, value in hub.environment(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
         running = start_python(PREP_SCRIPT, *words)
@@ -162,8 +210,21 @@ def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow  # test_leaf_loading has two processes
 def test_two_processes_start_from_a_folder():
-    assert main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", "model.path=tiny"]) == STOPPED
-    words = ("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny", "--out", "two", "-q")
+    assert (
+        main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", "model.path=tiny"])
+        == STOPPED
+    )
+    words = (
+        "train",
+        "recipe.toml",
+        "--stop-after",
+        "2",
+        "--set",
+        "model.path=tiny",
+        "--out",
+        "two",
+        "-q",
+    )
     results = finish(start_processes(*words, count=2, devices=4))
     assert [code for code, _, _ in results] == [STOPPED] * 2, results
     np.testing.assert_allclose(read_losses("two"), read_losses("runs/recipe"), rtol=1e-5)

@@ -22,7 +22,7 @@ WAITING_PREP = f"""
 import time
 from pathlib import Path
 
-from prepcli.commands import train
+from prepcli.training_runs import train
 
 prepare_run = train.prepare_run
 

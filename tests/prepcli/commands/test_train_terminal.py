@@ -26,10 +26,16 @@ def run_on_terminal(*words: str) -> tuple[int, str]:
     """Run `prep` on a pseudo-terminal of 100 columns; return its exit code and what it wrote."""
     master, slave = pty.openpty()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
     environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "prepcli", *words], stdin=slave, stdout=slave, stderr=slave, env=environment
+        [sys.executable, "-m", "prepcli", *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment,
     )
     os.close(slave)
     output = bytearray()

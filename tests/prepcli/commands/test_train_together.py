@@ -13,10 +13,10 @@ from typing import Literal
 import pytest
 
 from prepcli.commands.compute_together import AGAIN_HINT
-from prepcli.commands.train_together import _job_error, run_together
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
+from prepcli.training_runs.processes import _job_error, run_together
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
 from trainer.distributed.heartbeat import JobEnd
@@ -54,7 +54,9 @@ def check_restart(folder: Path, name: str, undisturbed: tuple[int, str]) -> None
 
 
 def test_survivor_names_a_killed_process(folder: Path) -> None:
-    outcome = run_fault(folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), {"train.eval_every": "0"})
+    outcome = run_fault(
+        folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), {"train.eval_every": "0"}
+    )
     assert outcome.codes == (STOPPED, KILLED)
     assert "process 1 (" in outcome.message(0)
     assert "is lost" in outcome.message(0)
@@ -81,7 +83,8 @@ def test_restart_after_a_kill_is_exact(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
+    ("number", "code"),
+    [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)],
 )
 def test_signal_to_one_process_stops_all_after_one_step(
     folder: Path, undisturbed: tuple[int, str], number: signal.Signals, code: int, victim: int

@@ -47,14 +47,18 @@ def stop(process: ForkedProcess, number: signal.Signals) -> dict[str, Any]:
 
 def check_message(report: dict[str, Any], number: signal.Signals, missing: str) -> None:
     error = report["error"]
-    assert error["what"] == ("interrupted" if number == signal.SIGINT else f"stopped by {number.name}")
+    assert error["what"] == (
+        "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    )
     assert "kept in run: step 3" in error["why"]
     assert missing in error["why"]
     assert error["hint"].startswith("to resume: `prep train recipe.toml --out run")
 
 
 @pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
-def test_signal_while_exports_are_awaited_is_reported(work_dir: Path, number: signal.Signals, code: int):
+def test_signal_while_exports_are_awaited_is_reported(
+    work_dir: Path, number: signal.Signals, code: int
+):
     words = (*WORDS, "--set", "checkpoint.export_every=3")
     process = start_python(PREP_ON_HANGING_DISK, *words)
     wait_until(Path("run/exports/3.partial").is_dir, process)
@@ -70,7 +74,9 @@ def test_signal_while_exports_are_awaited_is_reported(work_dir: Path, number: si
 @pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [INTERRUPT]))
 def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signals, code: int):
     words = (*WORDS, "--set", "checkpoint.push=o/m")
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+    }
     with serve_push_hub() as hub:
         environment = inherited | hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN}
         hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
@@ -96,7 +102,9 @@ def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
         process.send_signal(signal.SIGTERM)
     (code, out, _), (other_code, _, _) = finish(processes)
     assert (code, other_code) == (STOPPED, STOPPED)
-    assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")  # its own, or that of the other one
+    assert json.loads(out)["error"]["what"].startswith(
+        "stopped by SIGTERM"
+    )  # its own, or that of the other one
 
 
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
@@ -122,7 +130,10 @@ def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
     """After the last step the other processes of a job wait for process 0."""
     with serve_push_hub() as hub:
         hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
-        environment = hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        environment = hub_environment(hub.url, work_dir / "home") | {
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+        }
         words = (*WORDS, "--set", "checkpoint.push=o/m", "--set", "mesh=1,2,1")
         processes = start_processes(*words, count=2, devices=1, env=environment)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])

@@ -16,7 +16,14 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.helpers.tiny_checkpoints import (
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+)
 from tests.helpers.training_states import (
     OPTIMIZER_SLOTS,
     TrainingState,
@@ -37,11 +44,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5 of different values."""
     folder = tmp_path_factory.mktemp("made")
     make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
-    words = ["save-init", str(folder / "m"), "--out", str(folder / "m-init"), "--mesh", "1,2,4", "--pad-vocab", "8"]
+    words = [
+        "save-init",
+        str(folder / "m"),
+        "--out",
+        str(folder / "m-init"),
+        "--mesh",
+        "1,2,4",
+        "--pad-vocab",
+        "8",
+    ]
     assert main([*words, "-q"]) == 0
     params = read_params(folder / "m-init")
     changed = {name: value + np.float32(0.5) for name, value in params.items()}
-    save_steps(folder / "tuned", folder / "m-init", {3: make_state(params, 3), 5: make_state(changed, 5)})
+    save_steps(
+        folder / "tuned", folder / "m-init", {3: make_state(params, 3), 5: make_state(changed, 5)}
+    )
     return folder
 
 
@@ -72,12 +90,17 @@ STATES = [(base, *form) for base in BASES for form in (("float32", True), ("bflo
 
 
 @pytest.mark.parametrize(
-    ("base", "dtype", "tied"), slow_except(STATES, [("gpt_neo", "float32", True), ("llama", "bfloat16", False)])
+    ("base", "dtype", "tied"),
+    slow_except(STATES, [("gpt_neo", "float32", True), ("llama", "bfloat16", False)]),
 )
-def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: str, dtype: str, tied: bool):
+def test_reshard_and_export_keep_all_values(
+    tmp_path: Path, monkeypatch, base: str, dtype: str, tied: bool
+):
     """Reshard to other meshes, without stacking, with layers on either axis, and back; then export."""
     monkeypatch.chdir(tmp_path)
-    tensors = make_checkpoint(Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
+    tensors = make_checkpoint(
+        Path("m"), BASES[base], dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4
+    )
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
     state = make_state(read_params(Path("m-init")), 4)
     save_steps(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
@@ -89,7 +112,9 @@ def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: s
         exported.append(read_tensors(Path(f"{path}-hf")))
     for actual in exported:
         assert actual.keys() == tensors.keys()
-        assert all(same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items())
+        assert all(
+            same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items()
+        )
     config = json.loads(Path("run-hf/config.json").read_text())
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
@@ -112,7 +137,12 @@ def test_resharded_step_is_a_step(work_dir: Path):
     with open_reader(Path("tuned-1x4x2")) as reader:
         facts = reader.manifest
         assert same_state(read_leaves(reader), read_state("tuned/3"))
-    assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == ("train", 3, "steps = 3", "1,4,2")
+    assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == (
+        "train",
+        3,
+        "steps = 3",
+        "1,4,2",
+    )
     state = read_state("tuned-1x4x2")
     save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
     assert same_state(read_state("onward"), state)
@@ -123,14 +153,18 @@ def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Captu
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
     next(Path("again/state/d").iterdir()).unlink()
-    _, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1)
+    _, err = run_stdout_stderr(
+        capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1
+    )
     assert "its files are damaged" in err
 
 
 def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
-    size = format_bytes(sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state.")))
+    size = format_bytes(
+        sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state."))
+    )
     assert f"optimizer state ({size}) dropped\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
@@ -149,13 +183,17 @@ def test_export_of_step_reports_dropped_state(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
     state = read_state("tuned/3")
-    size = format_bytes(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
+    size = format_bytes(
+        sum(value.nbytes for name, value in state.items() if name.startswith("opt_state."))
+    )
     assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding removed;" in err
     assert f"; optimizer state ({size}) dropped\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
     run_ok("verify", "tuned-hf", "./m")
     _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
-    size = format_bytes(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
+    size = format_bytes(
+        sum(value.nbytes for name, value in state.items() if not name.startswith("params."))
+    )
     assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
 
 
@@ -169,10 +207,15 @@ def test_last_step_is_the_default(work_dir: Path):
     ("words", "lines"),
     [
         (["export", "tuned", "--step", "4"], ("tuned has no step 4", "its steps are 3, 5")),
-        (["reshard", "m-init", "--step", "4"], ("m-init has no step 4", "it is not the folder of a run")),
+        (
+            ["reshard", "m-init", "--step", "4"],
+            ("m-init has no step 4", "it is not the folder of a run"),
+        ),
     ],
 )
-def test_missing_step_is_a_usage_error(work_dir: Path, capsys: Capture, words: list[str], lines: tuple[str, str]):
+def test_missing_step_is_a_usage_error(
+    work_dir: Path, capsys: Capture, words: list[str], lines: tuple[str, str]
+):
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[:2] == [f"error: {lines[0]}", f"  why: {lines[1]}"]
 
@@ -224,7 +267,11 @@ def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
 
 
 def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):
-    bare = {name: value for name, value in read_state("tuned/5").items() if not name.startswith("opt_state")}
+    bare = {
+        name: value
+        for name, value in read_state("tuned/5").items()
+        if not name.startswith("opt_state")
+    }
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
     _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
@@ -272,7 +319,10 @@ def test_orbax_restores_a_step(work_dir: Path):
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):
-        leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in read_state(str(step)).items()}
+        leaves = {
+            name: [v.dtype.name, list(v.shape), v.tobytes().hex()]
+            for name, v in read_state(str(step)).items()
+        }
         Path("expected.json").write_text(json.dumps(leaves))
         run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
 

@@ -19,7 +19,9 @@ torch = lazy_module("torch")
 transformers = lazy_module("transformers")
 
 T5 = FAMILY_CONFIGS["t5"]
-FAMILIES = pytest.mark.parametrize("base", ALL_CONFIGS[:3], ids=[base["model_type"] for base in ALL_CONFIGS[:3]])
+FAMILIES = pytest.mark.parametrize(
+    "base", ALL_CONFIGS[:3], ids=[base["model_type"] for base in ALL_CONFIGS[:3]]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +33,18 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def auto_class(base: dict[str, Any]) -> Any:
     """Return the auto class for models of this config."""
-    return transformers.AutoModelForSeq2SeqLM if base["model_type"] == "t5" else transformers.AutoModelForCausalLM
+    return (
+        transformers.AutoModelForSeq2SeqLM
+        if base["model_type"] == "t5"
+        else transformers.AutoModelForCausalLM
+    )
 
 
 def load_model(folder: str) -> Any:
     """Load a model; fail if tensors are missing, unexpected or of another shape."""
-    model, loading_info = auto_class(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
+    model, loading_info = auto_class(
+        json.loads(Path(folder, "config.json").read_text())
+    ).from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
     assert {key: list(value) for key, value in loading_info.items() if value} == {}
@@ -61,8 +69,14 @@ def test_model_saved_by_transformers_round_trips(base: dict[str, Any]):
     again = auto_class(base).from_pretrained("back", dtype="auto")
     expected, actual = model.state_dict(), again.state_dict()
     assert actual.keys() == expected.keys()
-    assert [n for n in actual if actual[n].dtype != expected[n].dtype or not torch.equal(actual[n], expected[n])] == []
-    assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("saved/config.json").read_text())
+    assert [
+        n
+        for n in actual
+        if actual[n].dtype != expected[n].dtype or not torch.equal(actual[n], expected[n])
+    ] == []
+    assert json.loads(Path("back/config.json").read_text()) == json.loads(
+        Path("saved/config.json").read_text()
+    )
 
 
 @FAMILIES
@@ -70,13 +84,17 @@ def test_exported_model_has_the_same_logits(base: dict[str, Any]):
     make_checkpoint(Path("m"), base, legacy=True)
     assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0
     assert main(["export", "m-init", "-q"]) == 0
-    weights = auto_class(base).from_pretrained("m", attn_implementation="eager", dtype=torch.float32)
+    weights = auto_class(base).from_pretrained(
+        "m", attn_implementation="eager", dtype=torch.float32
+    )
     assert torch.equal(compute_logits(weights.eval(), 131), compute_logits(load_model("m-hf"), 131))
 
 
 def test_untied_t5_head_stays_untied():
     """The saved config states that the head is tied, although it is not."""
-    kind = transformers.AutoConfig.for_model(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    kind = transformers.AutoConfig.for_model(
+        **T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(kind, attn_implementation="eager")
     model.lm_head.weight = torch.nn.Parameter(torch.randn(131, 64))
@@ -86,5 +104,8 @@ def test_untied_t5_head_stays_untied():
     assert main(["export", "saved-padded-init", "--out", "back", "-q"]) == 0
     expected, actual = model.eval(), load_model("back")
     assert not torch.equal(actual.lm_head.weight, actual.shared.weight)
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in actual.state_dict().items())
+    assert all(
+        torch.equal(tensor, expected.state_dict()[name])
+        for name, tensor in actual.state_dict().items()
+    )
     assert torch.equal(compute_logits(expected, 131), compute_logits(actual, 131))

@@ -77,7 +77,10 @@ def test_tied_head_is_stored_once_and_round_trips(base: dict[str, Any], change: 
 
 @pytest.mark.parametrize("base", BASES)
 def test_head_without_embedding_is_padded(base: dict[str, Any]):
-    tensors, embedding = write_tied_model(base, move_embedding_to_head), EMBEDDINGS[base["model_type"]]
+    tensors, embedding = (
+        write_tied_model(base, move_embedding_to_head),
+        EMBEDDINGS[base["model_type"]],
+    )
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     actual = read_tensors(Path("m-padded"))
     assert actual.keys() == tensors.keys()
@@ -106,11 +109,16 @@ def change_head_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [(change_head_value, "first difference in row 77"), (change_head_dtype, "float16 [131, 32] and float32 [131, 32]")],
+    [
+        (change_head_value, "first difference in row 77"),
+        (change_head_dtype, "float16 [131, 32] and float32 [131, 32]"),
+    ],
 )
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
 @pytest.mark.parametrize("base", BASES)
-def test_different_head_is_an_error_without_untie(base: dict[str, Any], command: str, change: Any, why: str, capsys):
+def test_different_head_is_an_error_without_untie(
+    base: dict[str, Any], command: str, change: Any, why: str, capsys
+):
     write_tied_model(base, change)
     assert main([command, "./m", "--out", "out"]) == 1
     text = capsys.readouterr().err

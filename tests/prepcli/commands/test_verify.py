@@ -46,7 +46,9 @@ def test_verify_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["verify", "init", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"ok: headers and file sizes of \d+ tensors, no values read, no digests checked \(", out)
+    assert re.match(
+        r"ok: headers and file sizes of \d+ tensors, no values read, no digests checked \(", out
+    )
     fields = run_json(capsys, "verify", "init", "--quick")
     assert fields["checked"] == ["headers", "file sizes"]
     assert fields["values"] is None

@@ -5,7 +5,13 @@ from __future__ import annotations
 import io
 import json
 
-from prepcli.console.bounded_text import MAX_LINES, bounded_error, bounded_line, bounded_lines, shorten
+from prepcli.console.bounded_text import (
+    MAX_LINES,
+    bounded_error,
+    bounded_line,
+    bounded_lines,
+    shorten,
+)
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 

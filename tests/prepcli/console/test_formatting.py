@@ -142,6 +142,8 @@ def test_format_durations_never_show_sixty(seconds: float) -> None:
         assert not re.search(r":60|h 60|min 60", text)
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "0 devices"), (1, "1 device"), (1024, "1,024 devices")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 devices"), (1, "1 device"), (1024, "1,024 devices")]
+)
 def test_count_text_has_the_plural_unless_the_number_is_1(number: int, text: str):
     assert count_text(number, "device") == text

@@ -19,4 +19,7 @@ def test_join_names_counts_the_remaining_names():
 
 
 def test_join_names_reads_only_the_names_it_shows():
-    assert join_names(map(str, itertools.count()), total=10**9, max_names=2) == "0, 1 and 999,999,998 more"
+    assert (
+        join_names(map(str, itertools.count()), total=10**9, max_names=2)
+        == "0, 1 and 999,999,998 more"
+    )

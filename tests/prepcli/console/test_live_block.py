@@ -15,7 +15,8 @@ from typing import TextIO
 import pytest
 
 from prepcli.console.live_block import LiveBlock
-from prepcli.console.ui import QUIET, Ui
+from prepcli.console.observer import QUIET
+from prepcli.console.ui import Ui
 from tests.helpers.screen import Screen
 
 

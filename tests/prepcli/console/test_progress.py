@@ -78,7 +78,11 @@ def test_lines_report_an_interrupted_task() -> None:
     progress.begin("save-init", 4 * GIB)
     advance(progress, time, 5, GIB)
     progress.end()
-    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  interrupted after 5.0 s")
+    assert (
+        stream.getvalue()
+        .splitlines()[-1]
+        .endswith("25%  1.00 of 4.00 GiB  205 MiB/s  interrupted after 5.0 s")
+    )
 
 
 def test_rate_excludes_bytes_of_an_earlier_run() -> None:
@@ -158,7 +162,13 @@ def test_json_progress_prints_one_object_per_line() -> None:
     progress.end()
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["begin", "progress", "note", "end"]
-    assert events[1] == {"t": 1.0, "event": "progress", "task": "save-init", "done": 50, "total": 100}
+    assert events[1] == {
+        "t": 1.0,
+        "event": "progress",
+        "task": "save-init",
+        "done": 50,
+        "total": 100,
+    }
     assert events[2]["text"] == "blocks.up"
     assert events[3]["done"] == 70
 
@@ -189,12 +199,16 @@ def test_bar_ends_complete_with_its_duration(monkeypatch: pytest.MonkeyPatch) ->
     progress.begin("pad-vocab", 5_262_303_232)
     advance(progress, time, 4.3, 5_262_303_232)
     progress.end()
-    last_line = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "pad-vocab" in line][-1]
+    last_line = [
+        line for line in stream.getvalue().replace("\r", "\n").splitlines() if "pad-vocab" in line
+    ][-1]
     assert last_line.endswith("━  100%  4.90 of 4.90 GiB  1.1 GiB/s  0:04")
 
 
 @pytest.mark.parametrize("columns", [30, 40, 60, 80])
-def test_bar_is_one_line_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_bar_is_one_line_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

@@ -32,13 +32,19 @@ def _shell(command: str, folder: Path) -> tuple[int, str]:
     """Run a shell command in which `prep` is this prep; return its exit code and stderr."""
     line = command.replace("prep ", f"{sys.executable} -m prepcli ")
     process = subprocess.run(
-        ["bash", "-c", line], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ["bash", "-c", line],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     return process.returncode, process.stderr
 
 
 @pytest.mark.parametrize(("command", "redirection", "code", "expected"), CASES)
-def test_lost_output_is_reported_once(command: str, redirection: str, code: int, expected: str, tmp_path: Path) -> None:
+def test_lost_output_is_reported_once(
+    command: str, redirection: str, code: int, expected: str, tmp_path: Path
+) -> None:
     exit_code, err = _shell(f"prep {command} {redirection}", tmp_path)
     assert (exit_code, err.splitlines()[0] if expected else err) == (code, expected)
     assert "Traceback" not in err
@@ -51,7 +57,11 @@ def test_pipe_into_head_exits_with_0(tmp_path: Path) -> None:
 def test_open_closed_streams_reserves_the_descriptors(tmp_path: Path) -> None:
     opening = "open_closed_streams(); print(os.open('x', os.O_CREAT), file=open('y', 'w'))"
     script = f"import os; from prepcli.console.stdio import open_closed_streams; {opening}"
-    subprocess.run(["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, script], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, script],
+        cwd=tmp_path,
+        check=True,
+    )
     assert int((tmp_path / "y").read_text()) > 2
 
 
@@ -62,7 +72,11 @@ def test_deleted_folder_is_reported(tmp_path: Path) -> None:
 
 def test_bug_is_reported_without_a_writable_folder(tmp_path: Path) -> None:
     script = "from prepcli.console.unexpected import as_prep_error; print(as_prep_error(KeyError('x')).hint)"
-    command = [sys.executable, "-c", f"import tempfile; tempfile.tempdir = '/nonexistent'; {script}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import tempfile; tempfile.tempdir = '/nonexistent'; {script}",
+    ]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     assert process.stdout == "please report what `PREP_TRACEBACK=1` shows\n"
 
@@ -70,7 +84,10 @@ def test_bug_is_reported_without_a_writable_folder(tmp_path: Path) -> None:
 def test_escape_unencodable_escapes_characters(tmp_path: Path) -> None:
     script = "import sys; from prepcli.console.stdio import escape_unencodable as s; s(); print('\\u2502')"
     process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env={"PYTHONIOENCODING": "ascii"}, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii"},
+        check=True,
     )
     assert process.stdout == b"\\u2502\n"
 

@@ -11,7 +11,14 @@ NAMES = [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in (0
 ROWS = [
     [NAMES[0], "[4096]", "bfloat16", "8.0 KiB", "model-00001-of-00002.safetensors", 9_876_543_210],
     [NAMES[1], "[4096]", "bfloat16", "8.0 KiB", "model-00001-of-00002.safetensors", 19_876_543_210],
-    ["lm_head.weight", "[32000, 4096]", "bfloat16", "250 MiB", "model-00001-of-00002.safetensors", 8],
+    [
+        "lm_head.weight",
+        "[32000, 4096]",
+        "bfloat16",
+        "250 MiB",
+        "model-00001-of-00002.safetensors",
+        8,
+    ],
 ]
 
 
@@ -51,7 +58,10 @@ def test_table_puts_long_names_on_lines_of_their_own() -> None:
 
 
 def test_table_wraps_text() -> None:
-    rows = [["gpt2", "8", "Finetune a small model on the text of one file"], ["llama", "256", "Pretrain"]]
+    rows = [
+        ["gpt2", "8", "Finetune a small model on the text of one file"],
+        ["llama", "256", "Pretrain"],
+    ]
     text = format_table(rows, ("recipe", "devices", "summary"), width=45, wrapped=("summary",))
     assert text.splitlines() == [
         "recipe  devices  summary",
@@ -62,7 +72,9 @@ def test_table_wraps_text() -> None:
 
 
 def test_table_with_room_has_all_columns() -> None:
-    assert format_table(ROWS, HEADER, {"size"}, 200, optional=("offset",)) == format_table(ROWS, HEADER, {"size"})
+    assert format_table(ROWS, HEADER, {"size"}, 200, optional=("offset",)) == format_table(
+        ROWS, HEADER, {"size"}
+    )
 
 
 def test_table_without_rows_in_a_narrow_terminal() -> None:

@@ -25,15 +25,28 @@ from prepcli.console.ui import (
 )
 from prepcli.errors import FAILED, OK, USAGE, PrepError, usage_error
 
-ERROR = PrepError("x.safetensors is cut short", "its header promises 9 bytes, the file has 8", "`hf download x`")
+ERROR = PrepError(
+    "x.safetensors is cut short", "its header promises 9 bytes, the file has 8", "`hf download x`"
+)
 
 
 class Streams:
     """A Ui whose output can be read."""
 
-    def __init__(self, as_json: bool = False, level: int = NORMAL, out: io.StringIO | None = None) -> None:
+    def __init__(
+        self, as_json: bool = False, level: int = NORMAL, out: io.StringIO | None = None
+    ) -> None:
         self.out, self.err = out or io.StringIO(), io.StringIO()
-        self.ui = Ui("save-init", as_json, level, "auto", self.out, self.err, clock=lambda: 71.25, started_s=0.05)
+        self.ui = Ui(
+            "save-init",
+            as_json,
+            level,
+            "auto",
+            self.out,
+            self.err,
+            clock=lambda: 71.25,
+            started_s=0.05,
+        )
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -88,7 +101,12 @@ def test_json_is_one_object_on_failure() -> None:
     assert streams.ui.fail(ERROR) == FAILED
     document = json.loads(streams.out.getvalue())
     assert document["ok"] is False
-    assert document["error"] == {"what": ERROR.what, "why": ERROR.why, "hint": ERROR.hint, "code": 1}
+    assert document["error"] == {
+        "what": ERROR.what,
+        "why": ERROR.why,
+        "hint": ERROR.hint,
+        "code": 1,
+    }
     assert streams.err.getvalue().startswith("error: x.safetensors is cut short\n")
 
 
@@ -123,8 +141,14 @@ def test_error_without_why_or_hint_has_no_empty_lines() -> None:
 def test_report_may_have_a_result_and_an_error() -> None:
     streams = Streams()
     error = PrepError("a is not the same as b (1 of 363 tensors)")
-    assert streams.ui.finish(Report("differs  up_proj.weight", {"differences": [1]}, error=error)) == FAILED
-    assert streams.texts == ("differs  up_proj.weight\n", "error: a is not the same as b (1 of 363 tensors)\n")
+    assert (
+        streams.ui.finish(Report("differs  up_proj.weight", {"differences": [1]}, error=error))
+        == FAILED
+    )
+    assert streams.texts == (
+        "differs  up_proj.weight\n",
+        "error: a is not the same as b (1 of 363 tensors)\n",
+    )
     streams = Streams(as_json=True)
     streams.ui.finish(Report("differs", {"differences": [1]}, error=error))
     document = json.loads(streams.out.getvalue())
@@ -176,7 +200,9 @@ def test_quiet_has_no_progress_by_default() -> None:
     assert isinstance(asked.progress(), LineProgress)
 
 
-def test_bug_is_reported_with_a_saved_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_is_reported_with_a_saved_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     streams = Streams()
     try:
@@ -259,7 +285,10 @@ def test_table_without_rows_is_its_header() -> None:
     assert format_table([], ["name", "rows"]) == "name  rows"
 
 
-ROWS = [["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7], ["lm_head.weight", "[50257, 2048]", 12]]
+ROWS = [
+    ["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7],
+    ["lm_head.weight", "[50257, 2048]", 12],
+]
 
 
 def test_table_for_a_pipe_is_never_shortened() -> None:

@@ -53,7 +53,11 @@ def test_process_0_prints_the_result(process: int | None, expected: str):
 def test_other_processes_print_no_json_and_label_errors():
     error = PrepError("no data", "the folder is empty")
     first, second = (open_streams(None, as_json=True) for _ in range(2))
-    assert first.finish(Report(error=error, process=0)) == second.finish(Report(error=error, process=1)) == FAILED
+    assert (
+        first.finish(Report(error=error, process=0))
+        == second.finish(Report(error=error, process=1))
+        == FAILED
+    )
     assert json.loads(texts(first)[0])["error"]["what"] == "no data"
     assert texts(first)[1].startswith("error: process 0: no data\n")
     assert texts(second) == ("", "error: process 1: no data\n  why: the folder is empty\n")

@@ -25,12 +25,18 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_full_disk_is_not_a_bug(temporary_folder: Path) -> None:
     error = as_prep_error(OSError(errno.ENOSPC, "No space left on device", "/data/x"))
-    assert (error.what, error.why, error.hint) == ("cannot use /data/x", "No space left on device", "")
+    assert (error.what, error.why, error.hint) == (
+        "cannot use /data/x",
+        "No space left on device",
+        "",
+    )
     assert not list(temporary_folder.iterdir())
 
 
 def test_full_temporary_folder_names_its_variable(temporary_folder: Path) -> None:
-    error = as_prep_error(OSError(errno.ENOSPC, "No space left on device", str(temporary_folder / "headers")))
+    error = as_prep_error(
+        OSError(errno.ENOSPC, "No space left on device", str(temporary_folder / "headers"))
+    )
     assert error.hint == TEMPORARY_FOLDER_HINT
 
 
@@ -75,5 +81,7 @@ def test_memory_error_behind_another_one_is_recognised() -> None:
 def test_small_address_space_is_one_message(limit_kib: int, tmp_path: Path) -> None:
     """Libraries of jax do not fit into it."""
     script = f"ulimit -v {limit_kib}; {sys.executable} -m prepcli generate missing --tokens 1"
-    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
+    process = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert f"error: {OUT_OF_MEMORY.what}" in process.stderr

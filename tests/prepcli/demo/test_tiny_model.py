@@ -50,7 +50,9 @@ def test_tiny_model_tokenizes_every_word(model: Path) -> None:
 def test_tiny_model_loads_in_transformers(model: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        model, output_loading_info=True
+    )
     assert {name: list(problems) for name, problems in info.items() if problems} == {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = tokenizer(SENTENCE, return_tensors="pt")

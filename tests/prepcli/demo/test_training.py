@@ -33,7 +33,9 @@ def use_runs(monkeypatch: pytest.MonkeyPatch, *runs: Callable[[Path, ShouldKill]
     """Replace the processes that the step starts by functions, one per start."""
     remaining = list(runs)
 
-    def run_and_kill(folder: Path, args: Sequence[str], should_kill: ShouldKill, **variables: str) -> bool:
+    def run_and_kill(
+        folder: Path, args: Sequence[str], should_kill: ShouldKill, **variables: str
+    ) -> bool:
         return remaining.pop(0)(folder / training.KILLED, should_kill)
 
     monkeypatch.setattr(training, "run_and_kill", run_and_kill)
@@ -73,12 +75,16 @@ def run_that_saves_its_end(run: Path, should_kill: ShouldKill) -> bool:
     return True
 
 
-def test_kill_step_waits_for_a_durable_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_step_waits_for_a_durable_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_runs(monkeypatch, run_that_saves_late)
     assert training._kill(tmp_path, ()).result == "killed after step 8, step 4 is durable"
 
 
-def test_kill_step_waits_for_a_step_to_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_step_waits_for_a_step_to_lose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_runs(monkeypatch, run_that_saves_first)
     assert training._kill(tmp_path, ()).result == "killed after step 5, step 4 is durable"
 
@@ -88,7 +94,10 @@ def test_kill_step_repeats_a_run_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early_end: Callable[[Path, ShouldKill], bool]
 ) -> None:
     use_runs(monkeypatch, early_end, run_that_saves_first)
-    assert training._kill(tmp_path, ()).result == "killed after step 5, step 4 is durable (try 2: it was too fast)"
+    assert (
+        training._kill(tmp_path, ()).result
+        == "killed after step 5, step 4 is durable (try 2: it was too fast)"
+    )
 
 
 def test_kill_step_fails_if_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,9 @@ def test_sync_records_points_once_they_are_durable(tmp_path: Path):
     assert (state.durable_nbytes, state.digests) == (9, {0: "a", 1: "b"})
 
 
-def test_sync_raises_the_error_of_the_previous_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sync_raises_the_error_of_the_previous_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     sink = Sink()
     sync = make_sync(tmp_path / "journal", sink, Clock())
 
@@ -83,10 +85,14 @@ def test_sync_raises_the_error_of_the_previous_sync(tmp_path: Path, monkeypatch:
     assert read_journal(tmp_path / "journal", "run").durable_nbytes == 0
 
 
-def test_sync_during_a_write_includes_the_file_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sync_during_a_write_includes_the_file_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     synced: list[int] = []
     with Files([tmp_path / "a", tmp_path / "b"], [4, 4]) as files:
-        monkeypatch.setattr("os.fdatasync", lambda fd: (synced.append(fd), files.write_bytes(1, b"b"))[0])
+        monkeypatch.setattr(
+            "os.fdatasync", lambda fd: (synced.append(fd), files.write_bytes(1, b"b"))[0]
+        )
         files.write_bytes(0, b"a")
         files.sync()
         monkeypatch.setattr("os.fdatasync", synced.append)

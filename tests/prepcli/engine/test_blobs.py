@@ -17,7 +17,13 @@ from prepcli.errors import PrepError
 from prepcli.planning.plan import Contiguous, Stream, Strided, read_copies
 from prepcli.planning.strided_copies import StridedCopy
 
-PIECES = ((3, 5000), (20_000, 1), (9000, 4096), (0, 0), (13_000, 7000))  # (offset, length) in the second file
+PIECES = (
+    (3, 5000),
+    (20_000, 1),
+    (9000, 4096),
+    (0, 0),
+    (13_000, 7000),
+)  # (offset, length) in the second file
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +48,17 @@ def _bytes(folder: Path, number: int) -> bytes:
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2), st.data())
-def test_read_run_reads_files_and_concatenated_pieces(folder: Path, number: int, data: st.DataObject):
+def test_read_run_reads_files_and_concatenated_pieces(
+    folder: Path, number: int, data: st.DataObject
+):
     content = _bytes(folder, number)
     offset = data.draw(st.integers(0, len(content) - 1))
     width = data.draw(st.integers(1, len(content) - offset))
     into = allocate_buffer(48_000)
     with open_blobs(_blobs(folder)) as reader:
         assert (
-            reader.read_run(StridedCopy(0, number, offset, width), into).tobytes() == content[offset : offset + width]
+            reader.read_run(StridedCopy(0, number, offset, width), into).tobytes()
+            == content[offset : offset + width]
         )
         view = np.zeros(width, np.uint8)
         reader.read_at(number, offset, view)
@@ -83,7 +92,9 @@ def test_read_at_rejects_range_beyond_its_file(folder: Path):
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 @pytest.mark.parametrize("step", [1, 3])
-def test_read_values_reads_strided_views_in_c_order(tmp_path: Path, order: tuple[int, ...], step: int):
+def test_read_values_reads_strided_views_in_c_order(
+    tmp_path: Path, order: tuple[int, ...], step: int
+):
     storage = np.arange(11 * 12 * 13, dtype=np.float32).reshape(11, 12, 13)
     (tmp_path / "s").write_bytes(b"lead" + storage.tobytes())
     view = storage[2:, ::step, 1:].transpose(order)
@@ -92,7 +103,8 @@ def test_read_values_reads_strided_views_in_c_order(tmp_path: Path, order: tuple
     stream = Stream("w", "float32", view.shape, (0, view.shape[0]), side, ())
     with open_blobs([tmp_path / "s"]) as reader:
         data_read = b"".join(
-            run.tobytes() for _, run in read_values(reader, stream, buffers=allocate_run_buffers(4096))
+            run.tobytes()
+            for _, run in read_values(reader, stream, buffers=allocate_run_buffers(4096))
         )
     assert data_read == view.tobytes()
 
@@ -100,5 +112,7 @@ def test_read_values_reads_strided_views_in_c_order(tmp_path: Path, order: tuple
 def test_contiguous_strided_view_is_one_run():
     shape = (4, 6, 2)
     locations = (Contiguous(0, 8), Strided(0, 8, (48, 8, 4)))
-    contiguous, view = (Stream("w", "float32", shape, (1, 3), (location,), ()) for location in locations)
+    contiguous, view = (
+        Stream("w", "float32", shape, (1, 3), (location,), ()) for location in locations
+    )
     assert [*read_copies(contiguous, contiguous.box)] == [*read_copies(view, view.box)]

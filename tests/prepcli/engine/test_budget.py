@@ -31,7 +31,9 @@ MOST_AT_ONCE = 2  # buffers of a slab that is permuted
 def test_make_budget_fits_the_limit(nbytes: int):
     budget = make_budget(nbytes)
     assert budget.nbytes == nbytes
-    assert budget.buffer_count * (budget.slab_nbytes + 2 * PAGE) <= nbytes - min(nbytes // 4, 64 * MIB)
+    assert budget.buffer_count * (budget.slab_nbytes + 2 * PAGE) <= nbytes - min(
+        nbytes // 4, 64 * MIB
+    )
     assert MOST_AT_ONCE < budget.buffer_count <= MAX_BUFFERS
     assert 5 * MIB < budget.slab_nbytes <= MAX_SLAB_NBYTES
     assert budget.slab_nbytes % PAGE == 0
@@ -41,13 +43,18 @@ def test_make_budget_fits_the_limit(nbytes: int):
 def test_make_budget_grows_with_memory(nbytes: int, more: int):
     small, large = make_budget(nbytes), make_budget(nbytes + more)
     assert small.slab_nbytes <= large.slab_nbytes
-    assert small.buffer_count * small.slab_nbytes <= large.buffer_count * large.slab_nbytes + PAGE * MAX_BUFFERS
+    assert (
+        small.buffer_count * small.slab_nbytes
+        <= large.buffer_count * large.slab_nbytes + PAGE * MAX_BUFFERS
+    )
 
 
 @given(st.integers(MIN_MEMORY_NBYTES, 1 << 36), st.integers(0, 1 << 34))
 def test_make_budget_fits_min_buffer_if_two_fit(nbytes: int, min_buffer: int):
     default_budget, budget = make_budget(nbytes), make_budget(nbytes, min_buffer)
-    assert budget.buffer_count * (budget.slab_nbytes + 2 * PAGE) <= nbytes - min(nbytes // 4, 64 * MIB)
+    assert budget.buffer_count * (budget.slab_nbytes + 2 * PAGE) <= nbytes - min(
+        nbytes // 4, 64 * MIB
+    )
     assert MOST_AT_ONCE <= budget.buffer_count <= MAX_BUFFERS
     assert budget.slab_nbytes % PAGE == 0
     assert budget.slab_nbytes >= default_budget.slab_nbytes
@@ -61,8 +68,9 @@ def test_make_budget_fits_min_buffer_if_two_fit(nbytes: int, min_buffer: int):
 
 @pytest.mark.parametrize("nbytes", [0, MIB, MIN_MEMORY_NBYTES - 1])
 def test_make_budget_rejects_too_little_memory(nbytes: int):
-    with pytest.raises(PrepError, match=f"--memory {nbytes // MIB}MiB") as raised:
+    with pytest.raises(PrepError) as raised:
         make_budget(nbytes)
+    assert raised.value.what == f"`--memory {nbytes // MIB}MiB` is below the minimum"
     assert raised.value.code == USAGE
     assert "four buffers of 6 MiB" in raised.value.why
 
@@ -79,7 +87,10 @@ def test_pool_reuses_latest_buffer_first():
     buffers.release([a])
     buffers.release([b])
     assert buffers.acquire(1)[0] is b
-    assert {id(buffer) for buffer in buffers.acquire(2)} - {id(a), id(b)}  # the third is allocated only now
+    assert {id(buffer) for buffer in buffers.acquire(2)} - {
+        id(a),
+        id(b),
+    }  # the third is allocated only now
 
 
 def test_acquire_waits_for_all_requested_buffers():
@@ -100,6 +111,8 @@ def test_acquire_waits_for_all_requested_buffers():
 
 def test_anonymous_nbytes_grows_with_touched_memory():
     before = anonymous_nbytes()
-    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:  # not from a free list
+    with mmap.mmap(
+        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    ) as memory:  # not from a free list
         memory.write(b"\1" * len(memory))
         assert anonymous_nbytes() - before > 48 * MIB

@@ -26,7 +26,9 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.tensors import CAST_DTYPES, FLOAT_DTYPES, ITEM_BITS, cast_dtype
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the reference computes with NaN
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # the reference computes with NaN
 HALVES = ("float16", "bfloat16")
 PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
 
@@ -56,11 +58,14 @@ def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
     return (result | np.signbit(values).astype(np.int64) << 15).astype(np.uint16)
 
 
-def cast_values(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, CastCounts]:
+def cast_values(
+    values: np.ndarray, source: str, target: str, pieces: int = 1
+) -> tuple[np.ndarray, CastCounts]:
     """Cast values in several pieces; return the result and the counts."""
     cast = StreamCast(source, target)
     out = [
-        cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)
+        cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8))
+        for part in np.array_split(values, pieces)
     ]
     joined = np.concatenate(out)
     assert cast.digest() == xxhash.xxh3_128_hexdigest(joined.tobytes())
@@ -132,7 +137,11 @@ def test_cast_rounds_values_near_midpoints_to_nearest(source: str, target: str):
             np.nextafter(boundaries, numpy_type.type(np.inf)),
         ]
         if source == "float64":  # values that round to the midpoint in float32
-            values_near += [boundaries * (1 + sign * 2.0**-power) for power in (24, 25, 26, 40) for sign in (1, -1)]
+            values_near += [
+                boundaries * (1 + sign * 2.0**-power)
+                for power in (24, 25, 26, 40)
+                for sign in (1, -1)
+            ]
     values = np.concatenate(values_near)
     check_cast(np.concatenate([values, -values]), source, target)
 
@@ -151,20 +160,31 @@ EDGES = [
     2.9802322387695312e-08,
     65504.0,
 ]
-EDGES += [65519.99, 65520.0, 65536.0, 3.3895313892515355e38, 3.3961775292304601e38, 3.4028234663852886e38]
+EDGES += [
+    65519.99,
+    65520.0,
+    65536.0,
+    3.3895313892515355e38,
+    3.3961775292304601e38,
+    3.4028234663852886e38,
+]
 EDGES += [3.4028235677973366e38, 3.4028235677973362e38, 1e300, math.inf, math.nan]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_cast_rounds_limits_of_dtypes_to_nearest(source: str, target: str):
     with np.errstate(all="ignore"):
-        values = np.array([sign * edge for edge in EDGES for sign in (1, -1)]).astype(numpy_dtype(source))
+        values = np.array([sign * edge for edge in EDGES for sign in (1, -1)]).astype(
+            numpy_dtype(source)
+        )
     check_cast(values, source, target)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(PAIRS), st.binary(min_size=8, max_size=800), st.integers(1, 5))
-def test_cast_of_any_bits_does_not_depend_on_pieces(pair: tuple[str, str], data: bytes, pieces: int):
+def test_cast_of_any_bits_does_not_depend_on_pieces(
+    pair: tuple[str, str], data: bytes, pieces: int
+):
     source, target = pair
     values = np.frombuffer(data[: len(data) // 8 * 8], numpy_dtype(source))
     check_cast(values, source, target)
@@ -175,19 +195,33 @@ def test_cast_of_any_bits_does_not_depend_on_pieces(pair: tuple[str, str], data:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_cast_accepts_several_blocks_at_unaligned_offset(source: str, target: str):
-    values = (np.random.default_rng(0).standard_normal(2 * BLOCK_VALUES + 77) * 1e-3).astype(numpy_dtype(source))
+    values = (np.random.default_rng(0).standard_normal(2 * BLOCK_VALUES + 77) * 1e-3).astype(
+        numpy_dtype(source)
+    )
     check_cast(values, source, target)
     lead, size = 3, numpy_dtype(target).itemsize
     data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
     out = np.zeros(values.size * size + lead, np.uint8)
     cast_bytes = StreamCast(source, target).apply(data[lead:], out[lead:])
-    assert cast_bytes.tobytes() == cast_values(values, source, target)[0].tobytes() == out[lead:].tobytes()
+    assert (
+        cast_bytes.tobytes()
+        == cast_values(values, source, target)[0].tobytes()
+        == out[lead:].tobytes()
+    )
 
 
 def test_cast_counts_changed_values():
-    values = np.array([1.0, 1.0001, 70000, -70000, 1e-9, -1e-9, 0, math.nan, math.inf, 0.5], np.float32)
+    values = np.array(
+        [1.0, 1.0001, 70000, -70000, 1e-9, -1e-9, 0, math.nan, math.inf, 0.5], np.float32
+    )
     result, counts = cast_values(values, "float32", "float16")
-    assert (counts.values, counts.changed, counts.overflowed, counts.underflowed, counts.nan) == (10, 5, 2, 2, 1)
+    assert (counts.values, counts.changed, counts.overflowed, counts.underflowed, counts.nan) == (
+        10,
+        5,
+        2,
+        2,
+        1,
+    )
     assert counts.worst == pytest.approx(1e-4, rel=0.01)
     assert [float(v) for v in result[2:7]] == [math.inf, -math.inf, 0, 0, 0]
     assert np.signbit(result[5])
@@ -213,17 +247,22 @@ def test_stream_digest_round_trips_as_text(worst: float):
     digest = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
     assert parse_stream_digest(str(digest)) == digest
     assert len(str(digest).split()) == 1
-    assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest("ef" * 16, "ef" * 16)
+    assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest(
+        "ef" * 16, "ef" * 16
+    )
     assert str(StreamDigest("ef" * 16, "ef" * 16)) == "ef" * 16
 
 
 def test_cast_dtype_applies_to_floats_only():
-    assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {*FLOAT_DTYPES} - {"bfloat16"}
+    assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {
+        *FLOAT_DTYPES
+    } - {"bfloat16"}
     assert all(cast_dtype(dtype, None) == dtype for dtype in ITEM_BITS)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value"), [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)]
+    ("dtype", "value"),
+    [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)],
 )
 def test_max_finite_returns_largest_value_of_dtype(dtype: str, value: float):
     assert max_finite(dtype) == pytest.approx(value)
@@ -231,7 +270,9 @@ def test_max_finite_returns_largest_value_of_dtype(dtype: str, value: float):
 
 def test_report_casts_sums_streams_by_dtype_pair():
     def stream(name: str, dtype: str, cast: str, rows: tuple[int, int] = (0, 6)) -> Stream:
-        return Stream(name, dtype, (9, 5), rows, (Contiguous(0, 0),), (Contiguous(0, 0),), cast_to=cast)
+        return Stream(
+            name, dtype, (9, 5), rows, (Contiguous(0, 0),), (Contiguous(0, 0),), cast_to=cast
+        )
 
     streams = [
         stream("a", "float32", "bfloat16"),
@@ -256,8 +297,15 @@ def test_report_casts_sums_streams_by_dtype_pair():
         "from": "float32", "to": "bfloat16", "tensors": 2, "values": 75,
         "changed": 6, "overflowed": 2, "underflowed": 3, "nan": 4, "worst": 0.5,
     }  # fmt: skip
-    assert (second["from"], second["tensors"], second["values"], second["nan"]) == ("float64", 1, 30, 9)
-    assert report_casts(streams) == [{k: e[k] for k in ("from", "to", "tensors", "values")} for e in (first, second)]
+    assert (second["from"], second["tensors"], second["values"], second["nan"]) == (
+        "float64",
+        1,
+        30,
+        9,
+    )
+    assert report_casts(streams) == [
+        {k: e[k] for k in ("from", "to", "tensors", "values")} for e in (first, second)
+    ]
     assert format_cast(first) == (
         "float32 -> bfloat16: 2 tensors, 75 values: 6 changed, 2 overflowed, 3 became 0, 4 are nan;"
         " largest relative error 0.5"

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
-from prepcli.engine import checksum_recorder, pipeline
+from prepcli.engine import checksum_recorder
 from prepcli.engine.checksum_recorder import ChecksumRecorder, compute_unknown, load_checksums
 from prepcli.engine.digest import checksum
 from prepcli.engine.files import Files
+from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES
 from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, leaf_blocks
@@ -39,32 +40,44 @@ def file_checksums(extents: list[ChunkExtent], paths: list[Path]) -> np.ndarray:
     for extent in extents:
         for position in range(extent.chunk_count):
             start = extent.offset + position * extent.stride_nbytes
-            for block in extent.blocks.per_chunk.overlapping(0, extent.blocks.per_chunk.chunk_nbytes):
+            for block in extent.blocks.per_chunk.overlapping(
+                0, extent.blocks.per_chunk.chunk_nbytes
+            ):
                 number = extent.first_block(position) + block.number
-                checksums_of_files[number] = checksum(data[extent.file][start + block.start : start + block.stop].data)
+                checksums_of_files[number] = checksum(
+                    data[extent.file][start + block.start : start + block.stop].data
+                )
     return checksums_of_files
 
 
 @QUIET
 @given(rows=complete_tables(), data=st.data())
-def test_recorder_matches_the_files(tmp_path_factory: pytest.TempPathFactory, rows: tuple[AxisMap, ...], data: Any):
+def test_recorder_matches_the_files(
+    tmp_path_factory: pytest.TempPathFactory, rows: tuple[AxisMap, ...], data: Any
+):
     folder = tmp_path_factory.mktemp("plan")
     save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
-    limit, block_nbytes = data.draw(st.sampled_from([4, 20, 64, 4096])), data.draw(st.sampled_from([8, 24, 1 << 20]))
+    limit, block_nbytes = (
+        data.draw(st.sampled_from([4, 20, 64, 4096])),
+        data.draw(st.sampled_from([8, 24, 1 << 20])),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block_nbytes)
         patch.setattr(checksum_recorder, "MIN_RUN_NBYTES", 0)
         extents, paths = plan_extents(save_plan), save_plan.data_files(folder)
         recorder = ChecksumRecorder(folder / "sums", extents)
-        with Files([save_plan.write_source(folder)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-            pipeline.run(
+        with (
+            Files([save_plan.write_source(folder)]) as reader,
+            Files(paths, save_plan.layout.file_sizes) as sink,
+        ):
+            Pipeline(
                 save_plan.plan.streams,
                 reader,
                 sink=sink,
                 budget=make_budget(limit),
                 progress=NullProgress(),
                 checksums=recorder,
-            )
+            ).run()
     expected, is_known = file_checksums(extents, paths), recorder.sums != 0
     assert (recorder.sums[is_known] == expected[is_known]).all()
     compute_unknown(recorder.sums, extents, files=paths)

@@ -23,7 +23,9 @@ from prepcli.errors import RESUME_HINT, PrepError
 from prepcli.planning.strided_copies import StridedCopy
 
 SIZE = 5 * PAGE + 123
-QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def some_bytes(count: int, seed: int = 0) -> ByteArray:
@@ -54,7 +56,9 @@ def reject_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
 
-        def refuse(fd: int, buffers: list[memoryview], offset: int, real: Callable[..., int] = real) -> int:
+        def refuse(
+            fd: int, buffers: list[memoryview], offset: int, real: Callable[..., int] = real
+        ) -> int:
             if fd in direct_descriptors():
                 raise OSError(errno.EINVAL, "no direct I/O")
             return real(fd, buffers, offset)
@@ -80,7 +84,11 @@ def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         real, counts = getattr(os, name), iter([PAGE, 1, 1000, PAGE, 7] * 10_000)
 
         def short_call(
-            fd: int, buffers: list[memoryview], offset: int, real: Callable[..., int] = real, counts=counts
+            fd: int,
+            buffers: list[memoryview],
+            offset: int,
+            real: Callable[..., int] = real,
+            counts=counts,
         ) -> int:
             (view,) = buffers
             count = next(counts)
@@ -94,7 +102,9 @@ def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system with faster writes through the page cache."""
     monkeypatch.setattr(files_module, "BLOCK_NBYTES", 2 * PAGE)
-    monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
+    monkeypatch.setattr(
+        files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False)
+    )
 
 
 FILE_SYSTEMS = {
@@ -128,13 +138,18 @@ def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 )
 def test_read_run_keeps_page_offset(file_system: str, source: Path, offset: int, width: int):
     with Files([source]) as files:
-        data_read = files.read_run(StridedCopy(0, 0, offset, width), allocate_buffer(SIZE + 2 * PAGE))
+        data_read = files.read_run(
+            StridedCopy(0, 0, offset, width), allocate_buffer(SIZE + 2 * PAGE)
+        )
         assert data_read.tobytes() == some_bytes(SIZE)[offset : offset + width].tobytes()
         assert data_read.ctypes.data % PAGE == offset % PAGE
 
 
 def test_read_runs_packs_runs(file_system: str, source: Path):
-    copies = [StridedCopy(0, 0, 0, PAGE, ((2, 0, 2 * PAGE),)), StridedCopy(0, 0, 7, 5, ((3, 0, 1000), (2, 0, 10)))]
+    copies = [
+        StridedCopy(0, 0, 0, PAGE, ((2, 0, 2 * PAGE),)),
+        StridedCopy(0, 0, 7, 5, ((3, 0, 1000), (2, 0, 10))),
+    ]
     expected = b"".join(
         some_bytes(SIZE)[offset : offset + copy.run_nbytes].tobytes()
         for copy in copies
@@ -145,8 +160,12 @@ def test_read_runs_packs_runs(file_system: str, source: Path):
 
 
 @pytest.mark.parametrize("lead", [0, 5, PAGE - 1])
-@pytest.mark.parametrize(("offset", "width"), [(0, SIZE), (5, SIZE - 5), (PAGE, 2 * PAGE), (PAGE - 3, 7), (9, PAGE)])
-def test_write_changes_only_its_bytes(file_system: str, tmp_path: Path, lead: int, offset: int, width: int):
+@pytest.mark.parametrize(
+    ("offset", "width"), [(0, SIZE), (5, SIZE - 5), (PAGE, 2 * PAGE), (PAGE - 3, 7), (9, PAGE)]
+)
+def test_write_changes_only_its_bytes(
+    file_system: str, tmp_path: Path, lead: int, offset: int, width: int
+):
     old, new = some_bytes(SIZE, 1), some_bytes(SIZE, 2)
     path = tmp_path / "out"
     path.write_bytes(old.tobytes())
@@ -162,7 +181,10 @@ def test_write_changes_only_its_bytes(file_system: str, tmp_path: Path, lead: in
 
 
 @QUIET
-@given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 2 * PAGE)), max_size=5), st.integers(0, PAGE))
+@given(
+    st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 2 * PAGE)), max_size=5),
+    st.integers(0, PAGE),
+)
 def test_write_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lead: int):
     expected = np.zeros(SIZE, np.uint8)
     path = tmp_path / "out"
@@ -273,12 +295,16 @@ def test_read_reports_io_errors(monkeypatch, source: Path):
 
 def test_sync_repeats_an_earlier_error(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
-        files.write([StridedCopy(0, 0, 0, PAGE), StridedCopy(0, 1, 0, PAGE)], allocate_buffer(2 * PAGE))
+        files.write(
+            [StridedCopy(0, 0, 0, PAGE), StridedCopy(0, 1, 0, PAGE)], allocate_buffer(2 * PAGE)
+        )
         with monkeypatch.context() as patched:
             fail_from_call(patched, "fdatasync", errno.EIO, after=1)
             with pytest.raises(PrepError, match=r"cannot read or write .*b"):
                 files.sync()
-        with pytest.raises(PrepError, match=r"cannot read or write .*b"):  # although the system call would now succeed
+        with pytest.raises(
+            PrepError, match=r"cannot read or write .*b"
+        ):  # although the system call would now succeed
             files.sync()
 
 
@@ -291,18 +317,25 @@ def test_sync_repeats_a_writeback_error(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "out"], [64 * PAGE]) as files:
         files.policy.writeback = io_policy.Writeback(0)
         monkeypatch.setattr(files_module, "BLOCK_NBYTES", 64 * PAGE)
-        for call in (lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)), files.sync):
+        for call in (
+            lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)),
+            files.sync,
+        ):
             with pytest.raises(PrepError, match=r"cannot read or write .*out") as raised:
                 call()
             assert raised.value.why == "Input/output error"
 
 
 def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
+    monkeypatch.setattr(
+        files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False)
+    )
     monkeypatch.setattr(files_module, "BLOCK_NBYTES", 32 * PAGE)
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        io_policy, "start_writeback", lambda fd, offset, nbytes: started.append((offset, offset + nbytes))
+        io_policy,
+        "start_writeback",
+        lambda fd, offset, nbytes: started.append((offset, offset + nbytes)),
     )
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
         files.write([StridedCopy(0, 0, 5, 99 * PAGE)], allocate_buffer(99 * PAGE))
@@ -329,5 +362,7 @@ def test_sync_includes_written_files_only(monkeypatch, tmp_path: Path):
 
 
 def test_io_error_states_the_system_error():
-    assert io_error(Path("x/y"), OSError(errno.EACCES, "Permission denied")).why == "Permission denied"
+    assert (
+        io_error(Path("x/y"), OSError(errno.EACCES, "Permission denied")).why == "Permission denied"
+    )
     assert io_error(Path("x/y"), OSError("odd")).why == "odd"

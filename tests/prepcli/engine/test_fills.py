@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.fills import GROUP_ROWS, FillGenerator, mean_source_number, normal_row, numpy_dtype, round_to_dtype
+from prepcli.engine.fills import (
+    GROUP_ROWS,
+    FillGenerator,
+    mean_source_number,
+    normal_row,
+    numpy_dtype,
+    round_to_dtype,
+)
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import Slab
 
@@ -26,7 +33,10 @@ def nearest(value: float, dtype: str) -> float:
     patterns = patterns[patterns & 0x7FFF < infinity]
     values = patterns.view(numpy_dtype(dtype)).astype(np.float64)
     candidates = np.argsort(np.abs(values - value), kind="stable")[:4]
-    best = min(candidates, key=lambda i: (abs(Fraction(float(values[i])) - Fraction(value)), int(patterns[i]) & 1))
+    best = min(
+        candidates,
+        key=lambda i: (abs(Fraction(float(values[i])) - Fraction(value)), int(patterns[i]) & 1),
+    )
     return float(values[best])
 
 
@@ -38,9 +48,13 @@ def test_round_to_dtype_rounds_once(dtype: str, data):
     a = float(np.frombuffer(low, numpy_type).astype(np.float64)[0])
     b = float((np.frombuffer(low, np.uint16) + 1).view(numpy_type).astype(np.float64)[0])
     middle = (a + b) / 2  # exact
-    offset = data.draw(st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30), 0.1, -0.1]))
+    offset = data.draw(
+        st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30), 0.1, -0.1])
+    )
     value = (middle + offset * (b - a)) * data.draw(st.sampled_from([1, -1]))
-    assert float(round_to_dtype(np.array([value]), numpy_type).astype(np.float64)[0]) == nearest(value, dtype)
+    assert float(round_to_dtype(np.array([value]), numpy_type).astype(np.float64)[0]) == nearest(
+        value, dtype
+    )
 
 
 def test_round_to_dtype_avoids_double_rounding():
@@ -51,12 +65,16 @@ def test_round_to_dtype_avoids_double_rounding():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_to_dtype_keeps_exact_values(dtype: str):
-    values = np.array([0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, float(np.finfo(np.float32).tiny)])
+    values = np.array(
+        [0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, float(np.finfo(np.float32).tiny)]
+    )
     exact = values.astype(numpy_dtype(dtype))
     assert round_to_dtype(exact.astype(np.float64), exact.dtype).tobytes() == exact.tobytes()
 
 
-def padded_streams(dtype: str, true_rows: int, rows: int, columns: int, fill: Fill) -> tuple[Stream, Stream]:
+def padded_streams(
+    dtype: str, true_rows: int, rows: int, columns: int, fill: Fill
+) -> tuple[Stream, Stream]:
     shape = (rows, columns)
     return (
         Stream("w", dtype, shape, (0, true_rows), FLAT, FLAT),
@@ -75,7 +93,11 @@ def generate_rows(
     start, stop = streams[-1].byte_range
     pieces = []
     for low, high in itertools.pairwise([start, *sorted(out_cuts), stop]):
-        pieces.append(fills.make_rows(Slab(len(streams) - 1, low, high - low, (), ()), np.empty(high - low, np.uint8)))
+        pieces.append(
+            fills.make_rows(
+                Slab(len(streams) - 1, low, high - low, (), ()), np.empty(high - low, np.uint8)
+            )
+        )
     return np.concatenate(pieces).view(table.dtype).reshape(-1, table.shape[1])
 
 
@@ -96,8 +118,14 @@ def test_mean_is_exact_for_any_slab_boundaries(dtype: str, true_rows: int, data)
     out_cuts = data.draw(st.lists(st.integers(low, high), max_size=3, unique=True))
     rows = generate_rows(streams, table, cuts, [cut for cut in out_cuts if low < cut < high])
     mean = table.astype(np.float64).sum(axis=0) / true_rows
-    expected = round_to_dtype(mean, numpy_type) if dtype == "float32" else [nearest(value, dtype) for value in mean]
-    assert np.array_equal(rows.astype(np.float64), np.tile(np.asarray(expected, np.float64), (4, 1)))
+    expected = (
+        round_to_dtype(mean, numpy_type)
+        if dtype == "float32"
+        else [nearest(value, dtype) for value in mean]
+    )
+    assert np.array_equal(
+        rows.astype(np.float64), np.tile(np.asarray(expected, np.float64), (4, 1))
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -108,7 +136,9 @@ def test_mean_does_not_depend_on_slab_boundaries(dtype: str, cuts: list[int]):
     whole = generate_rows(streams, table, [])
     assert generate_rows(streams, table, cuts).tobytes() == whole.tobytes()
     np.testing.assert_allclose(
-        whole[0].astype(np.float64), table.astype(np.float64).mean(0), rtol=2**-8 if dtype == "bfloat16" else 2**-10
+        whole[0].astype(np.float64),
+        table.astype(np.float64).mean(0),
+        rtol=2**-8 if dtype == "bfloat16" else 2**-10,
     )
 
 
@@ -127,7 +157,10 @@ def test_mean_is_computed_per_tensor():
     ]
     fills, size = FillGenerator(streams), 16
     for number, value in ((0, 1.0), (2, 5.0)):
-        fills.add_slab(Slab(number, 0, size, (), ()), np.full((2, 2), value, np.float32).reshape(-1).view(np.uint8))
+        fills.add_slab(
+            Slab(number, 0, size, (), ()),
+            np.full((2, 2), value, np.float32).reshape(-1).view(np.uint8),
+        )
         row = fills.make_rows(Slab(number + 1, size, 8, (), ()), np.empty(8, np.uint8))
         assert row.view(np.float32).tolist() == [value, value]
 
@@ -143,7 +176,9 @@ def test_mean_source_skips_stored_padding():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_fill_generates_rows_of_zeros(dtype: str):
     table = np.ones((3, 5), numpy_dtype(dtype))
-    rows = generate_rows(padded_streams(dtype, 3, 6, 5, Fill("zeros")), table, [], [3 * 5 * table.itemsize + 7])
+    rows = generate_rows(
+        padded_streams(dtype, 3, 6, 5, Fill("zeros")), table, [], [3 * 5 * table.itemsize + 7]
+    )
     assert rows.shape == (3, 5)
     assert not rows.view(np.uint8).any()
 
@@ -152,7 +187,9 @@ def test_zeros_fill_generates_rows_of_zeros(dtype: str):
 def test_normal_rows_depend_on_seed_and_row_only(dtype: str):
     def rows(true_rows: int, seed: int, out_cuts: Sequence[int] = ()) -> np.ndarray:
         table = np.zeros((true_rows, 8), numpy_dtype(dtype))
-        return generate_rows(padded_streams(dtype, true_rows, 20, 8, Fill("normal", seed, 0.5)), table, [], out_cuts)
+        return generate_rows(
+            padded_streams(dtype, true_rows, 20, 8, Fill("normal", seed, 0.5)), table, [], out_cuts
+        )
 
     first = rows(10, 7)
     row_nbytes = 8 * first.itemsize
@@ -166,7 +203,10 @@ def test_normal_rows_depend_on_seed_and_row_only(dtype: str):
 def test_normal_rows_use_philox():
     (_, padding) = padded_streams("float32", 2, 4, 3, Fill("normal", 5, 0.02))
     generator = np.random.Generator(np.random.Philox(key=[5, 3]))
-    assert normal_row(padding, 3).tolist() == (generator.standard_normal(3) * 0.02).astype(np.float32).tolist()
+    assert (
+        normal_row(padding, 3).tolist()
+        == (generator.standard_normal(3) * 0.02).astype(np.float32).tolist()
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])

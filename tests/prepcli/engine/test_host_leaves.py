@@ -32,7 +32,9 @@ def test_read_run_keeps_page_offset(offset: int, width: int):
 def test_read_runs_packs_runs():
     array = np.arange(4 * 5 * 6, dtype=np.int32).reshape(4, 5, 6)
     copies = [StridedCopy(0, 0, 24, 8, ((4, 48, 120), (2, 24, 24))), StridedCopy(0, 0, 0, 24)]
-    data_read = HostLeafReader([leaf(array)]).read_runs(copies, allocate_buffer(PAGE)).view(np.int32)
+    data_read = (
+        HostLeafReader([leaf(array)]).read_runs(copies, allocate_buffer(PAGE)).view(np.int32)
+    )
     assert data_read.tolist() == [*array[:, 1:3, :2].reshape(-1).tolist(), *array[0, 0].tolist()]
 
 
@@ -48,7 +50,9 @@ def test_leaf_is_fetched_once_and_released_at_its_end():
         return array
 
     leaves, into = (
-        HostLeafReader([HostLeaf.whole((100,), "uint8", fetch=fetch), leaf(np.zeros((), np.int32))]),
+        HostLeafReader(
+            [HostLeaf.whole((100,), "uint8", fetch=fetch), leaf(np.zeros((), np.int32))]
+        ),
         allocate_buffer(PAGE),
     )
     assert fetched == []
@@ -64,7 +68,9 @@ def test_leaf_is_fetched_once_and_released_at_its_end():
 
 def test_read_run_accepts_any_memory_order_and_dtype():
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    data_read = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))
+    data_read = HostLeafReader([leaf(array)]).read_run(
+        StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE)
+    )
     assert data_read.view(np.float32).tolist() == [0, 3, 1, 4, 2, 5]
     assert HostLeafReader([leaf(np.array([True, False]))]).read_run(
         StridedCopy(0, 0, 0, 2), allocate_buffer(PAGE)

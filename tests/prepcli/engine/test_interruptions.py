@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from prepcli.console.progress import NullProgress
-from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal
+from prepcli.engine.pipeline import Pipeline
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.plans import SavePlan, make_save_plan
 from tests.helpers.slow_cases import slow_except
@@ -29,7 +29,9 @@ def convert(save_plan: SavePlan, folder: Path) -> None:
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             budget = Budget(4000, 1200, 4)  # a sync every 2,000 bytes
             streams = save_plan.plan.streams
-            pipeline.run(streams, reader, sink=sink, budget=budget, progress=NullProgress(), journal=journal)
+            Pipeline(
+                streams, reader, sink=sink, budget=budget, progress=NullProgress(), journal=journal
+            ).run()
     finally:
         journal.close()
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from prepcli.engine import io_policy
-from prepcli.engine.io_policy import MIN_MEASURED_NBYTES, TRIAL_NBYTES, TRIALS, Writeback, WriteMode, WritePolicy
+from prepcli.engine.io_policy import (
+    MIN_MEASURED_NBYTES,
+    TRIAL_NBYTES,
+    TRIALS,
+    Writeback,
+    WriteMode,
+    WritePolicy,
+)
 from prepcli.planning.slabs import PAGE
 
 RUN = 64 * PAGE
@@ -16,8 +23,12 @@ Call = tuple[str, int, int]  # started or finished, offset, bytes
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Record the writeback calls instead of making them."""
     recorded: list[Call] = []
-    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n)))
-    monkeypatch.setattr(io_policy, "finish_writeback", lambda fd, offset, n: recorded.append(("finish", offset, n)))
+    monkeypatch.setattr(
+        io_policy, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n))
+    )
+    monkeypatch.setattr(
+        io_policy, "finish_writeback", lambda fd, offset, n: recorded.append(("finish", offset, n))
+    )
     return recorded
 
 
@@ -77,7 +88,9 @@ def test_a_failed_write_is_not_measured():
         ([2.0, 2.0, 2.0], [1.9, 1.9, 1.9], WriteMode.DIRECT),  # not clearly faster
     ],
 )
-def test_policy_keeps_the_faster_mode(direct: list[float], writeback: list[float], expected: WriteMode):
+def test_policy_keeps_the_faster_mode(
+    direct: list[float], writeback: list[float], expected: WriteMode
+):
     policy = measured_policy(direct, writeback)
     assert set(modes(policy, 3)) == {expected}
     assert policy.needs_alignment is (expected is WriteMode.DIRECT)

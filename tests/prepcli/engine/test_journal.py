@@ -11,10 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.journal import Journal, JournalState, StreamPrefix, read_journal, seal_line, unseal_line
+from prepcli.engine.journal import (
+    Journal,
+    JournalState,
+    StreamPrefix,
+    read_journal,
+    seal_line,
+    unseal_line,
+)
 from prepcli.errors import PrepError
 
-QUIET = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 RECORDS = [(10, {0: "a"}), (25, {}), (25, {}), (40, {1: "b", 2: "c"})]
 
 
@@ -57,13 +66,18 @@ def test_reopened_journal_appends_records(path: Path):
 
 
 @QUIET
-@given(st.integers(0, 400), st.sampled_from([b"", b"\0" * 50, b"\0\n", b'{"done": 1e9', b'{"done": 99', b"\xff\xfe\n"]))
+@given(
+    st.integers(0, 400),
+    st.sampled_from([b"", b"\0" * 50, b"\0\n", b'{"done": 1e9', b'{"done": 99', b"\xff\xfe\n"]),
+)
 def test_truncated_journal_keeps_complete_records(path: Path, length: int, appended: bytes):
     path.unlink(missing_ok=True)
     content = write_records(path)
     path.write_bytes(content[:length] + appended)
     lines = content[:length].count(b"\n")
-    records = [(0, {}), *RECORDS][: max(0, lines - 1)]  # the first line identifies the run, the second records nothing
+    records = [(0, {}), *RECORDS][
+        : max(0, lines - 1)
+    ]  # the first line identifies the run, the second records nothing
     expected = (
         records[-1][0] if records else 0,
         {number: text for _, digests in records for number, text in digests.items()},
@@ -94,7 +108,8 @@ def test_journal_ignores_lines_after_an_invalid_one(path: Path, line: bytes):
 
 
 @pytest.mark.parametrize(
-    "first", [b"", b"\n", b"7\n", b"[]\n", b'{"done": 9, "digests": {}}\n', b'{"run": 5}\n', b"\0" * 9]
+    "first",
+    [b"", b"\n", b"7\n", b"[]\n", b'{"done": 9, "digests": {}}\n', b'{"run": 5}\n', b"\0" * 9],
 )
 def test_journal_without_first_line_is_empty(path: Path, first: bytes):
     path.write_bytes(first + b'{"done": 40, "digests": {}}\n')
@@ -106,12 +121,19 @@ def test_journal_ignores_lines_with_any_flipped_bit(path: Path):
     records = [(0, {}), (0, {}), *RECORDS]
     for position in range(len(content)):
         path.write_bytes(
-            content[:position] + bytes([content[position] ^ (1 << position % 8)]) + content[position + 1 :]
+            content[:position]
+            + bytes([content[position] ^ (1 << position % 8)])
+            + content[position + 1 :]
         )
         line = content[:position].count(b"\n")
-        expected = {number: text for _, digests in records[:line] for number, text in digests.items()}
+        expected = {
+            number: text for _, digests in records[:line] for number, text in digests.items()
+        }
         state = read_journal(path, "run")
-        assert (state.durable_nbytes, state.digests) == (records[line - 1][0] if line else 0, expected)
+        assert (state.durable_nbytes, state.digests) == (
+            records[line - 1][0] if line else 0,
+            expected,
+        )
 
 
 def test_journal_of_earlier_versions_is_empty(path: Path):
@@ -125,7 +147,9 @@ def test_journal_keeps_the_last_prefix(path: Path):
     journal.close()
     state = read_journal(path, "run", division="3 without ")
     assert state == JournalState(10, {4: "a"}, StreamPrefix(7, 6, "b"), "one")
-    reopened_journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9), session="two")
+    reopened_journal = Journal(
+        path, "run", division="3 without ", stream_numbers=(4, 7, 9), session="two"
+    )
     reopened_journal.close()
     assert reopened_journal.prefix == StreamPrefix(1, 6, "b")
     assert read_journal(path, "run", division="3 without ").session == "two"

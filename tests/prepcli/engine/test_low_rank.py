@@ -19,11 +19,15 @@ from prepcli.planning.plan_text import encode_text
 MIB = 1 << 20
 
 
-def make_stream(folder: Path, num_rows: int, num_columns: int, *, is_transposed: bool = False) -> Stream:
+def make_stream(
+    folder: Path, num_rows: int, num_columns: int, *, is_transposed: bool = False
+) -> Stream:
     """Write random matrices of rank 2; return a stream [rows, columns] with their update."""
     random = np.random.default_rng(0)
     num_outputs, num_inputs = (num_columns, num_rows) if is_transposed else (num_rows, num_columns)
-    a, b = (random.standard_normal(shape, np.float32) for shape in ((2, num_inputs), (num_outputs, 2)))
+    a, b = (
+        random.standard_normal(shape, np.float32) for shape in ((2, num_inputs), (num_outputs, 2))
+    )
     (folder / "matrices").write_bytes(a.tobytes() + b.tobytes())
     streams = [
         Stream(name, "float32", matrix.shape, (0, len(matrix)), (Contiguous(0, offset),), ())
@@ -33,18 +37,25 @@ def make_stream(folder: Path, num_rows: int, num_columns: int, *, is_transposed:
     return Stream("w", "float32", (num_rows, num_columns), (0, num_rows), (), (), update=update)
 
 
-def apply_update(folder: Path, stream: Stream, values: np.ndarray, num_pieces: int) -> tuple[np.ndarray, StreamUpdate]:
+def apply_update(
+    folder: Path, stream: Stream, values: np.ndarray, num_pieces: int
+) -> tuple[np.ndarray, StreamUpdate]:
     """Update values in pieces; return the result and the update."""
     with Files([folder / "matrices"]) as files:
         update = StreamUpdate(stream, files)
     pieces = np.array_split(values.reshape(-1), num_pieces)
-    results = [update.apply(piece.view(np.uint8), np.empty(piece.nbytes, np.uint8)).copy() for piece in pieces]
+    results = [
+        update.apply(piece.view(np.uint8), np.empty(piece.nbytes, np.uint8)).copy()
+        for piece in pieces
+    ]
     return np.concatenate(results).view(np.float32).reshape(values.shape), update
 
 
 @pytest.mark.parametrize("shape", [(37, 53), (3, BLOCK_VALUES + 5), (BLOCK_VALUES + 5, 2)])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_update_does_not_depend_on_pieces(tmp_path: Path, shape: tuple[int, int], is_transposed: bool):
+def test_update_does_not_depend_on_pieces(
+    tmp_path: Path, shape: tuple[int, int], is_transposed: bool
+):
     stream = make_stream(tmp_path, *shape, is_transposed=is_transposed)
     values = np.random.default_rng(2).standard_normal(shape, np.float32)
     whole, update = apply_update(tmp_path, stream, values, 1)
@@ -59,7 +70,9 @@ def test_update_equals_the_product_in_double_precision(tmp_path: Path):
     a, b = data[: 2 * 53].reshape(2, 53), data[2 * 53 :].reshape(37, 2)
     values = np.zeros((37, 53), np.float32)
     result, update = apply_update(tmp_path, stream, values, 1)
-    np.testing.assert_allclose(result, 0.5 * b.astype(np.float64) @ a.astype(np.float64), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        result, 0.5 * b.astype(np.float64) @ a.astype(np.float64), rtol=1e-6, atol=1e-6
+    )
     assert update.counts.changed == values.size
 
 
@@ -90,6 +103,8 @@ def test_recorded_digests_do_not_change_the_plan(tmp_path: Path):
 def test_budget_makes_room_for_matrices(tmp_path: Path):
     assert matrix_nbytes([make_stream(tmp_path, 100, 50)]) > 4 * 2 * 150
     small, large = make_budget(32 * MIB), make_budget(32 * MIB, matrix_nbytes=8 * MIB)
-    assert large.slab_nbytes * large.buffer_count <= small.slab_nbytes * small.buffer_count - 5 * MIB
+    assert (
+        large.slab_nbytes * large.buffer_count <= small.slab_nbytes * small.buffer_count - 5 * MIB
+    )
     with pytest.raises(UsageError, match="too small for the adapter"):
         make_budget(32 * MIB, matrix_nbytes=30 * MIB)

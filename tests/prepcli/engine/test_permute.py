@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from prepcli.engine import permute
 from prepcli.engine.permute import gather, scatter
-from prepcli.planning.boxes import strides
 from prepcli.planning.slabs import Slab
 from prepcli.planning.strided_copies import StridedCopy, merge_dims
+from trainer.models.boxes import strides
 
 SIDE = 16  # elements of 4 bytes along a tile
-SHAPES = st.lists(st.sampled_from([1, 2, 3, SIDE - 1, SIDE, SIDE + 1, 2 * SIDE + 5]), max_size=4).filter(
-    lambda shape: math.prod(shape) <= 20_000
-)
+SHAPES = st.lists(
+    st.sampled_from([1, 2, 3, SIDE - 1, SIDE, SIDE + 1, 2 * SIDE + 5]), max_size=4
+).filter(lambda shape: math.prod(shape) <= 20_000)
 WIDTHS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 
 
@@ -40,16 +40,23 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def transpose_copy(shape: list[int], order: list[int], width: int, tensor_offset: int) -> StridedCopy:
+def transpose_copy(
+    shape: list[int], order: list[int], width: int, tensor_offset: int
+) -> StridedCopy:
     """Return the copy of a whole array, at a byte offset of a tensor, in the order of its transpose."""
-    tensor_strides, reordered_strides = strides(shape, width), strides([shape[axis] for axis in order], width)
+    tensor_strides, reordered_strides = (
+        strides(shape, width),
+        strides([shape[axis] for axis in order], width),
+    )
     return merge_dims(
         StridedCopy(
             tensor_offset,
             0,
             0,
             width,
-            tuple((shape[a], tensor_strides[a], stride) for a, stride in zip(order, reordered_strides)),
+            tuple(
+                (shape[a], tensor_strides[a], stride) for a, stride in zip(order, reordered_strides)
+            ),
         )
     )
 
@@ -74,9 +81,13 @@ def test_scatter_inverts_gather_for_any_transpose(
     transposed = values.transpose([*order, len(shape)]).reshape(-1)
     copy = transpose_copy(shape, order, width, start)
     slab = Slab(0, start, tensor.size, (copy,), (copy,))
-    out = gather(slab, tensor, out=at_page_offset(np.zeros_like(transposed), page_offset), pool=threads)
+    out = gather(
+        slab, tensor, out=at_page_offset(np.zeros_like(transposed), page_offset), pool=threads
+    )
     assert np.array_equal(out, transposed)
-    restored = scatter(slab, at_page_offset(transposed, page_offset), out=np.zeros_like(tensor), pool=threads)
+    restored = scatter(
+        slab, at_page_offset(transposed, page_offset), out=np.zeros_like(tensor), pool=threads
+    )
     assert np.array_equal(restored, tensor)
 
 
@@ -88,7 +99,9 @@ def test_gather_packs_several_copies(rows: int, columns: int, data):
     tensor = values.reshape(-1).view(np.uint8)
     parts = [(0, cut), (cut, rows)]
     copies = tuple(
-        transpose_copy([high - low, columns], [1, 0], 4, low * columns * 4) for low, high in parts if low < high
+        transpose_copy([high - low, columns], [1, 0], 4, low * columns * 4)
+        for low, high in parts
+        if low < high
     )
     slab = Slab(0, 0, tensor.size, copies, copies)
     expected = np.concatenate([values[low:high].T.reshape(-1) for low, high in parts])
@@ -105,13 +118,17 @@ def test_scatter_changes_only_its_runs():
     assert (np.delete(tensor.reshape(3, 4, 4), 2, axis=1) == 7).all()
 
 
-def test_gather_splits_long_copies_over_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
+def test_gather_splits_long_copies_over_threads(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+):
     shapes: list[tuple[int, ...]] = []
     real = permute._assign
     monkeypatch.setattr(permute, "_assign", lambda part: (shapes.append(part[0].shape), real(part)))
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     tensor = np.arange(2000, dtype=np.int32).view(np.uint8)
-    out = gather(Slab(0, 0, 8000, (copy,), (copy,)), tensor, out=np.zeros(8000, np.uint8), pool=pool)
+    out = gather(
+        Slab(0, 0, 8000, (copy,), (copy,)), tensor, out=np.zeros(8000, np.uint8), pool=pool
+    )
     assert sorted(shapes) == [(20, 32), (20, 34), (20, 34)]
     assert np.array_equal(out.view(np.int32).reshape(20, 100), np.arange(2000).reshape(100, 20).T)
 
@@ -120,4 +137,9 @@ def test_gather_raises_errors_of_threads(pool: ThreadPoolExecutor, monkeypatch: 
     monkeypatch.setattr(permute, "_assign", lambda part: 1 / 0)
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     with pytest.raises(ZeroDivisionError):
-        gather(Slab(0, 0, 8000, (copy,), (copy,)), np.zeros(8000, np.uint8), out=np.zeros(8000, np.uint8), pool=pool)
+        gather(
+            Slab(0, 0, 8000, (copy,), (copy,)),
+            np.zeros(8000, np.uint8),
+            out=np.zeros(8000, np.uint8),
+            pool=pool,
+        )

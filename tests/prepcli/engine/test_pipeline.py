@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
-from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import parse_stream_digest
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.journal import Journal, StreamPrefix
+from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.plan import Contiguous, Fill, Stream
@@ -28,7 +28,9 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 
-QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def make_budget(slab_nbytes: int) -> Budget:
@@ -41,23 +43,36 @@ def test_pipeline_saves_and_exports_the_same_bytes(tmp_path_factory, count: int)
     @given(complete_tables(), st.data())
     def check(rows: tuple[AxisMap, ...], data):
         tmp = tmp_path_factory.mktemp("engine")
-        shift, limit = data.draw(st.integers(0, 9)) * 4, data.draw(st.sampled_from([4, 20, 64, 4096, 1 << 20]))
-        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift)
+        shift, limit = (
+            data.draw(st.integers(0, 9)) * 4,
+            data.draw(st.sampled_from([4, 20, 64, 4096, 1 << 20])),
+        )
+        save_plan = make_save_plan(
+            rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift
+        )
         plan, tensors = save_plan.plan, save_plan.tensors
         coverage.check(plan, lambda: split_streams(plan.streams, limit))
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             sink.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
-            result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+            result = Pipeline(
+                plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+            ).run()
         for number, row in enumerate(rows):
             assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-        assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
+        assert list(result.digests.values()) == [
+            xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()
+        ]
 
         copy = tmp / "back"
         with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-            exported = pipeline.run(
-                reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
-            )
+            exported = Pipeline(
+                reverse_streams(plan.streams),
+                reader,
+                sink=sink,
+                budget=make_budget(limit),
+                progress=NullProgress(),
+            ).run()
         assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
         assert exported.digests == result.digests
 
@@ -71,16 +86,24 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
     def check(rows: tuple[AxisMap, ...], cast: str, data):
         tmp = tmp_path_factory.mktemp("cast")
         shift, limit = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([4, 20, 64, 4096]))
-        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift, cast)
+        save_plan = make_save_plan(
+            rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift, cast
+        )
         plan = save_plan.plan
         coverage.check(plan, lambda: split_streams(plan.streams, limit))
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-            result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
-        written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in save_plan.tensors.items()}
+            result = Pipeline(
+                plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+            ).run()
+        written = {
+            name: tensor.astype(numpy_dtype(cast)) for name, tensor in save_plan.tensors.items()
+        }
         bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
         for number, row in enumerate(rows):
-            assert np.array_equal(save_plan.read_leaf(paths, number).view(np.int16), leaf_by_numpy(row, bits))
+            assert np.array_equal(
+                save_plan.read_leaf(paths, number).view(np.int16), leaf_by_numpy(row, bits)
+            )
         for text, name in zip(result.digests.values(), save_plan.tensors):
             digest = parse_stream_digest(text)
             assert digest.read == xxhash.xxh3_128_hexdigest(save_plan.tensors[name].tobytes())
@@ -89,10 +112,14 @@ def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int)
             assert digest.counts
             assert (digest.counts.values, digest.counts.changed) == (changed.size, changed.sum())
 
-        wider = tuple(replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams))
+        wider = tuple(
+            replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams)
+        )
         copy = tmp / "back"
         with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-            pipeline.run(wider, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+            Pipeline(
+                wider, reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+            ).run()
         expected = b"".join(tensor.astype(np.float32).tobytes() for tensor in written.values())
         assert copy.read_bytes()[shift:] == expected
 
@@ -109,20 +136,28 @@ def test_coverage_detects_a_missing_or_repeated_copy(rows: tuple[AxisMap, ...], 
     copies = getattr(slabs[damaged_slab], direction)
     damaged_copy = data.draw(st.integers(0, len(copies) - 1))
     is_repeated = data.draw(st.booleans())
-    changed = (*copies, copies[damaged_copy]) if is_repeated else copies[:damaged_copy] + copies[damaged_copy + 1 :]
+    changed = (
+        (*copies, copies[damaged_copy])
+        if is_repeated
+        else copies[:damaged_copy] + copies[damaged_copy + 1 :]
+    )
     slabs[damaged_slab] = replace(slabs[damaged_slab], **{direction: changed})
     with pytest.raises(PrepError, match="the plan is inconsistent"):
         coverage.check(plan, lambda: slabs)
 
 
 @pytest.mark.parametrize(("has_direct", "copied_nbytes"), [(True, 5 * PAGE), (False, 0)])
-def test_only_direct_writes_are_aligned_in_memory(tmp_path: Path, has_direct: bool, copied_nbytes: int):
+def test_only_direct_writes_are_aligned_in_memory(
+    tmp_path: Path, has_direct: bool, copied_nbytes: int
+):
     content = np.random.default_rng(0).bytes(8 + 5 * PAGE)
     (tmp_path / "in").write_bytes(content)
     stream = Stream("w", "int32", (5, PAGE // 4), (0, 5), (Contiguous(0, 8),), (Contiguous(0, 4),))
     with Files([tmp_path / "in"]) as reader, Files([tmp_path / "out"], [4 + 5 * PAGE]) as sink:
         sink.policy = WritePolicy(0, has_direct=has_direct)
-        result = pipeline.run([stream], reader, sink=sink, budget=make_budget(2 * PAGE), progress=NullProgress())
+        result = Pipeline(
+            [stream], reader, sink=sink, budget=make_budget(2 * PAGE), progress=NullProgress()
+        ).run()
     assert result.copied_nbytes == copied_nbytes
     assert (tmp_path / "out").read_bytes() == bytes(4) + content[8:]
 
@@ -137,7 +172,9 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
     @given(complete_tables(), st.data())
     def check(rows: tuple[AxisMap, ...], data):
         tmp = tmp_path_factory.mktemp("resume")
-        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
+        save_plan = make_save_plan(
+            rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows]
+        )
         plan, tensors = save_plan.plan, save_plan.tensors
         source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
         count = sum(1 for _ in split_streams(plan.streams, 8))
@@ -154,9 +191,14 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
         journal = Journal(tmp / "journal", "run")
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
             try:
-                pipeline.run(
-                    plan.streams, reader, sink=sink, budget=make_budget(8), progress=Stopping(), journal=journal
-                )
+                Pipeline(
+                    plan.streams,
+                    reader,
+                    sink=sink,
+                    budget=make_budget(8),
+                    progress=Stopping(),
+                    journal=journal,
+                ).run()
             except Killed:
                 assert journal.done_nbytes < sum(s.nbytes for s in plan.streams)
         journal.close()
@@ -164,13 +206,20 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
             torn.write(b'{"done": 99')
         journal = Journal(tmp / "journal", "run")
         with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-            result = pipeline.run(
-                plan.streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
-            )
+            result = Pipeline(
+                plan.streams,
+                reader,
+                sink=sink,
+                budget=make_budget(64),
+                progress=NullProgress(),
+                journal=journal,
+            ).run()
         journal.close()
         for number, row in enumerate(rows):
             assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-        assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
+        assert list(result.digests.values()) == [
+            xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()
+        ]
 
     check()
 
@@ -187,15 +236,25 @@ def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: in
     table = np.random.default_rng(1).standard_normal((131, 7)).astype(np.float32)
     (tmp_path / "source").write_bytes(table.tobytes())
     true_rows = Stream("t", "float32", (136, 7), (0, 131), (Contiguous(0, 0),), (Contiguous(0, 0),))
-    padding = Stream("t", "float32", (136, 7), (131, 136), (), (Contiguous(0, 0),), Fill(kind, seed=3, std=0.5))
+    padding = Stream(
+        "t", "float32", (136, 7), (131, 136), (), (Contiguous(0, 0),), Fill(kind, seed=3, std=0.5)
+    )
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [136 * 28]) as sink:
-        pipeline.run((true_rows, padding), reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+        Pipeline(
+            (true_rows, padding),
+            reader,
+            sink=sink,
+            budget=make_budget(limit),
+            progress=NullProgress(),
+        ).run()
     out = np.fromfile(tmp_path / "out", np.float32).reshape(136, 7)
     assert np.array_equal(out[:131], table)
     if kind == "zeros":
         assert not out[131:].any()
     elif kind == "mean":
-        np.testing.assert_allclose(out[131:], np.tile(table.astype(np.float64).mean(0), (5, 1)), rtol=1e-6)
+        np.testing.assert_allclose(
+            out[131:], np.tile(table.astype(np.float64).mean(0), (5, 1)), rtol=1e-6
+        )
         assert len({row.tobytes() for row in out[131:]}) == 1
     else:
         assert len({row.tobytes() for row in out[131:]}) == 5
@@ -211,9 +270,14 @@ def test_empty_tensors_have_digests(tmp_path):
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [20]) as sink:
         for read_nbytes in (20, 0):  # the second run has nothing to read
             journal = Journal(tmp_path / "journal", "run")
-            result = pipeline.run(
-                streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
-            )
+            result = Pipeline(
+                streams,
+                reader,
+                sink=sink,
+                budget=make_budget(64),
+                progress=NullProgress(),
+                journal=journal,
+            ).run()
             journal.close()
             expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
             assert [result.digests[number] for number in range(3)] == expected
@@ -228,16 +292,26 @@ def test_run_names_a_truncated_source(tmp_path):
         Files([tmp_path / "out"], [20]) as sink,
         pytest.raises(PrepError, match="source is cut short"),
     ):
-        pipeline.run((stream,), reader, sink=sink, budget=make_budget(64), progress=NullProgress())
+        Pipeline(
+            (stream,), reader, sink=sink, budget=make_budget(64), progress=NullProgress()
+        ).run()
 
 
 def test_rows_larger_than_a_slab_are_split(tmp_path):
-    row = bind_row(parse_row("experts mlp embed <- w: experts mlp embed"), {"experts": 3, "mlp": 10, "embed": 6})
+    row = bind_row(
+        parse_row("experts mlp embed <- w: experts mlp embed"),
+        {"experts": 3, "mlp": 10, "embed": 6},
+    )
     save_plan = make_save_plan([row], [(1, 5, 3)])
     plan, paths = save_plan.plan, save_plan.data_files(tmp_path)
     assert all(slab.nbytes <= 60 for slab in split_streams(plan.streams, 60))
-    with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(60), progress=NullProgress())
+    with (
+        Files([save_plan.write_source(tmp_path)]) as reader,
+        Files(paths, save_plan.layout.file_sizes) as sink,
+    ):
+        Pipeline(
+            plan.streams, reader, sink=sink, budget=make_budget(60), progress=NullProgress()
+        ).run()
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"])
 
 
@@ -256,14 +330,23 @@ def test_pipeline_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, in
     row = bind_row(parse_row("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
     save_plan = make_save_plan([row], [chunk])
     paths, plan = save_plan.data_files(tmp_path), save_plan.plan
-    with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+    with (
+        Files([save_plan.write_source(tmp_path)]) as reader,
+        Files(paths, save_plan.layout.file_sizes) as sink,
+    ):
+        Pipeline(
+            plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+        ).run()
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"].T)
     copy = tmp_path / "back"
     with Files(paths) as reader, Files([copy], [300 * 200 * 4]) as sink:
-        pipeline.run(
-            reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
-        )
+        Pipeline(
+            reverse_streams(plan.streams),
+            reader,
+            sink=sink,
+            budget=make_budget(limit),
+            progress=NullProgress(),
+        ).run()
     assert copy.read_bytes() == save_plan.tensors["w"].tobytes()
 
 
@@ -274,7 +357,9 @@ class RecordingJournal(Journal):
         self.marks: list[int] = []
         super().__init__(folder / "journal", "run")
 
-    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
+    def record(
+        self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None
+    ) -> None:
         self.marks.append(done_nbytes)
         super().record(done_nbytes, digests, prefix=prefix)
 
@@ -289,7 +374,14 @@ def test_run_never_syncs_between_slabs_that_share_pages(tmp_path, text: str):
         Files([save_plan.write_source(tmp_path)]) as reader,
         Files(save_plan.data_files(tmp_path), save_plan.layout.file_sizes) as sink,
     ):
-        pipeline.run(save_plan.plan.streams, reader, sink=sink, budget=small, progress=NullProgress(), journal=journal)
+        Pipeline(
+            save_plan.plan.streams,
+            reader,
+            sink=sink,
+            budget=small,
+            progress=NullProgress(),
+            journal=journal,
+        ).run()
     journal.close()
     complete_nbytes = [n * 40 * 60 * 4 for n in range(4)]
     is_turned = text.startswith("mlp")
@@ -301,6 +393,15 @@ def test_pipeline_transposes_a_leaf_in_one_slab(tmp_path):
     row = bind_row(parse_row("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
     save_plan = make_save_plan([row], [(300, 200)])
     paths = save_plan.data_files(tmp_path)
-    with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(save_plan.plan.streams, reader, sink=sink, budget=make_budget(1 << 20), progress=NullProgress())
+    with (
+        Files([save_plan.write_source(tmp_path)]) as reader,
+        Files(paths, save_plan.layout.file_sizes) as sink,
+    ):
+        Pipeline(
+            save_plan.plan.streams,
+            reader,
+            sink=sink,
+            budget=make_budget(1 << 20),
+            progress=NullProgress(),
+        ).run()
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"].T)

@@ -71,7 +71,12 @@ class CompressedFiles:
 def compress_in(folder: Path, progress: NullProgress | None = None) -> CompressedFiles:
     chunks, paths, _ = raw_chunks(folder)
     packed = compress_chunks(
-        iter(chunks), paths, folder=folder, journal=folder / "journal", level=1, progress=progress or NullProgress()
+        iter(chunks),
+        paths,
+        folder=folder,
+        journal=folder / "journal",
+        level=1,
+        progress=progress or NullProgress(),
     )
     return CompressedFiles(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
 
@@ -187,7 +192,9 @@ def test_compress_ignores_a_journal_of_earlier_versions(tmp_path: Path):
     assert content(tmp_path / "item", again) == content(tmp_path / "whole", undisturbed)
 
 
-def test_compress_names_a_data_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compress_names_a_data_file_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     real_open = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
@@ -207,16 +214,25 @@ def test_compress_names_a_truncated_raw_file(tmp_path: Path):
     paths[1].write_bytes(b"short")
     with pytest.raises(PrepError, match="raw1 is cut short"):
         compress_chunks(
-            chunks, paths, folder=tmp_path / "item", journal=tmp_path / "journal", level=1, progress=NullProgress()
+            chunks,
+            paths,
+            folder=tmp_path / "item",
+            journal=tmp_path / "journal",
+            level=1,
+            progress=NullProgress(),
         )
 
 
-@pytest.mark.parametrize(("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
+@pytest.mark.parametrize(
+    ("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)]
+)
 def test_parse_compress_returns_the_level(text: str | None, level: int | None):
     assert parse_compress(text) == level
 
 
-@pytest.mark.parametrize("text", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99])
+@pytest.mark.parametrize(
+    "text", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99]
+)
 def test_parse_compress_rejects_invalid_text(text: str):
     with pytest.raises(PrepError, match="is invalid") as caught:
         parse_compress(text)

@@ -22,9 +22,21 @@ from tests.helpers.waiting import MAX_S
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(1000)}
 TARGET = PushTarget("o/m", "side")
-STEPS = ("GET /api/whoami", "POST /api/repos/create", "/branch/", "GET /api/models/o/m/tree", "/preupload/")
+STEPS = (
+    "GET /api/whoami",
+    "POST /api/repos/create",
+    "/branch/",
+    "GET /api/models/o/m/tree",
+    "/preupload/",
+)
 LARGE_STEPS = ("/info/lfs/", "PUT /lfs/", "/commit/")
-NONSENSE = {"html": b"<html>log in</html>", "list": b"[]", "null": b"null", "empty": b"", "noise": b"\xff\x00{"}
+NONSENSE = {
+    "html": b"<html>log in</html>",
+    "list": b"[]",
+    "null": b"null",
+    "empty": b"",
+    "noise": b"\xff\x00{",
+}
 STATUSES = (401, 403, 404, 409, 413, 429, 500, 503)
 HARMLESS = {
     "GET /api/whoami",
@@ -71,7 +83,9 @@ def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, st
     with pytest.raises(PrepError) as caught:
         check_and_push(folder, notes, 0.5)
     assert caught.value.what == "cannot push to o/m"
-    assert caught.value.why.startswith("no answer from" if stall == "silent" else hub.url.removeprefix("http://"))
+    assert caught.value.why.startswith(
+        "no answer from" if stall == "silent" else hub.url.removeprefix("http://")
+    )
     assert step == "/commit/" or len(notes) >= 3  # the commit is not retried
     assert not hub.repos["o/m"].branches["main"]
     hub.failing_requests = "\0"
@@ -82,11 +96,18 @@ def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, st
 @pytest.mark.parametrize(
     ("step", "nonsense"),
     slow_except(
-        [(step, nonsense) for step in (*STEPS, *LARGE_STEPS) if step not in HARMLESS for nonsense in NONSENSE],
+        [
+            (step, nonsense)
+            for step in (*STEPS, *LARGE_STEPS)
+            if step not in HARMLESS
+            for nonsense in NONSENSE
+        ],
         lambda case: case[1] == "list" or case[0] == "/commit/",
     ),
 )
-def test_push_reports_a_malformed_answer_once(hub: FakePushHub, folder: Path, step: str, nonsense: str):
+def test_push_reports_a_malformed_answer_once(
+    hub: FakePushHub, folder: Path, step: str, nonsense: str
+):
     hub.failing_requests, hub.body = step, NONSENSE[nonsense]
     if (step, nonsense) == ("GET /api/models/o/m/tree", "list"):
         hub.failing_requests = "/info/refs"  # a new branch has an empty list of files
@@ -101,11 +122,17 @@ def test_push_reports_a_malformed_answer_once(hub: FakePushHub, folder: Path, st
 @pytest.mark.parametrize(
     ("step", "status"),
     slow_except(
-        [(step, status) for step in ("/preupload/", "PUT /lfs/", "/commit/") for status in STATUSES],
+        [
+            (step, status)
+            for step in ("/preupload/", "PUT /lfs/", "/commit/")
+            for status in STATUSES
+        ],
         lambda case: case[0] == "PUT /lfs/" or case[1] in (401, 503),
     ),
 )
-def test_push_reports_the_status_of_a_refusal(hub: FakePushHub, folder: Path, step: str, status: int):
+def test_push_reports_the_status_of_a_refusal(
+    hub: FakePushHub, folder: Path, step: str, status: int
+):
     hub.failing_requests, hub.status = step, status
     with pytest.raises(PrepError) as caught:
         check_and_push(folder, [], 0.5)
@@ -115,7 +142,9 @@ def test_push_reports_the_status_of_a_refusal(hub: FakePushHub, folder: Path, st
 
 def test_push_detects_a_commit_without_the_files(hub: FakePushHub, folder: Path):
     hub.failing_requests = "/commit/"
-    hub.body = json.dumps({"commitUrl": f"{hub.url}/o/m/commit/{'1' * 40}", "commitOid": "1" * 40}).encode()
+    hub.body = json.dumps(
+        {"commitUrl": f"{hub.url}/o/m/commit/{'1' * 40}", "commitOid": "1" * 40}
+    ).encode()
     with pytest.raises(PrepError) as caught:
         check_and_push(folder, [])
     assert caught.value.what == "cannot push all files to o/m"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import FAILED, STOPPED, PrepError
-from prepcli.execution.coordination import ConversionTask, WaitOptions, work_together
-from prepcli.execution.staging import open_staging, remove_work_folder
+from prepcli.execution.coordination import Team
+from prepcli.execution.staging import Staging, remove_work_folder
 from prepcli.planning.plan import Contiguous, Plan, Stream
 from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
@@ -42,43 +41,46 @@ class Life:
         return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """Run the steps of `execute_plan`, with one file per stream as the share."""
+        """Run the steps of `ConversionExecutor.run`, with one file per stream as the share."""
         if not (out / "whole").exists():
-            with open_staging(out) as stage:
-                division = stage.open(RUN, self.restart, share=self.share)
+            with Staging(out) as stage:
+                stage.open(RUN, self.restart, share=self.share)
                 if (out / "whole").exists():
                     stage.discard()
                     return
-                task = ConversionTask(PLAN, RUN, stage, division, range(self.share.index, self.share.index + 1))
-                work_together(
-                    task,
-                    lambda: self._move(task),
-                    publish=lambda done: self._finish(task, done),
-                    wait_options=WaitOptions(),
-                )
+                index = self.share.index
+                team = Team(PLAN, stage, str(RUN["plan"]), own_indices=range(index, index + 1))
+                team.complete(lambda: self._move(team), publish=lambda: self._finish(team))
         remove_work_folder(out)
 
-    def _move(self, task: ConversionTask) -> PipelineResult:
-        notes, heard = task.stage.failures._stamps_at_join, task.stage.failures._heard_stamps
-        state = task.division, sorted(notes), sorted(name for name in notes if notes[name] == heard.get(name))
+    def _move(self, team: Team) -> None:
+        stage = team.stage
+        notes, heard = stage.failures._stamps_at_join, stage.failures._heard_stamps
+        state = (
+            (stage.share.count, dict(stage.durable_digests)),
+            sorted(notes),
+            sorted(name for name in notes if notes[name] == heard.get(name)),
+        )
         step("move", *state)
         if self.fails:
             raise PrepError("t1 is damaged")
-        with task.open_journal() as journal:
-            for stream in task.own_plan.streams:
-                (task.stage.folder / stream.name).write_text(stream.name)
-            streams = task.own_plan.streams
-            journal.record(sum(s.nbytes for s in streams), {index: f"of {s.name}" for index, s in enumerate(streams)})
+        with team.open_journal(self.share.index) as journal:
+            streams = team.share_plan(self.share.index).streams
+            for stream in streams:
+                (stage.folder / stream.name).write_text(stream.name)
+            journal.record(
+                sum(s.nbytes for s in streams),
+                {index: f"of {s.name}" for index, s in enumerate(streams)},
+            )
         step("moved", *state)
-        return PipelineResult()
 
-    def _finish(self, task: ConversionTask, outcome: PipelineResult) -> None:
-        assert outcome.digests == {number: f"of t{number}" for number in range(STREAMS)}
+    def _finish(self, team: Team) -> None:
+        assert team.all_digests() == {number: f"of t{number}" for number in range(STREAMS)}
         for stream in PLAN.streams:
-            assert (task.stage.folder / stream.name).read_text() == stream.name
-        assert not task.stage.out.exists(), "published twice"
-        (task.stage.folder / "whole").touch()
-        task.stage.publish()
+            assert (team.stage.folder / stream.name).read_text() == stream.name
+        assert not team.stage.out.exists(), "published twice"
+        (team.stage.folder / "whole").touch()
+        team.stage.publish()
         self.published = True
 
 
@@ -92,14 +94,20 @@ def processes(out: Path, lives: list[Life], *, eager: bool = False) -> list[Proc
 
     def may_start(life: Life) -> bool:
         earlier_processes = [
-            process for process, other_life in zip(processes_of_lives, lives) if other_life.attempt < life.attempt
+            process
+            for process, other_life in zip(processes_of_lives, lives)
+            if other_life.attempt < life.attempt
         ]
         own_processes = [
-            process for process, other_life in zip(processes_of_lives, lives) if other_life.is_before(life)
+            process
+            for process, other_life in zip(processes_of_lives, lives)
+            if other_life.is_before(life)
         ]
         return all(process.is_done for process in (own_processes if eager else earlier_processes))
 
-    processes_of_lives += [Process(partial(life.run, out), partial(may_start, life), life.attempt) for life in lives]
+    processes_of_lives += [
+        Process(partial(life.run, out), partial(may_start, life), life.attempt) for life in lives
+    ]
     return processes_of_lives
 
 
@@ -107,7 +115,10 @@ def check_complete(world: World) -> None:
     """Check that the output is published and complete, and that no other files are left."""
     out = world.folder / "out"
     assert sorted(path.name for path in world.folder.iterdir()) == ["out"]
-    assert sorted(path.name for path in out.iterdir()) == [*(f"t{n}" for n in range(STREAMS)), "whole"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        *(f"t{n}" for n in range(STREAMS)),
+        "whole",
+    ]
 
 
 def exit_code(process: Process) -> int:
@@ -126,12 +137,20 @@ class Depth:
     eager: bool = False
 
 
-def explore_lives(tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[World], None], depth: Depth) -> int:
+def explore_lives(
+    tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[World], None], depth: Depth
+) -> int:
     """Explore the lives of processes; return the number of states."""
 
     def make(folder: Path) -> World:
         simulated_processes = processes(folder / "out", lives(), eager=depth.eager)
-        return World(folder, simulated_processes, points=depth.points, kills=depth.kills, switches=depth.switches)
+        return World(
+            folder,
+            simulated_processes,
+            points=depth.points,
+            kills=depth.kills,
+            switches=depth.switches,
+        )
 
     with simulated():
         return explore(make, check, tmp_path)
@@ -158,7 +177,9 @@ def check_failure_reaches_all(world: World) -> None:
 
 def check_last_attempt_ends_well(world: World) -> None:
     """Check that all processes of the last attempt end well."""
-    last_processes = [p for p in world.processes if p.attempt == max(p.attempt for p in world.processes)]
+    last_processes = [
+        p for p in world.processes if p.attempt == max(p.attempt for p in world.processes)
+    ]
     assert [exit_code(process) for process in last_processes] == [0] * len(last_processes)
     check_complete(world)
 
@@ -185,7 +206,12 @@ def test_processes_started_together_all_succeed(tmp_path: Path):
 
 @pytest.mark.parametrize(("fails", "restart"), slow_except(FAILS, ((0, False), (1, True))))
 def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool):
-    explore_lives(tmp_path, lambda: attempt(2, fails=fails, restart=restart), check_failure_reaches_all, Depth())
+    explore_lives(
+        tmp_path,
+        lambda: attempt(2, fails=fails, restart=restart),
+        check_failure_reaches_all,
+        Depth(),
+    )
 
 
 @pytest.mark.parametrize("switches", slow_except((1, ANY), (1,)))
@@ -206,21 +232,31 @@ def test_failure_does_not_end_the_next_attempt(tmp_path: Path, fails: int, resta
 @pytest.mark.slow
 def test_failed_process_may_return_at_any_moment(tmp_path: Path):
     lives = [*attempt(2, fails=1), Life(Share(2, 1), attempt=1)]
-    explore_lives(tmp_path, lambda: [replace(life) for life in lives], check_failed_one_ends_well, Depth(eager=True))
+    explore_lives(
+        tmp_path,
+        lambda: [replace(life) for life in lives],
+        check_failed_one_ends_well,
+        Depth(eager=True),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: int):
     explore_lives(
-        tmp_path, lambda: [*attempt(2), *attempt(count, 1)], check_last_attempt_ends_well, Depth(kills=1, switches=2)
+        tmp_path,
+        lambda: [*attempt(2), *attempt(count, 1)],
+        check_last_attempt_ends_well,
+        Depth(kills=1, switches=2),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 2])
 def test_failure_reaches_all_three_processes(tmp_path: Path, fails: int):
-    explore_lives(tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3))
+    explore_lives(
+        tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3)
+    )
 
 
 @pytest.mark.slow

@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.execution.run_notes import read_note, write_note
+from prepcli.execution.run_notes import read_json_record, write_json_record
 
 
 def test_write_note_replaces_a_note(tmp_path: Path):
     path = tmp_path / "run.json"
-    assert read_note(path) is None
+    assert read_json_record(path) is None
     for count in (1, 2):
-        write_note(path, {"count": count})
-        assert read_note(path) == {"count": count}
+        write_json_record(path, {"count": count})
+        assert read_json_record(path) == {"count": count}
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b"[" * 100_000, b'{"count": 1, "checksum": "0"}', b"\xff"])
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b"[" * 100_000, b'{"count": 1, "checksum": "0"}', b"\xff"]
+)
 def test_read_note_refuses_damaged_content(tmp_path: Path, data: bytes):
     (tmp_path / "note").write_bytes(data)
     with pytest.raises(PrepError, match="is damaged"):
-        read_note(tmp_path / "note")
+        read_json_record(tmp_path / "note")
 
 
 def test_notes_are_no_links_and_no_fifos(tmp_path: Path):
@@ -33,7 +35,7 @@ def test_notes_are_no_links_and_no_fifos(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     for name in ("link", "fifo"):
         with pytest.raises(PrepError):
-            read_note(tmp_path / name)
+            read_json_record(tmp_path / name)
         with pytest.raises(PrepError):
-            write_note(tmp_path / name, {})
+            write_json_record(tmp_path / name, {})
     assert (tmp_path / "target").read_bytes() == b"{}"

@@ -49,7 +49,9 @@ def test_signal_handlers_are_restored() -> None:
 
 
 def test_second_signal_ends_the_process_at_once() -> None:
-    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=MAX_S, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=MAX_S, check=False
+    )
     assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")
 
 

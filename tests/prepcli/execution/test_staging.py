@@ -17,7 +17,7 @@ from prepcli.execution.staging import (
     LOCK_FILE,
     WORK_FOLDER,
     Staging,
-    open_staging,
+    division_label,
     remove_work_folder,
 )
 from prepcli.execution.staging import RUN_FILE as RUN_FILE
@@ -41,12 +41,14 @@ def start_stage(out: Path, text: str = "new") -> Staging:
     stage = open_stage(out)
     (stage.folder / "d").mkdir(exist_ok=True)
     (stage.folder / "d" / "data").write_text(text)
-    stage.journal_path.write_text("journal")
+    stage.journal_path(0).write_text("journal")
     return stage
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_publish_moves_all_staged_files(out: Path):
@@ -66,7 +68,7 @@ def test_open_resumes_a_run(out: Path):
     start_stage(out).close()
     stage = open_stage(out)
     assert (stage.folder / "d" / "data").read_text() == "new"
-    assert stage.journal_path.read_text() == "journal"
+    assert stage.journal_path(0).read_text() == "journal"
 
 
 def test_restart_drops_the_earlier_run(out: Path):
@@ -85,9 +87,14 @@ def test_restart_drops_the_earlier_run(out: Path):
         ({"prep": "2"}, "another version of prep"),
     ],
 )
-def test_open_rejects_another_run_without_restart(out: Path, change: dict[str, object], reason: str):
+def test_open_rejects_another_run_without_restart(
+    out: Path, change: dict[str, object], reason: str
+):
     start_stage(out).close()
-    with open_staging(out) as stage, pytest.raises(PrepError, match="belongs to another run") as caught:
+    with (
+        Staging(out) as stage,
+        pytest.raises(PrepError, match="belongs to another run") as caught,
+    ):
         stage.open(RUN | change, restart=False)
     assert reason in caught.value.why
     assert "--restart" in caught.value.hint
@@ -101,7 +108,7 @@ def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
     stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
-    with open_staging(out) as second, pytest.raises(PrepError, match="is damaged") as caught:
+    with Staging(out) as second, pytest.raises(PrepError, match="is damaged") as caught:
         second.open(RUN, restart=False)
     assert "--restart" in caught.value.hint
     open_stage(out, restart=True)
@@ -113,7 +120,7 @@ def test_restart_drops_a_journal_of_an_unknown_run(out: Path):
     stage.close()
     (stage.work / "run.json").unlink()
     open_stage(out, restart=True)
-    assert not stage.journal_path.exists()
+    assert not stage.journal_path(0).exists()
 
 
 # Obstacles
@@ -124,7 +131,7 @@ def test_open_keeps_a_folder_of_the_user(out: Path):
     user_folder.mkdir()
     (user_folder / "thesis.txt").write_text("mine")
     for restart in (False, True):
-        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial exists"):
+        with Staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial exists"):
             stage.open(RUN, restart)
     assert contents(user_folder) == {"thesis.txt": "mine"}
 
@@ -167,14 +174,19 @@ def test_open_rejects_a_locked_folder(out: Path):
     start_stage(out).close()
     lock = out.with_name("out.partial") / WORK_FOLDER / LOCK_FILE
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for restart in (False, True):
             with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
                 open_stage(out, restart=restart)
-            assert f"process {os.getpid()} on " in caught.value.why  # the last holder that wrote its id
+            assert (
+                f"process {os.getpid()} on " in caught.value.why
+            )  # the last holder that wrote its id
         assert (out.with_name("out.partial") / "d" / "data").exists()
         holder.kill()
     open_stage(out)  # a lock dies with its process
@@ -215,7 +227,9 @@ def test_publish_replaces_an_existing_output(out: Path, kind: str):
             (link_target / "kept").write_text("kept")
     start_stage(out).publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
-    assert sorted(p.name for p in out.parent.iterdir()) == (["other", "out"] if kind == "link" else ["out"])
+    assert sorted(p.name for p in out.parent.iterdir()) == (
+        ["other", "out"] if kind == "link" else ["out"]
+    )
     if kind == "link":
         assert contents(link_target) == {"kept": "kept"}
 
@@ -225,7 +239,12 @@ def test_publish_keeps_folders_with_similar_names(out: Path):
         out.with_name(name).mkdir()
     (out / "old").mkdir(parents=True)
     start_stage(out).publish(overwrite=True)
-    assert sorted(p.name for p in out.parent.iterdir()) == ["out", "out.old", "out.replaced", "replaced"]
+    assert sorted(p.name for p in out.parent.iterdir()) == [
+        "out",
+        "out.old",
+        "out.replaced",
+        "replaced",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
@@ -359,3 +378,12 @@ def test_publish_restores_the_old_output_after_an_error(out: Path, monkeypatch):
 def test_remove_work_folder_accepts_a_missing_output(out: Path):
     remove_work_folder(out)
     assert not out.exists()
+
+
+def test_division_labels_are_unique():
+    names = {
+        division_label(count, durable)
+        for count in (1, 2, 12)
+        for durable in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})
+    }
+    assert len(names) == 12

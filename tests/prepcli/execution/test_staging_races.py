@@ -20,7 +20,9 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_open_recreates_a_folder_published_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
+def test_open_recreates_a_folder_published_while_joining(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+):
     stage, real_listdir, times = start_stage(out), os.listdir, iter(range(1))
 
     def listdir(path: Path) -> list[str]:
@@ -68,5 +70,8 @@ def test_publish_rejects_a_replaced_folder(out: Path):
     stage = start_stage(out)
     stage.folder.rename(out.with_name("moved"))
     open_stage(out)
-    with pytest.raises(PrepError, match="was changed by another program"), stage.holding_publish_lock():
+    with (
+        pytest.raises(PrepError, match="was changed by another program"),
+        stage.holding_publish_lock(),
+    ):
         pass

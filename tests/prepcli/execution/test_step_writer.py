@@ -13,7 +13,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.checkpoint_manager import CheckpointManager
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, save_steps
@@ -29,7 +29,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def shards_of(value: np.ndarray, index: int, count: int) -> tuple[HostShard, ...]:
     """Return the shards of process `index` of `count`: the last dim that 2, 4 or 8 devices divide is split."""
-    splits = [(dim, n) for dim, extent in enumerate(value.shape) for n in (2, 4, DEVICES) if extent % n == 0]
+    splits = [
+        (dim, n)
+        for dim, extent in enumerate(value.shape)
+        for n in (2, 4, DEVICES)
+        if extent % n == 0
+    ]
     dim, n = splits[-1] if splits else (0, 1)
     shards = []
     for device in range(n):
@@ -54,13 +59,17 @@ def own_leaves(state: TrainingState, group: ProcessGroup) -> dict[str, HostLeaf]
 
 
 @pytest.mark.parametrize("count", slow_except([2, 3], [3]))
-def test_processes_write_the_files_of_one_process(init: Path, state: TrainingState, tmp_path: Path, count: int):
+def test_processes_write_the_files_of_one_process(
+    init: Path, state: TrainingState, tmp_path: Path, count: int
+):
     save_steps(tmp_path / "one", init, {1: state, 2: state}, keep=1)
 
     def save(group: ProcessGroup) -> None:
-        with RunFolder(tmp_path / "many", init, name="tuned", keep=1, group=group) as store:
+        with CheckpointManager(tmp_path / "many", init, name="tuned", keep=1, group=group) as store:
             for step in (1, 2):
-                store.start_save(step, own_leaves(state, group), {"recipe": f"steps = {step}"}).wait()
+                store.start_save(
+                    step, own_leaves(state, group), {"recipe": f"steps = {step}"}
+                ).wait()
 
     assert run_together(count, save) == [None] * count
     assert files_of(tmp_path / "many/2") == files_of(tmp_path / "one/2")
@@ -73,7 +82,9 @@ def no_fetch() -> np.ndarray:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_save_fails_in_all_processes(init: Path, state: TrainingState, tmp_path: Path, failing: int):
+def test_save_fails_in_all_processes(
+    init: Path, state: TrainingState, tmp_path: Path, failing: int
+):
     save_steps(tmp_path / "run", init, {1: state})
     before = files_of(tmp_path / "run/1")
 
@@ -82,8 +93,10 @@ def test_save_fails_in_all_processes(init: Path, state: TrainingState, tmp_path:
         if group.index == failing:
             leaf = leaves["params.embed.tokens"]
             broken = HostShard(leaf.shards[0].box, no_fetch)
-            leaves["params.embed.tokens"] = HostLeaf(leaf.shape, leaf.dtype, (broken, *leaf.shards[1:]))
-        with RunFolder(tmp_path / "run", init, name="tuned", group=group, keep=1) as store:
+            leaves["params.embed.tokens"] = HostLeaf(
+                leaf.shape, leaf.dtype, (broken, *leaf.shards[1:])
+            )
+        with CheckpointManager(tmp_path / "run", init, name="tuned", group=group, keep=1) as store:
             store.save(2, leaves, {})
 
     errors = run_together(2, save)
@@ -107,7 +120,7 @@ def test_start_save_fetches_in_the_callers_thread(init: Path, state: TrainingSta
         name: HostLeaf.whole(value.shape, value.dtype.name, fetch=partial(fetch, value))
         for name, value in state.items()
     }
-    with RunFolder(tmp_path / "run", init, name="tuned") as store:
+    with CheckpointManager(tmp_path / "run", init, name="tuned") as store:
         save = store.start_save(1, leaves, {"recipe": "steps = 1"})
         assert threads == {threading.get_ident()}
         assert save.wait() > 0
@@ -116,14 +129,23 @@ def test_start_save_fetches_in_the_callers_thread(init: Path, state: TrainingSta
     assert files_of(tmp_path / "run/1") == files_of(tmp_path / "expected/1")
 
 
-@pytest.mark.parametrize(("free_nbytes", "is_copied"), [(None, True), (1 << 40, True), (1000, False)])
+@pytest.mark.parametrize(
+    ("free_nbytes", "is_copied"), [(None, True), (1 << 40, True), (1000, False)]
+)
 def test_start_save_copies_only_into_free_memory(
-    init: Path, state: TrainingState, tmp_path: Path, free_nbytes: int | None, is_copied: bool, monkeypatch
+    init: Path,
+    state: TrainingState,
+    tmp_path: Path,
+    free_nbytes: int | None,
+    is_copied: bool,
+    monkeypatch,
 ):
     copies: list[HostLeaf] = []
     on_host = HostLeaf.on_host
     monkeypatch.setattr(HostLeaf, "on_host", lambda leaf: copies.append(leaf) or on_host(leaf))
-    with RunFolder(tmp_path / "run", init, name="tuned", free_memory_nbytes=lambda: free_nbytes) as store:
+    with CheckpointManager(
+        tmp_path / "run", init, name="tuned", free_memory_nbytes=lambda: free_nbytes
+    ) as store:
         save = store.start_save(1, host_leaves(state), {})
         assert save.is_done or is_copied
         save.wait()
@@ -132,7 +154,7 @@ def test_start_save_copies_only_into_free_memory(
 
 
 def test_run_folder_waits_for_a_save_at_its_end(init: Path, state: TrainingState, tmp_path: Path):
-    store = RunFolder(tmp_path / "run", init, name="tuned")
+    store = CheckpointManager(tmp_path / "run", init, name="tuned")
 
     def diverge() -> None:
         with store:
@@ -144,8 +166,10 @@ def test_run_folder_waits_for_a_save_at_its_end(init: Path, state: TrainingState
     assert store.steps() == [1]
 
 
-def test_run_folder_raises_the_error_of_a_save_at_its_end(init: Path, state: TrainingState, tmp_path: Path):
-    store = RunFolder(tmp_path / "run", init, name="tuned")
+def test_run_folder_raises_the_error_of_a_save_at_its_end(
+    init: Path, state: TrainingState, tmp_path: Path
+):
+    store = CheckpointManager(tmp_path / "run", init, name="tuned")
     store.save(1, host_leaves(state), {})
     store.start_save(1, host_leaves(state), {})
     with pytest.raises(PrepError, match="1 exists"), store:
@@ -160,7 +184,9 @@ def test_run_folder_warns_on_a_file_system_without_locks(
 
     monkeypatch.setattr("fcntl.flock", flock)
     notes: list[str] = []
-    with RunFolder(tmp_path / "run", init, name="tuned", note=notes.append) as store:
+    with CheckpointManager(tmp_path / "run", init, name="tuned", note=notes.append) as store:
         store.save(1, host_leaves(state), {})
         assert store.steps() == [1]
-    assert notes == [f"{tmp_path}/run cannot be locked (No locks available): start no second run there meanwhile"]
+    assert notes == [
+        f"{tmp_path}/run cannot be locked (No locks available): start no second run there meanwhile"
+    ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from prepcli.console.ui import Report, Ui
+from prepcli.console.observer import SilentObserver
 from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
 from prepcli.execution.uploads import UploadRequest, _uploaded_names, make_and_upload, parse_out_url
@@ -21,7 +23,9 @@ from tests.helpers.object_server import serve_objects
 def test_parse_out_url_accepts_a_path():
     assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")
     assert parse_out_url(Path("s3://bucket/a/")) == ObjectStoreUrl("s3", "bucket", "a")
-    assert [parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))] == [None] * 5
+    assert [
+        parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))
+    ] == [None] * 5
     with pytest.raises(PrepError) as caught:
         parse_out_url(Path("abfs://bucket/a"))
     assert caught.value.code == 2
@@ -29,15 +33,27 @@ def test_parse_out_url_accepts_a_path():
 
 def test_upload_request_names_its_local_folder():
     request = UploadRequest(ObjectStoreUrl("gs", "bucket", "a/init"), False, False, False)
-    assert (request.local_folder, request.marks_path) == (Path("init.upload/init"), Path("init.upload/uploaded.jsonl"))
-    assert UploadRequest(ObjectStoreUrl("gs", "bucket", ""), False, False, False).local_folder == Path(
-        "bucket.upload/bucket"
+    assert (request.local_folder, request.marks_path) == (
+        Path("init.upload/init"),
+        Path("init.upload/uploaded.jsonl"),
     )
+    assert UploadRequest(
+        ObjectStoreUrl("gs", "bucket", ""), False, False, False
+    ).local_folder == Path("bucket.upload/bucket")
 
 
 def test_uploaded_names_require_unchanged_remote_files(tmp_path: Path):
-    remote_files = [RemoteFile("a", 1, "etag:1"), RemoteFile("b", 1, "etag:2"), RemoteFile("c", 1, "etag:3")]
-    marks = [["p", "a", 1, "etag:1"], ["p", "b", 1, "etag:0"], ["q", "c", 1, "etag:3"], ["p", "d", 1, "etag:4"]]
+    remote_files = [
+        RemoteFile("a", 1, "etag:1"),
+        RemoteFile("b", 1, "etag:2"),
+        RemoteFile("c", 1, "etag:3"),
+    ]
+    marks = [
+        ["p", "a", 1, "etag:1"],
+        ["p", "b", 1, "etag:0"],
+        ["q", "c", 1, "etag:3"],
+        ["p", "d", 1, "etag:4"],
+    ]
     path = tmp_path / "uploaded.jsonl"
     assert _uploaded_names(path, "p", remote_files) == set()
     path.write_text("".join(json.dumps(mark) + "\n" for mark in marks) + '["p", "c", 1, "et')
@@ -46,8 +62,19 @@ def test_uploaded_names_require_unchanged_remote_files(tmp_path: Path):
 
 def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:
     """Return the manifest of an output with these small files."""
-    records = {name: {"bytes": len(content), "xxh3": digest(content)} for name, content in (files or {}).items()}
-    content = {"kind": "hf", "request": "", "plan": plan, "config": {}, "tensors": {}, "prefixed": False, "tied": False}
+    records = {
+        name: {"bytes": len(content), "xxh3": digest(content)}
+        for name, content in (files or {}).items()
+    }
+    content = {
+        "kind": "hf",
+        "request": "",
+        "plan": plan,
+        "config": {},
+        "tensors": {},
+        "prefixed": False,
+        "tied": False,
+    }
     return encode_manifest({**content, "files": records})
 
 
@@ -66,37 +93,49 @@ MINE = manifest_of("mine")
     ],
 )
 def test_upload_sees_what_others_wrote_meanwhile(
-    objects: dict[str, bytes], overwrite: bool, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: dict[str, bytes],
+    overwrite: bool,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
-    request = UploadRequest(ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=overwrite, restart=False)
+    request = UploadRequest(
+        ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=overwrite, restart=False
+    )
     with serve_objects() as store:
         for name, value in store.environment().items():
             monkeypatch.setenv(name, value)
 
-        def make_output(folder: Path, dry_run: bool) -> Report:
+        def make_output(folder: Path, dry_run: bool) -> Any:
             folder.mkdir(parents=True)
             (folder / "prep-manifest.json").write_bytes(MINE)
             for name, content in objects.items():
                 store.store(f"bucket/out/{name}", content)
-            return Report(str(folder), {"plan_digest": "mine"})
+            return SimpleNamespace(plan_digest="mine")
 
         if error:
             with pytest.raises(PrepError, match=error):
-                make_and_upload(request, False, ui=Ui("save-init"), make_output=make_output)
+                make_and_upload(request, False, observer=SilentObserver(), make_output=make_output)
             assert store.objects_below("bucket/out/") == objects
             assert request.local_folder.is_dir()
         else:
-            make_and_upload(request, False, ui=Ui("save-init"), make_output=make_output)
+            make_and_upload(request, False, observer=SilentObserver(), make_output=make_output)
             uploaded = store.objects_below("bucket/out/")
             assert uploaded["prep-manifest.json"] == MINE
-            assert ("whole" in uploaded) == ("whole" in objects), "a complete output is left as it is"
+            assert ("whole" in uploaded) == ("whole" in objects), (
+                "a complete output is left as it is"
+            )
 
 
 @pytest.mark.parametrize("stored", [b"{}", b"{ }", b"[]", None])
-def test_damaged_upload_is_not_already_done(stored: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_damaged_upload_is_not_already_done(
+    stored: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    request = UploadRequest(ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=False, restart=False)
+    request = UploadRequest(
+        ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=False, restart=False
+    )
     objects = {"bucket/out/prep-manifest.json": manifest_of("mine", {"config.json": b"{}"})}
     if stored is not None:
         objects["bucket/out/config.json"] = stored
@@ -104,13 +143,17 @@ def test_damaged_upload_is_not_already_done(stored: bytes | None, tmp_path: Path
         for name, value in store.environment().items():
             monkeypatch.setenv(name, value)
 
-        def make_output(folder: Path, dry_run: bool) -> Report:
+        def make_output(folder: Path, dry_run: bool) -> Any:
             assert dry_run
-            return Report(str(folder), {"plan_digest": "mine", "dry_run": True})
+            return SimpleNamespace(plan_digest="mine")
 
         if stored == b"{}":
-            report = make_and_upload(request, False, ui=Ui("export"), make_output=make_output)
-            assert report.fields["already"]
+            _, is_uploaded_already = make_and_upload(
+                request, False, observer=SilentObserver(), make_output=make_output
+            )
+            assert is_uploaded_already
         else:
-            with pytest.raises(PrepError, match="this command created it, but its files are damaged"):
-                make_and_upload(request, False, ui=Ui("export"), make_output=make_output)
+            with pytest.raises(
+                PrepError, match="this command created it, but its files are damaged"
+            ):
+                make_and_upload(request, False, observer=SilentObserver(), make_output=make_output)

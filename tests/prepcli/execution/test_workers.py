@@ -8,11 +8,29 @@ from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
+from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import USAGE, PrepError
-from prepcli.execution.workers import MAX_BASELINE_NBYTES, WorkerPool, worker_argv, worker_memory_nbytes
+from prepcli.execution.workers import (
+    MAX_BASELINE_NBYTES,
+    ProcessOptions,
+    WorkerPool,
+    worker_argv,
+    worker_memory_nbytes,
+)
 from prepcli.planning.shares import Share
 
-OWN = ["--workers", "1", "--processes", "4/2", "--memory", "99", "--json", "--quiet", "--progress", "json"]
+OWN = [
+    "--workers",
+    "1",
+    "--processes",
+    "4/2",
+    "--memory",
+    "99",
+    "--json",
+    "--quiet",
+    "--progress",
+    "json",
+]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +44,9 @@ def test_worker_argv_appends_the_workers_own_options(words: list[str], expected:
     assert worker_argv(words, Share(4, 2), memory_nbytes=99) == expected
 
 
-@given(st.integers(MIN_MEMORY_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, MAX_BASELINE_NBYTES))
+@given(
+    st.integers(MIN_MEMORY_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, MAX_BASELINE_NBYTES)
+)
 def test_worker_memory_fits_into_the_budget(memory_nbytes: int, workers: int, own_nbytes: int):
     if workers * MIN_MEMORY_NBYTES + (workers - 1) * own_nbytes <= memory_nbytes:
         worker_nbytes = worker_memory_nbytes(memory_nbytes, workers, baseline_nbytes=own_nbytes)
@@ -36,12 +56,19 @@ def test_worker_memory_fits_into_the_budget(memory_nbytes: int, workers: int, ow
     with pytest.raises(PrepError) as caught:
         worker_memory_nbytes(memory_nbytes, workers, baseline_nbytes=own_nbytes)
     assert caught.value.code == USAGE
-    needed, fitting = (word.strip("`,") for word in (caught.value.hint.split()[1], caught.value.hint.split()[-1]))
+    needed, fitting = (
+        word.strip("`,") for word in (caught.value.hint.split()[1], caught.value.hint.split()[-1])
+    )
     assert (
-        worker_memory_nbytes(int(needed.removesuffix("MiB")) * MIB, workers, baseline_nbytes=own_nbytes)
+        worker_memory_nbytes(
+            int(needed.removesuffix("MiB")) * MIB, workers, baseline_nbytes=own_nbytes
+        )
         >= MIN_MEMORY_NBYTES
     )
-    assert worker_memory_nbytes(memory_nbytes, int(fitting), baseline_nbytes=own_nbytes) >= MIN_MEMORY_NBYTES
+    assert (
+        worker_memory_nbytes(memory_nbytes, int(fitting), baseline_nbytes=own_nbytes)
+        >= MIN_MEMORY_NBYTES
+    )
 
 
 def test_worker_memory_ignores_memory_of_the_caller():
@@ -65,15 +92,18 @@ class Counting(NullProgress):
 
 def test_pool_without_workers_uses_the_commands_progress():
     progress = Counting()
-    with WorkerPool((), (), memory_nbytes=1, progress=progress) as workers:
+    with WorkerPool(ProcessOptions(), Share(), memory_nbytes=1, progress=progress) as workers:
         assert workers.progress is progress
-        assert workers.wait_for_reports() == []
+        result = ConversionResult()
+        workers.add_reports(result)
+        assert result == ConversionResult()
     assert progress.ended == 0
 
 
 def test_pool_ends_progress_after_all_workers():
     progress = Counting()
-    with WorkerPool(("export",), [Share(2, 1)], memory_nbytes=1, progress=progress) as workers:
+    options = ProcessOptions(num_workers=2, argv=("export",))
+    with WorkerPool(options, Share(), memory_nbytes=1 << 30, progress=progress) as workers:
         workers.progress.end()
         assert progress.ended == 0
     assert progress.ended == 1

@@ -10,19 +10,20 @@ import xxhash
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import check_files, check_header, record_files
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 
 
-def write_output(folder: Path) -> dict[str, object]:
+def write_output(folder: Path) -> Manifest:
     """Write two small files, and return a manifest that lists them."""
     (folder / "hf").mkdir()
     (folder / "hf/config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("[]")
-    return {"files": record_files(folder, ["tokenizer.json", "hf/config.json"])}
+    return Manifest({"files": record_files(folder, ["tokenizer.json", "hf/config.json"])})
 
 
 def test_record_files_returns_size_and_digest_by_name(tmp_path):
     manifest = write_output(tmp_path)
-    assert manifest["files"] == {
+    assert manifest.files == {
         "hf/config.json": {"bytes": 2, "xxh3": xxhash.xxh3_128_hexdigest(b"{}")},
         "tokenizer.json": {"bytes": 2, "xxh3": xxhash.xxh3_128_hexdigest(b"[]")},
     }
@@ -35,7 +36,7 @@ def test_check_files_accepts_recorded_and_added_files(tmp_path):
 
 
 def test_check_files_ignores_outputs_without_record(tmp_path):
-    check_files(tmp_path, {})
+    check_files(tmp_path, NO_MANIFEST)
 
 
 @pytest.mark.parametrize("content", [b"[}", b"[", b"[] ", b""])
@@ -52,7 +53,7 @@ def test_check_files_names_changed_file_and_way_out(tmp_path, content: bytes):
 @pytest.mark.parametrize("name", ["_METADATA", "state/manifest.ocdbt", "d/0123"])
 def test_check_files_advises_no_acceptance_of_item_files(tmp_path, name: str):
     with pytest.raises(DamagedError) as caught:
-        check_files(tmp_path, {"files": {name: {"bytes": 2, "xxh3": "0"}}})
+        check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
     assert caught.value.hint == GET_AGAIN_HINT
 
 
@@ -66,7 +67,7 @@ def test_check_files_names_missing_file(tmp_path):
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ""])
 def test_check_files_opens_no_file_outside(tmp_path, name: str):
     with pytest.raises(PrepError, match=r"prep-manifest\.json names"):
-        check_files(tmp_path, {"files": {name: {"bytes": 2, "xxh3": "0"}}})
+        check_files(tmp_path, Manifest({"files": {name: {"bytes": 2, "xxh3": "0"}}}))
 
 
 def test_check_files_rejects_a_pipe(tmp_path):
@@ -78,7 +79,7 @@ def test_check_files_rejects_a_pipe(tmp_path):
 
 
 def test_check_header_compares_recorded_header(tmp_path):
-    manifest = {"files": {"model.safetensors": {"bytes": 9, "header": "a"}}}
+    manifest = Manifest({"files": {"model.safetensors": {"bytes": 9, "header": "a"}}})
     check_header(tmp_path / "model.safetensors", manifest, "a")
     check_header(tmp_path / "other.safetensors", manifest, "b")
     with pytest.raises(DamagedError, match=r"model\.safetensors is damaged"):

@@ -11,7 +11,14 @@ import pytest
 import xxhash
 
 from prepcli.errors import PrepError
-from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    Manifest,
+    encode_manifest,
+    find_manifest_folder,
+    read_manifest,
+)
 
 WHOLE = {
     "kind": "hf", "request": "prep x", "plan": "xxh3:0", "config": {}, "prefixed": True, "tied": False,
@@ -27,7 +34,9 @@ def write_manifest(folder: Path, data: bytes) -> Path:
 
 def test_read_manifest_returns_the_encoded_manifest(tmp_path):
     assert read_manifest(tmp_path) is None
-    assert read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE))) == {"format": 1, **WHOLE}
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE)))
+    assert manifest is not None
+    assert manifest.fields == {"format": 1, **WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -89,9 +98,14 @@ def test_encode_manifest_is_indented_json(tmp_path):
 
 
 def test_read_manifest_returns_state_of_training_step(tmp_path):
-    state = {"slots": {"opt_state.mu": WHOLE["tensors"]}, "others": {"step": {"digests": [[0, 1, "b"]]}}}
+    state = {
+        "slots": {"opt_state.mu": WHOLE["tensors"]},
+        "others": {"step": {"digests": [[0, 1, "b"]]}},
+    }
     step = WHOLE | {"kind": "train"} | LAYOUT | state
-    assert read_manifest(write_manifest(tmp_path, encode_manifest(step))) == {"format": 1, **step}
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(step)))
+    assert manifest is not None
+    assert manifest.fields == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
@@ -122,9 +136,10 @@ LISTED = WHOLE | {"files": {"config.json": {"bytes": 2, "xxh3": "0" * 32}}}
 def test_encode_manifest_adds_digest_of_canonical_json(tmp_path):
     manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"mesh": (1, 2)})))
     assert manifest is not None
-    stored_digest = manifest.pop("digest")
-    assert manifest == {"format": 1, **LISTED, "mesh": [1, 2]}
-    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    content = dict(manifest.fields)
+    stored_digest = content.pop("digest")
+    assert content == {"format": 1, **LISTED, "mesh": [1, 2]}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     assert stored_digest == xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
@@ -162,3 +177,25 @@ def test_read_manifest_rejects_files_or_digest_alone(tmp_path, key: str):
     del manifest[key]
     with pytest.raises(PrepError, match="it has only one of"):
         read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))
+
+
+def test_manifest_of_an_early_version_has_defaults(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE)))
+    assert manifest is not None
+    assert (manifest.scan, manifest.scan_axis, [*manifest.rules]) == (True, 0, [])
+    assert (manifest.mesh, manifest.step, manifest.command) == (None, None, None)
+    assert (manifest.has_file_records, manifest.files, manifest.packed) == (False, {}, {})
+    assert not manifest.is_tree
+    assert not manifest.is_adapter
+
+
+def test_manifest_keeps_unknown_keys_and_order(tmp_path):
+    stored = encode_manifest({"later_key": {"b": 1, "a": [2]}, **LISTED})
+    manifest = read_manifest(write_manifest(tmp_path, stored))
+    assert manifest is not None
+    assert encode_manifest(manifest.fields) == stored
+
+
+def test_no_manifest_is_false_and_a_manifest_is_true():
+    assert not NO_MANIFEST
+    assert Manifest(WHOLE)

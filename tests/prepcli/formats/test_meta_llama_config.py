@@ -9,7 +9,14 @@ import pytest
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from trainer.models.families.llama import FAMILY
 
-FIRST = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-06, "vocab_size": -1}
+FIRST = {
+    "dim": 4096,
+    "multiple_of": 256,
+    "n_heads": 32,
+    "n_layers": 32,
+    "norm_eps": 1e-06,
+    "vocab_size": -1,
+}
 THIRD = {
     "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "multiple_of": 1024,
     "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0,
@@ -57,11 +64,17 @@ MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # params, voc
 
 
 @pytest.mark.parametrize(("params", "vocab", "expected"), MODELS.values(), ids=MODELS)
-def test_to_hf_config_matches_published_configs(params: dict[str, Any], vocab: int, expected: dict[str, Any]) -> None:
+def test_to_hf_config_matches_published_configs(
+    params: dict[str, Any], vocab: int, expected: dict[str, Any]
+) -> None:
     config = to_hf_config(params, vocab, is_small_llama_3_2(params))
     assert {key: config[key] for key in expected} == expected
     assert to_hf_config({"model": params}, vocab, False) == config | {"tie_word_embeddings": False}
-    renamed_keys = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+    renamed_keys = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+    }
     assert {key: config[key] for key in renamed_keys} == {
         key: params[meta_key] for key, meta_key in renamed_keys.items()
     }
@@ -70,18 +83,31 @@ def test_to_hf_config_matches_published_configs(params: dict[str, Any], vocab: i
 
 
 def test_to_hf_config_derives_rope_scaling() -> None:
-    factors = {name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"] for name in ("3.1 8B", "3.2 1B")}
-    common_fields = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    factors = {
+        name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"]
+        for name in ("3.1 8B", "3.2 1B")
+    }
+    common_fields = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     assert factors["3.1 8B"] == common_fields | {"rope_type": "llama3", "factor": 8.0}
     assert factors["3.2 1B"] == common_fields | {"rope_type": "llama3", "factor": 32.0}
-    assert to_hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]["factor"] == 16.0
+    assert (
+        to_hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]["factor"]
+        == 16.0
+    )
     assert "rope_scaling" not in to_hf_config(THIRD, 128256, False)
 
 
 BROKEN = {
     "a list": ([], "not a JSON object"),
     "a list one level down": ({"model": []}, "not a JSON object"),
-    "another model": (FIRST | {"sliding_window": 4096, "moe": {}}, "it has moe, sliding_window, which LLaMA"),
+    "another model": (
+        FIRST | {"sliding_window": 4096, "moe": {}},
+        "it has moe, sliding_window, which LLaMA",
+    ),
     "no width": ({key: value for key, value in FIRST.items() if key != "dim"}, "dim is None"),
     "a negative width": (FIRST | {"dim": -1}, "dim is -1"),
     "an endless width": (FIRST | {"dim": 2**40}, "dim is 1099511627776"),
@@ -90,8 +116,14 @@ BROKEN = {
     "heads of odd width": (FIRST | {"dim": 96}, "for each of 32 heads"),
     "no heads": (FIRST | {"n_heads": 0}, "n_heads is 0"),
     "key heads that are a text": (FIRST | {"n_kv_heads": "8"}, "n_kv_heads is '8'"),
-    "no norm": ({key: value for key, value in FIRST.items() if key != "norm_eps"}, "norm_eps is None"),
-    "an infinite factor": (FIRST | {"ffn_dim_multiplier": float("inf")}, "ffn_dim_multiplier is inf"),
+    "no norm": (
+        {key: value for key, value in FIRST.items() if key != "norm_eps"},
+        "norm_eps is None",
+    ),
+    "an infinite factor": (
+        FIRST | {"ffn_dim_multiplier": float("inf")},
+        "ffn_dim_multiplier is inf",
+    ),
     "a large factor": (FIRST | {"ffn_dim_multiplier": 1e300}, "must be at most 1000"),
     "a multiple of nothing": (FIRST | {"multiple_of": 0}, "multiple_of is 0"),
     "a base below 0": (FIRST | {"rope_theta": -1.0}, "rope_theta is -1.0"),

@@ -93,7 +93,9 @@ def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     header = read_msgpack_header(path, "flax")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert header.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(header_bytes), nbytes),)),)
+    assert header.arrays == (
+        MsgpackArray(("w",), "float32", (1 << 29,), ((len(header_bytes), nbytes),)),
+    )
     assert peak < 1 << 20
 
 
@@ -113,12 +115,21 @@ INVALID_FLAX_FILES = {
     "a huge array": (b"\xdd\xff\xff\xff\xff", "it is cut short"),
     "nested too deeply": (deep(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
     "deep arrays": (b"\x91" * 100_000, f"nested more than {MAX_DEPTH} deep"),
-    "too many entries": (b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20), "more than 131,072 entries"),
+    "too many entries": (
+        b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20),
+        "more than 131,072 entries",
+    ),
     "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 bytes are missing"),
     "an extension beyond the end": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x05", "are missing"),
     "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is not an array of Flax"),
-    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no valid shape"),
-    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no valid shape"),
+    "a shape that is a number": (
+        b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00",
+        "`a` has no valid shape",
+    ),
+    "a negative extent": (
+        b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00",
+        "`a` has no valid shape",
+    ),
     "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no valid shape"),
     "an unknown dtype": (
         b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
@@ -154,7 +165,11 @@ def test_read_msgpack_header_rejects_invalid_flax_file(tmp_path: Path, name: str
         {CHUNKED_MARKER: True, "shape": {"0": 6}, "chunks": {"0": F32}},
         {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": 1},
         {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": PIECE},
-        {CHUNKED_MARKER: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
+        {
+            CHUNKED_MARKER: True,
+            "shape": {str(i): 1 for i in range(70)} | {"0": 3},
+            "chunks": {"0": PIECE},
+        },
     ],
 )
 def test_read_msgpack_header_rejects_invalid_pieces(tmp_path: Path, tree: object):
@@ -174,7 +189,10 @@ INVALID_STREAMS = {
     "a cut record": (record(["a"], VALUE)[:-1], "it is cut short: the record `a`"),
     "bytes after the value": (record(["a"], VALUE + b"\x01"), "its value at"),
     "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "does not start a record"),
-    "a value that reaches into the next": (record(["a"], VALUE[:-1]) + record(["b"], VALUE), "its value at"),
+    "a value that reaches into the next": (
+        record(["a"], VALUE[:-1]) + record(["b"], VALUE),
+        "its value at",
+    ),
     "a long path": (b"\x92\xdd\x00\x00\x01\x00", "does not start a record"),
 }
 
@@ -193,7 +211,9 @@ def test_empty_stream_has_no_arrays(tmp_path: Path):
     assert read(tmp_path / "x", b"", "easylm").arrays == ()
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x02}q", b"GGUF", b"PK\x03\x04", b"{}", b"\x92", b"\x92\x01", b"\x90"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x02}q", b"GGUF", b"PK\x03\x04", b"{}", b"\x92", b"\x92\x01", b"\x90"]
+)
 def test_sniff_msgpack_kind_rejects_other_files(tmp_path: Path, data: bytes):
     path = tmp_path / "x"
     path.write_bytes(data)
@@ -214,7 +234,9 @@ def test_read_msgpack_header_rejects_missing_file_and_folder(tmp_path: Path):
 
 def mutated(data: bytes, other_data: bytes, rng: random.Random) -> bytes:
     """Cut, insert, splice with another file, enlarge counts, delete, or flip bits."""
-    position = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
+    position = (
+        rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
+    )
     kind = rng.randrange(6)
     if kind == 0:
         return data[:position]
@@ -254,11 +276,17 @@ def check_fuzzed(path: Path, seed: int) -> bool:
         header = read_msgpack_header(path, kind)
     except PrepError:
         return False
-    assert all(0 <= offset <= offset + n <= len(data) for array in header.arrays for offset, n in array.runs)
+    assert all(
+        0 <= offset <= offset + n <= len(data)
+        for array in header.arrays
+        for offset, n in array.runs
+    )
     return True
 
 
 @pytest.mark.parametrize("part", slow_except(range(8), (0,)))
 def test_read_msgpack_header_reads_or_rejects_fuzzed_files(tmp_path: Path, part: int):
-    read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 250, part * 250 + 250))
+    read_well = sum(
+        check_fuzzed(tmp_path / "x", seed) for seed in range(part * 250, part * 250 + 250)
+    )
     assert 0 < read_well < 250

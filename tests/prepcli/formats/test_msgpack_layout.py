@@ -35,12 +35,21 @@ flatten_dict = pytest.importorskip("flax.traverse_util").flatten_dict
 @st.composite
 def arrays(draw) -> np.ndarray:
     dtype = numpy_dtype(draw(st.sampled_from(DTYPES)))
-    shape = draw(st.one_of(st.lists(st.integers(0, 5), max_size=4), st.sampled_from(EDGES).map(lambda n: [n])))
+    shape = draw(
+        st.one_of(
+            st.lists(st.integers(0, 5), max_size=4), st.sampled_from(EDGES).map(lambda n: [n])
+        )
+    )
     data = np.random.default_rng(draw(st.integers(0, 99))).bytes(math.prod(shape) * dtype.itemsize)
-    return np.frombuffer(data, np.uint8).view(dtype).reshape(shape) if data else np.zeros(shape, dtype)
+    return (
+        np.frombuffer(data, np.uint8).view(dtype).reshape(shape) if data else np.zeros(shape, dtype)
+    )
 
 
-keys = st.one_of(st.integers(0, 30).map(str), st.text(min_size=1, max_size=40).filter(lambda t: len(t.encode()) < 99))
+keys = st.one_of(
+    st.integers(0, 30).map(str),
+    st.text(min_size=1, max_size=40).filter(lambda t: len(t.encode()) < 99),
+)
 trees = st.recursive(
     arrays(), lambda inner: st.dictionaries(keys, inner, min_size=1, max_size=20), max_leaves=25
 ).filter(lambda tree: isinstance(tree, dict))
@@ -65,7 +74,10 @@ def rendered(layout: MsgpackLayout, values: Mapping[KeyPath, np.ndarray]) -> byt
 
 def in_order(tree: dict) -> dict:
     """Return a tree in the key order of JAX."""
-    return {key: in_order(value) if isinstance(value, dict) else value for key, value in sorted(tree.items())}
+    return {
+        key: in_order(value) if isinstance(value, dict) else value
+        for key, value in sorted(tree.items())
+    }
 
 
 @given(piece=st.sampled_from([1 << 30, 1000]), tree=trees)
@@ -74,10 +86,17 @@ def test_layouts_match_flax_serialization(piece: int, tree: dict):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flax_serialization, "MAX_CHUNK_SIZE", piece)
         patch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", piece)
-        assert rendered(lay_out_flax(leaves_of(values)), values) == flax_serialization.to_bytes(in_order(tree))
+        assert rendered(lay_out_flax(leaves_of(values)), values) == flax_serialization.to_bytes(
+            in_order(tree)
+        )
         packer = msgpack.Packer()
-        records = (packer.pack((k, flax_serialization.to_bytes(v))) for k, v in flatten_dict(in_order(tree)).items())
-        assert rendered(lay_out_stream(leaves_of(values)), values) == b"".join(record or b"" for record in records)
+        records = (
+            packer.pack((k, flax_serialization.to_bytes(v)))
+            for k, v in flatten_dict(in_order(tree)).items()
+        )
+        assert rendered(lay_out_stream(leaves_of(values)), values) == b"".join(
+            record or b"" for record in records
+        )
 
 
 def test_sort_paths_sorts_keys_as_text():
@@ -85,10 +104,14 @@ def test_sort_paths_sorts_keys_as_text():
 
 
 def test_lay_out_flax_splits_leaves_above_1_gib():
-    layout = lay_out_flax([MsgpackLeaf(("w",), "float32", (3, 1 << 28)), MsgpackLeaf(("x",), "int8", (1 << 30,))])
+    layout = lay_out_flax(
+        [MsgpackLeaf(("w",), "float32", (3, 1 << 28)), MsgpackLeaf(("x",), "int8", (1 << 30,))]
+    )
     assert [nbytes for _, nbytes in layout.runs["w",]] == [MAX_PIECE_NBYTES] * 3
     assert [nbytes for _, nbytes in layout.runs["x",]] == [MAX_PIECE_NBYTES]
-    assert layout.fixed_bytes[0][1].startswith(b"\x82\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x82\xa10\x03")
+    assert layout.fixed_bytes[0][1].startswith(
+        b"\x82\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x82\xa10\x03"
+    )
 
 
 def test_lay_out_stream_rejects_records_above_4_gib():

@@ -12,9 +12,12 @@ from tests.helpers.orbax_items import NOW_NS, read_files
 
 PATHS = ["d/" + "0" * 32, "d/" + "1" * 32, "other/d/x", "é"]
 KEYS = st.one_of(
-    st.binary(max_size=6), st.tuples(st.integers(0, 12), st.integers(0, 300)).map(lambda i: b"layers.w/%d.%d" % i)
+    st.binary(max_size=6),
+    st.tuples(st.integers(0, 12), st.integers(0, 300)).map(lambda i: b"layers.w/%d.%d" % i),
 )
-PLACES = st.builds(ValueLocation, st.sampled_from(PATHS), st.integers(0, 1 << 62), st.integers(0, (1 << 62) - 1))
+PLACES = st.builds(
+    ValueLocation, st.sampled_from(PATHS), st.integers(0, 1 << 62), st.integers(0, (1 << 62) - 1)
+)
 ENTRIES = st.dictionaries(KEYS, st.one_of(st.binary(max_size=20), PLACES), min_size=1, max_size=40)
 
 
@@ -43,8 +46,14 @@ def test_node_bytes_match_tensorstore(tmp_path):
     ours.mkdir()
     entries = {b"params.w/%d.%d" % (i, j): b"v%d" % j for i in range(12) for j in range(11)}
     write_entries(ours, entries)
-    config = {"compression": None, "max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}
-    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{theirs}/", "config": config}).result()
+    config = {
+        "compression": None,
+        "max_inline_value_bytes": 1024,
+        "max_decoded_node_bytes": 100_000_000,
+    }
+    store = ts.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{theirs}/", "config": config}
+    ).result()
     with ts.Transaction() as transaction:
         for key, value in entries.items():
             store.with_transaction(transaction)[key] = value

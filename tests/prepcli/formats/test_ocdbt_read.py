@@ -30,7 +30,9 @@ from tests.helpers.ocdbt_oracle import (
 from tests.helpers.slow_cases import slow_except
 
 NODE, TOP = bytes.fromhex("0cdb20de"), bytes.fromhex("0cdb3a2a")
-KEYS = st.one_of(st.binary(max_size=5), st.integers(0, 4000).map(lambda i: b"layers.w/%d.%d" % divmod(i, 60)))
+KEYS = st.one_of(
+    st.binary(max_size=5), st.integers(0, 4000).map(lambda i: b"layers.w/%d.%d" % divmod(i, 60))
+)
 VALUES = st.dictionaries(KEYS, st.binary(max_size=12), min_size=1, max_size=60)
 CONFIGS = st.fixed_dictionaries(
     {
@@ -46,7 +48,8 @@ CONFIGS = st.fixed_dictionaries(
 def read_values(folder: Path) -> dict[bytes, bytes]:
     """Return all keys and values of a database."""
     return {
-        key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_ocdbt_index(folder)
+        key: value if isinstance(value, bytes) else bytes_at(folder, value)
+        for key, value in read_ocdbt_index(folder)
     }
 
 
@@ -93,7 +96,9 @@ def test_read_ocdbt_index_reads_database_of_several_folders(tmp_path):
     expected = {}
     whole = open_database(tmp_path, {"max_inline_value_bytes": 4})
     for n in range(3):
-        part = open_database(tmp_path / f"process_{n}", {"max_inline_value_bytes": 4, "max_decoded_node_bytes": 200})
+        part = open_database(
+            tmp_path / f"process_{n}", {"max_inline_value_bytes": 4, "max_decoded_node_bytes": 200}
+        )
         values = {b"%d/%d" % (n, i): b"value %d" % i for i in range(30)}
         for key, value in values.items():
             part[key] = value
@@ -101,8 +106,14 @@ def test_read_ocdbt_index_reads_database_of_several_folders(tmp_path):
             part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         expected |= values
     assert read_values(tmp_path) == expected
-    locations = [value for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)]
-    assert {location.path.split("/")[0] for location in locations} == {"process_0", "process_1", "process_2"}
+    locations = [
+        value for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)
+    ]
+    assert {location.path.split("/")[0] for location in locations} == {
+        "process_0",
+        "process_1",
+        "process_2",
+    }
 
 
 @pytest.mark.parametrize("keeps_one", [False, True])
@@ -168,7 +179,9 @@ def test_node_with_two_parents_is_rejected(tmp_path):
     references = b"ab" + bytes([0, 0, 0, leaf_nbytes])  # keys, file numbers, offsets
     interior = data[2 * leaf_nbytes : -4].replace(references, b"ab" + bytes([0, 0, 0, 0]))
     assert interior != data[2 * leaf_nbytes : -4]
-    file.write_bytes(data[: 2 * leaf_nbytes] + interior + struct.pack("<I", google_crc32c.value(interior)))
+    file.write_bytes(
+        data[: 2 * leaf_nbytes] + interior + struct.pack("<I", google_crc32c.value(interior))
+    )
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
     assert "it refers twice to the node" in caught.value.why
@@ -183,7 +196,11 @@ def framed(magic: bytes, body: bytes, compressed: bool = False) -> bytes:
 
 def body_of(frame: bytes) -> bytes:
     assert frame[12] == 0
-    return frame[14:-4] if not frame[13] else zstandard.ZstdDecompressor().decompressobj().decompress(frame[14:-4])
+    return (
+        frame[14:-4]
+        if not frame[13]
+        else zstandard.ZstdDecompressor().decompressobj().decompress(frame[14:-4])
+    )
 
 
 def varint(number: int) -> bytes:
@@ -221,8 +238,12 @@ def inlined(keys: int, first: bytes, value: bytes) -> bytes:
 
 def test_handmade_leaf_is_valid(tmp_path):
     write_node(tmp_path, framed(NODE, inlined(5, b"key", b"value"), compressed=True))
-    assert list(read_ocdbt_index(tmp_path)) == [(b"key" + bytes([0, 0, i]), b"value") for i in range(5)]
-    assert sorted(open_database(tmp_path).list().result()) == [b"key" + bytes([0, 0, i]) for i in range(5)]
+    assert list(read_ocdbt_index(tmp_path)) == [
+        (b"key" + bytes([0, 0, i]), b"value") for i in range(5)
+    ]
+    assert sorted(open_database(tmp_path).list().result()) == [
+        b"key" + bytes([0, 0, i]) for i in range(5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +278,11 @@ def test_decompression_bombs_are_rejected_in_bounded_memory(tmp_path, monkeypatc
 def test_limits_apply_to_all_nodes_together(tmp_path, monkeypatch):
     write_entries(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
     total = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
-    for name, most in (("MAX_INDEX_NBYTES", total // 2), ("MAX_ENTRIES", 900), ("MAX_TEXT_NBYTES", 11_000)):
+    for name, most in (
+        ("MAX_INDEX_NBYTES", total // 2),
+        ("MAX_ENTRIES", 900),
+        ("MAX_TEXT_NBYTES", 11_000),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(ocdbt_read, name, most)
             with pytest.raises(PrepError, match="cannot be read"):
@@ -289,7 +314,11 @@ def test_invalid_node_error_names_the_reason(tmp_path, frame, why):
 
 
 MUTATIONS = st.lists(
-    st.tuples(st.sampled_from(["set", "cut", "insert", "repeat"]), st.integers(0, 1 << 16), st.binary(max_size=4)),
+    st.tuples(
+        st.sampled_from(["set", "cut", "insert", "repeat"]),
+        st.integers(0, 1 << 16),
+        st.binary(max_size=4),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -298,8 +327,14 @@ MUTATIONS = st.lists(
 def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
     for kind, position, new in mutations:
         position %= len(data) + 1
-        rest = {"set": data[position + len(new) :], "cut": data[position + len(new) + 1 :], "insert": data[position:]}
-        data = data[:position] + new * (kind != "cut") + rest.get(kind, data[max(0, position - 9) :])
+        rest = {
+            "set": data[position + len(new) :],
+            "cut": data[position + len(new) + 1 :],
+            "insert": data[position:],
+        }
+        data = (
+            data[:position] + new * (kind != "cut") + rest.get(kind, data[max(0, position - 9) :])
+        )
     return data
 
 
@@ -307,13 +342,20 @@ def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
 def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
     """Return heights and bodies of all nodes of databases that TensorStore wrote."""
     nodes_found = []
-    for config in ({"compression": None}, {"max_inline_value_bytes": 3}, {"max_decoded_node_bytes": 300}):
+    for config in (
+        {"compression": None},
+        {"max_inline_value_bytes": 3},
+        {"max_decoded_node_bytes": 300},
+    ):
         folder = tmp_path_factory.mktemp("db")
         store = open_database(folder, config)
         with ts.Transaction() as transaction:
             for i in range(40):
                 store.with_transaction(transaction)[b"layers.w/%d" % i] = b"v" * (i % 7)
-        nodes_found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in iter_nodes(folder)]
+        nodes_found += [
+            (node["height"], body_of(bytes_at(folder, place)))
+            for _, place, node in iter_nodes(folder)
+        ]
     assert {height for height, _ in nodes_found} >= {0, 1}
     return nodes_found
 
@@ -358,7 +400,9 @@ def test_mutated_manifest_is_read_or_rejected(tmp_path_factory, count: int):
     def check(mutations, numbered):
         folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
         if not folder.exists():
-            open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
+            open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = (
+                b"v"
+            )
             for path in folder.glob("manifest.*"):
                 path.rename(folder / f"kept-{path.name}")
         kept = sorted(folder.glob("kept-*"))

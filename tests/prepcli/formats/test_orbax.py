@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, find_item, find_name_clash, unravel_chunk_index
+from prepcli.formats.orbax import (
+    ZARR_TYPESTRS,
+    ArrayMeta,
+    find_item,
+    find_name_clash,
+    unravel_chunk_index,
+)
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
@@ -26,7 +32,9 @@ ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 @cache
 def start_oracle() -> subprocess.Popen[str]:
     """Start the process that runs the commands of all tests; it ends with this process."""
-    return subprocess.Popen([sys.executable, ORACLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, ORACLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def run_orbax(command: str, *paths: Path) -> None:
@@ -41,7 +49,10 @@ def run_orbax(command: str, *paths: Path) -> None:
 
 
 def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
-    leaves = {meta.name: [meta.dtype, list(meta.shape), array.tobytes().hex()] for meta, array in arrays.items()}
+    leaves = {
+        meta.name: [meta.dtype, list(meta.shape), array.tobytes().hex()]
+        for meta, array in arrays.items()
+    }
     path.write_text(json.dumps(leaves))
     return path
 
@@ -61,8 +72,13 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
         ArrayMeta(("params", "layers", 0, "ragged"), (3, 7, 5), "float32", (1, 3, 2)): (3, 7, 5),
         ArrayMeta(("params", "layers", 1, "larger_chunk"), (3, 5), "int16", (4, 8)): (3, 5),
         ArrayMeta(("params", "many"), (12, 11), "int32", (1, 1)): (12, 11),
-    } | {ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4) for dtype in ZARR_TYPESTRS}
-    arrays = {meta: random_array(meta.dtype, shape, n) for n, (meta, shape) in enumerate(forms.items())}
+    } | {
+        ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4)
+        for dtype in ZARR_TYPESTRS
+    }
+    arrays = {
+        meta: random_array(meta.dtype, shape, n) for n, (meta, shape) in enumerate(forms.items())
+    }
     write_item(tmp_path / "item", arrays, gap=37)
     (tmp_path / "item/hf").mkdir()
     (tmp_path / "item/hf/config.json").write_text("{}")
@@ -72,7 +88,10 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
 
 def test_orbax_restores_item_with_multi_node_index(tmp_path):
     layers = ArrayMeta(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
-    arrays = {meta: random_array(meta.dtype, meta.shape) for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))}
+    arrays = {
+        meta: random_array(meta.dtype, meta.shape)
+        for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))
+    }
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
     assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
@@ -111,7 +130,10 @@ def test_read_item_reads_sharded_arrays(saved):
     big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
     for (i, j, k), stored in item.chunks[1].items():
         assert isinstance(stored, StoredRange)
-        assert _range(item, stored) == big[4 * i :, 16 * j : 16 * j + 16, 32 * k : 32 * k + 32].tobytes()
+        assert (
+            _range(item, stored)
+            == big[4 * i :, 16 * j : 16 * j + 16, 32 * k : 32 * k + 32].tobytes()
+        )
     assert len(item.chunks[1]) == 8
     assert {path.parent.parent.name for path in item.files} == {"ocdbt.process_0"}
 
@@ -147,7 +169,13 @@ def test_find_item_ignores_the_parent_of_several_checkpoints(tmp_path: Path, oth
 
 
 def test_find_item_returns_last_finished_step(tmp_path):
-    for step in ("9/state", "10/state", "11/metrics", "12.partial/state", "13.orbax-checkpoint-tmp/state"):
+    for step in (
+        "9/state",
+        "10/state",
+        "11/metrics",
+        "12.partial/state",
+        "13.orbax-checkpoint-tmp/state",
+    ):
         (tmp_path / step).mkdir(parents=True)
         if step != "11/metrics":
             (tmp_path / step / "_METADATA").touch()
@@ -179,7 +207,9 @@ def test_find_item_returns_none_without_item(tmp_path, path):
 
 @given(grid=st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_unravel_chunk_index_is_c_order(grid):
-    assert [unravel_chunk_index(grid, number) for number in range(int(np.prod(grid)))] == list(np.ndindex(grid))
+    assert [unravel_chunk_index(grid, number) for number in range(int(np.prod(grid)))] == list(
+        np.ndindex(grid)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.orbax import find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import ItemReader
+from trainer.models.boxes import full_box
 
 SAVER = Path(__file__).parents[2] / "helpers" / "orbax_forms.py"
 FORMS = [
@@ -32,7 +32,9 @@ FORMS = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forms")
-    run = subprocess.run([sys.executable, SAVER, folder], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, SAVER, folder], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     return folder
 
@@ -47,7 +49,11 @@ def item_of(folder: Path) -> OrbaxItem:
 def test_read_item_supports_every_storage_form(saved: Path, form: str):
     item = item_of(saved / form)
     expected = json.loads((saved / "expected.json").read_text())
-    named = {name: leaf for name, leaf in expected.items() if leaf[1]} if form == "processes" else expected
+    named = (
+        {name: leaf for name, leaf in expected.items() if leaf[1]}
+        if form == "processes"
+        else expected
+    )
     assert {meta.name for meta in item.arrays} == named.keys()
     with ItemReader(item, {}) as reader:
         for meta in item.arrays:
@@ -63,6 +69,9 @@ def test_saved_items_have_their_storage_form(saved: Path):
         assert set(item.codec_names) == {("zstd",) if "zstd" in form else ()}
         assert (saved / form / "manifest.ocdbt").exists() == ("ocdbt" in form)
         assert ("many" in form) == any(len(chunks) > 8 for chunks in item.chunks)
-    folders = {path.relative_to(saved / "processes").parts[0] for path in item_of(saved / "processes").files}
+    folders = {
+        path.relative_to(saved / "processes").parts[0]
+        for path in item_of(saved / "processes").files
+    }
     assert folders == {"ocdbt.process_0", "ocdbt.process_1"}
     assert set(item_of(saved / "processes").codec_names) == {("gzip",)}

@@ -18,12 +18,17 @@ from prepcli.formats.orbax_write import WrittenChunk, encode_zarray, write_item_
 from tests.helpers.orbax_items import NOW_NS, random_array, read_files, write_data_files, write_item
 
 W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
-ARRAYS = {W: random_array("float32", (4, 6)), ArrayMeta(("b",), (3,), "int8", (1,)): random_array("int8", (3,))}
+ARRAYS = {
+    W: random_array("float32", (4, 6)),
+    ArrayMeta(("b",), (3,), "int8", (1,)): random_array("int8", (3,)),
+}
 WHOLE = (WrittenChunk(0, (0, 0), 0, 0, 48), WrittenChunk(0, (1, 0), 0, 48, 48))
 
 
 @pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
-@pytest.mark.parametrize(("shape", "chunk"), [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))])
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))]
+)
 def test_encode_zarray_matches_tensorstore(dtype, shape, chunk):
     metadata = {"shape": shape, "chunks": chunk, "compressor": None}
     spec = {"driver": "zarr", "kvstore": "memory://", "dtype": dtype, "metadata": metadata}
@@ -58,7 +63,10 @@ def test_write_item_metadata_keeps_non_arrays(tmp_path):
         "key_metadata": [{"key": "opt", "key_type": 2}, {"key": "0", "key_type": 1}],
         "value_metadata": {"value_type": "None", "skip_deserialize": True},
     }
-    assert tree["('name',)"]["value_metadata"] == {"value_type": "string", "skip_deserialize": False}
+    assert tree["('name',)"]["value_metadata"] == {
+        "value_type": "string",
+        "skip_deserialize": False,
+    }
     assert json.loads((tmp_path / "_strings.json").read_text()) == {"name": "a name"}
 
 
@@ -96,12 +104,16 @@ def test_invalid_leaf_path_is_rejected(tmp_path, path):
 @pytest.mark.parametrize("chunk", [(2,), (2, 0), ()])
 def test_chunk_shape_mismatch_is_rejected(tmp_path, chunk):
     with pytest.raises(PrepError, match="does not match its shape"):
-        write_item_metadata(tmp_path, [dataclasses.replace(W, chunk_shape=chunk)], WHOLE, ["d/x"], NOW_NS)
+        write_item_metadata(
+            tmp_path, [dataclasses.replace(W, chunk_shape=chunk)], WHOLE, ["d/x"], NOW_NS
+        )
 
 
 def test_clashing_leaf_names_are_rejected(tmp_path):
     with pytest.raises(PrepError, match=r"params\.w and params\.w\.x"):
-        write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [OrbaxNonArray(("params", "w", "x"), "None")])
+        write_item_metadata(
+            tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [OrbaxNonArray(("params", "w", "x"), "None")]
+        )
 
 
 def test_item_without_arrays_is_rejected(tmp_path):
@@ -110,6 +122,10 @@ def test_item_without_arrays_is_rejected(tmp_path):
 
 
 def test_import_needs_neither_tensorstore_nor_jax():
-    code = "import sys, prepcli.formats.orbax_write, prepcli.formats.orbax_read; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys, prepcli.formats.orbax_write, prepcli.formats.orbax_read; print(*sys.modules)"
+    )
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"tensorstore", "jax", "orbax", "torch"} & set(modules)

@@ -35,20 +35,26 @@ def test_best_step_compares_equal_evaluations(
     tmp_path: Path, evaluations: dict[int, tuple[float | None, int | None]], best: int | None
 ):
     keys = ("eval_loss", "eval_sequences")
-    write_run(tmp_path, {step: dict(zip(keys, values, strict=True)) for step, values in evaluations.items()})
+    write_run(
+        tmp_path,
+        {step: dict(zip(keys, values, strict=True)) for step, values in evaluations.items()},
+    )
     assert best_step(tmp_path) == best
 
 
 def test_listed_steps_have_a_manifest():
     paths = ["recipe.toml", "10/prep-manifest.json", "9/prep-manifest.json", "11/state/_METADATA"]
-    assert listed_steps([*paths, "012/prep-manifest.json", "a/prep-manifest.json", "8/state/prep-manifest.json"]) == [
+    assert listed_steps(
+        [*paths, "012/prep-manifest.json", "a/prep-manifest.json", "8/state/prep-manifest.json"]
+    ) == [
         9,
         10,
     ]
 
 
 @pytest.mark.parametrize(
-    ("path", "step"), [("12/state/d/x", 12), ("0/x", 0), ("12", None), ("012/x", None), ("metrics.jsonl", None)]
+    ("path", "step"),
+    [("12/state/d/x", 12), ("0/x", 0), ("12", None), ("012/x", None), ("metrics.jsonl", None)],
 )
 def test_listed_step_is_that_of_the_first_folder(path: str, step: int | None):
     assert listed_step(path) == step

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import DTYPE_CODES, read_safetensors_folder, read_safetensors_header
+from prepcli.formats.safetensors import (
+    DTYPE_CODES,
+    read_safetensors_folder,
+    read_safetensors_header,
+)
 from prepcli.formats.safetensors_layout import (
     LayoutEntry,
     SafetensorsLayout,
@@ -26,7 +30,9 @@ from prepcli.formats.safetensors_layout import (
 )
 from prepcli.planning.tensors import ITEM_BITS, array_bits
 
-fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzzed = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def entry(name: str, *shape: int, dtype: str = "float32") -> LayoutEntry:
@@ -42,10 +48,16 @@ def fill(folder: Path, layout: SafetensorsLayout) -> bytes:
 
 @st.composite
 def entries(draw: st.DrawFn) -> list[LayoutEntry]:
-    names = draw(st.lists(st.text(max_size=6).filter(lambda name: name != "__metadata__"), unique=True, max_size=6))
+    names = draw(
+        st.lists(
+            st.text(max_size=6).filter(lambda name: name != "__metadata__"), unique=True, max_size=6
+        )
+    )
     dtypes = [draw(st.sampled_from(sorted(ITEM_BITS))) for _ in names]
     shapes = [tuple(draw(st.lists(st.integers(0, 5), max_size=3))) for _ in names]
-    return [entry(name, *shape, 4, dtype=dtype) for name, shape, dtype in zip(names, shapes, dtypes)]
+    return [
+        entry(name, *shape, 4, dtype=dtype) for name, shape, dtype in zip(names, shapes, dtypes)
+    ]
 
 
 leads = st.none() | st.integers(0, 10_000)
@@ -56,10 +68,14 @@ leads = st.none() | st.integers(0, 10_000)
 def test_layout_is_read_by_library_and_own_reader(
     tmp_path: Path, groups: list[tuple[list[LayoutEntry], int | None]]
 ) -> None:
-    layouts = lay_out_files([(f"{i}.safetensors", listed, lead) for i, (listed, lead) in enumerate(groups)])
+    layouts = lay_out_files(
+        [(f"{i}.safetensors", listed, lead) for i, (listed, lead) in enumerate(groups)]
+    )
     for file, ((listed, _), layout) in enumerate(zip(groups, layouts, strict=True)):
         content = fill(tmp_path, layout)
-        assert [(t.name, t.dtype, t.shape, t.nbytes, t.file) for t in layout.tensors] == [(*e, file) for e in listed]
+        assert [(t.name, t.dtype, t.shape, t.nbytes, t.file) for t in layout.tensors] == [
+            (*e, file) for e in listed
+        ]
         header = read_safetensors_header(tmp_path / layout.name, file)
         assert (header.size, header.data_start) == (layout.size, len(layout.header))
         assert set(header.tensors) == set(layout.tensors)
@@ -68,13 +84,18 @@ def test_layout_is_read_by_library_and_own_reader(
         assert len(by_library) == len(listed)
         for t in layout.tensors:
             library_tensor = by_library[t.name]
-            assert (library_tensor["dtype"], tuple(library_tensor["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
+            assert (library_tensor["dtype"], tuple(library_tensor["shape"])) == (
+                DTYPE_CODES[t.dtype],
+                t.shape,
+            )
             assert library_tensor["data"] == content[t.offset : t.offset + t.nbytes]
 
 
 @fuzzed
 @given(listed=entries(), lead=leads)
-def test_encode_header_aligns_payload_to_page_offset(listed: list[LayoutEntry], lead: int | None) -> None:
+def test_encode_header_aligns_payload_to_page_offset(
+    listed: list[LayoutEntry], lead: int | None
+) -> None:
     start = len(encode_header(listed, lead))
     text = encode_header(listed, None).rstrip(b" ")
     assert start % 8 == 0
@@ -106,12 +127,20 @@ def test_library_loads_the_same_values(tmp_path: Path) -> None:
         "half": np.linspace(-1, 1, 5).astype(np.float16),
     }
     (layout,) = lay_out_files(
-        [("model.safetensors", [entry(k, *a.shape, dtype=a.dtype.name) for k, a in arrays.items()], 0)]
+        [
+            (
+                "model.safetensors",
+                [entry(k, *a.shape, dtype=a.dtype.name) for k, a in arrays.items()],
+                0,
+            )
+        ]
     )
     payload = b"".join(array.tobytes() for array in arrays.values())
     (tmp_path / layout.name).write_bytes(layout.header + payload)
     loaded = load_file(tmp_path / layout.name)
-    assert {name: array.tolist() for name, array in loaded.items()} == {k: a.tolist() for k, a in arrays.items()}
+    assert {name: array.tolist() for name, array in loaded.items()} == {
+        k: a.tolist() for k, a in arrays.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
@@ -125,8 +154,12 @@ def test_library_reads_ml_dtypes(tmp_path: Path, dtype: str) -> None:
 
 
 def test_tensors_keep_the_page_offset_of_their_source(tmp_path: Path) -> None:
-    (source,) = lay_out_files([("a.safetensors", [entry(f"layer.{i}", 64, 64) for i in range(50)], None)])
-    (target,) = lay_out_files([("b.safetensors", [entry(f"l{i}", 64, 64) for i in range(50)], len(source.header))])
+    (source,) = lay_out_files(
+        [("a.safetensors", [entry(f"layer.{i}", 64, 64) for i in range(50)], None)]
+    )
+    (target,) = lay_out_files(
+        [("b.safetensors", [entry(f"l{i}", 64, 64) for i in range(50)], len(source.header))]
+    )
     depths = [[t.offset % 4096 for t in layout.tensors] for layout in (source, target)]
     assert depths[0] == depths[1]
 
@@ -184,5 +217,7 @@ def test_encode_index_is_read_by_own_reader(tmp_path: Path) -> None:
     assert folder.has_index
     assert folder.tensors == tuple(t for layout in layouts for t in layout.tensors)
     index = json.loads(encode_index(layouts))
-    assert index["metadata"] == {"total_size": sum(math.prod(shape) * 2 for _, _, shape, _ in listed)}
+    assert index["metadata"] == {
+        "total_size": sum(math.prod(shape) * 2 for _, _, shape, _ in listed)
+    }
     assert index["weight_map"]["layers.2.ü"] == "model-00002-of-00004.safetensors"

@@ -26,7 +26,9 @@ def write(folder: Path, file: str, *names: str) -> None:
 
 
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1.5e9}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 1.5e9}, "weight_map": weight_map})
+    )
 
 
 def sharded(folder: Path) -> dict[str, str]:
@@ -48,7 +50,13 @@ def test_read_folder_sorts_files_and_tensors(tmp_path: Path) -> None:
     folder = read_safetensors_folder(tmp_path)
     assert (folder.path, folder.has_index) == (tmp_path, True)
     assert [header.file_name for header in folder.headers] == [FIRST, SECOND, THIRD]
-    assert [(t.name, t.file) for t in folder.tensors] == [("a", 0), ("aa", 0), ("b", 1), ("bb", 1), ("c", 2)]
+    assert [(t.name, t.file) for t in folder.tensors] == [
+        ("a", 0),
+        ("aa", 0),
+        ("b", 1),
+        ("bb", 1),
+        ("c", 2),
+    ]
     assert folder.tensors == tuple(t for header in folder.headers for t in header.tensors)
     positions = [(t.file, t.offset) for t in folder.tensors]
     assert positions == sorted(positions)
@@ -68,7 +76,11 @@ def test_hub_cache_of_links_is_read(tmp_path: Path) -> None:
     write_index(blobs, sharded(blobs))
     for blob in blobs.iterdir():
         (snapshot / blob.name).symlink_to(f"../blobs/{blob.name}")
-    assert [header.file_name for header in read_safetensors_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
+    assert [header.file_name for header in read_safetensors_folder(snapshot).headers] == [
+        FIRST,
+        SECOND,
+        THIRD,
+    ]
 
 
 def test_model_safetensors_is_preferred_without_index(tmp_path: Path) -> None:
@@ -81,7 +93,13 @@ def test_model_safetensors_is_preferred_without_index(tmp_path: Path) -> None:
 def test_all_visible_files_are_read_without_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     write(tmp_path, ".hidden.safetensors", "a")
-    assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
+    assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == [
+        "a",
+        "aa",
+        "b",
+        "bb",
+        "c",
+    ]
 
 
 def test_file_of_any_name_is_read_without_index(tmp_path: Path) -> None:
@@ -183,7 +201,9 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize(("changes", "why"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_index_that_differs_from_files_is_rejected(tmp_path: Path, changes: dict[str, str | None], why: str) -> None:
+def test_index_that_differs_from_files_is_rejected(
+    tmp_path: Path, changes: dict[str, str | None], why: str
+) -> None:
     changed = {**sharded(tmp_path), **changes}
     write_index(tmp_path, {name: file for name, file in changed.items() if file})
     error = refusal(tmp_path)
@@ -223,8 +243,14 @@ INDEXES = {
     "no weight_map": (b'{"metadata": {}}', "no weight_map"),
     "weight_map of no tensor": (b'{"weight_map": {}}', "no weight_map"),
     "weight_map that is no object": (b'{"weight_map": ["a"]}', "no weight_map"),
-    "file that is no text": (b'{"weight_map": {"a": 1}}', "`a` in something other than a *.safetensors file"),
-    "file of another kind": (b'{"weight_map": {"a": "x.bin"}}', "`a` in something other than a *.safetensors file"),
+    "file that is no text": (
+        b'{"weight_map": {"a": 1}}',
+        "`a` in something other than a *.safetensors file",
+    ),
+    "file of another kind": (
+        b'{"weight_map": {"a": "x.bin"}}',
+        "`a` in something other than a *.safetensors file",
+    ),
     "tensor twice": (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "`a` twice"),
     "not UTF-8": (b'{"weight_map": {"\xff": 1}}', "not UTF-8"),
     "half a surrogate pair": (b'{"weight_map": {"\\udc00": 1}}', "not UTF-8"),
@@ -260,13 +286,19 @@ def test_read_weight_map_reads_a_torch_index(tmp_path: Path) -> None:
     assert read_weight_map(path, "bin") == {"a": "x.bin"}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     text=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["weight_map", "metadata", "a"]) | st.text(max_size=2), inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["weight_map", "metadata", "a"]) | st.text(max_size=2),
+                inner,
+                max_size=3,
+            )
         ),
         max_leaves=8,
     ).map(lambda value: json.dumps(value).encode())

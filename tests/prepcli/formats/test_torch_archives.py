@@ -43,33 +43,54 @@ ARCHIVES = {
     "of two lengths": (put(ENTRY, 20, b"\x01\x00\x00\x00"), "compressed or encrypted"),
     "on another disk": (put(ENTRY, 34, b"\x01\x00"), "compressed or encrypted"),
     "of several parts": (put(END, 4, b"\x01\x00"), "a split archive"),
-    "with another number of entries": (put(END, 8, b"\x03\x00\x03\x00"), "2 entries, its end record 3"),
+    "with another number of entries": (
+        put(END, 8, b"\x03\x00\x03\x00"),
+        "2 entries, its end record 3",
+    ),
     "with a directory elsewhere": (put(END, 16, b"\x00\x00\x00\x00"), "its directory ends at byte"),
     "with an endless directory": (put(END, 12, b"\xff\xff\xff\xff"), "its directory ends at byte"),
-    "with a broken directory": (put(ENTRY, 0, b"PK\x01\x03"), "its directory is broken at its byte"),
+    "with a broken directory": (
+        put(ENTRY, 0, b"PK\x01\x03"),
+        "its directory is broken at its byte",
+    ),
     "with an endless name": (put(ENTRY, 28, b"\xff\xff"), "its directory is cut short"),
     "with a header elsewhere": (put(ENTRY, 42, b"\x01\x00\x00\x00"), "header of `data/0` differ"),
     "with a header behind its end": (put(ENTRY, 42, b"\xf0\xff\xff\x7f"), "overlaps its directory"),
-    "with large numbers that are not there": (put(ENTRY, 42, b"\xff\xff\xff\xff"), "lacks its zip64 numbers"),
+    "with large numbers that are not there": (
+        put(ENTRY, 42, b"\xff\xff\xff\xff"),
+        "lacks its zip64 numbers",
+    ),
     "with another name in its header": (put(LOCAL, 30, b"Archive"), "header of `data/0` differ"),
     "with another length in its header": (put(LOCAL, 22, b"\x17"), "header of `data/0` differ"),
     "compressed by its header": (put(LOCAL, 8, b"\x08\x00"), "header of `data/0` differ"),
     "with data far away": (put(LOCAL, 28, b"\xff\x7f"), "overlaps its directory"),
     "that goes on": (make_zip_file(ONE_TENSOR) + b"x", "bytes follow its end"),
     "cut short": (make_zip_file(ONE_TENSOR)[:-30], "no directory at its end"),
-    "with a record outside": (make_zip_file(ONE_TENSOR, {"../../x": SIX_FLOATS}), "not a plain path"),
-    "with an absolute record": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS}, "/a"), "not a plain path"),
+    "with a record outside": (
+        make_zip_file(ONE_TENSOR, {"../../x": SIX_FLOATS}),
+        "not a plain path",
+    ),
+    "with an absolute record": (
+        make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS}, "/a"),
+        "not a plain path",
+    ),
     "with a drive": (make_zip_file(ONE_TENSOR, {"a\\b": SIX_FLOATS}), "not a plain path"),
     "without a pickle": (
         make_zip_file(ONE_TENSOR).replace(b"/data.pkl", b"/data.pk1"),
         "0 pickles of tensors, not one",
     ),
-    "of big numbers": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"big"}), "big-endian machine"),
+    "of big numbers": (
+        make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"big"}),
+        "big-endian machine",
+    ),
     "with a long byte order": (
         make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"little" * 9}),
         "54 bytes, the limit is 16",
     ),
-    "of a program": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "code/a.py": b"1"}), "TorchScript"),
+    "of a program": (
+        make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "code/a.py": b"1"}),
+        "TorchScript",
+    ),
 }
 
 
@@ -81,12 +102,16 @@ def test_invalid_archives_are_rejected(tmp_path: Path, content: bytes, why: str)
 
 
 def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
-    two = make_pickle(encode_mapping({"a": encode_tensor(), "b": encode_tensor(storage=encode_storage(key="1"))}))
+    two = make_pickle(
+        encode_mapping({"a": encode_tensor(), "b": encode_tensor(storage=encode_storage(key="1"))})
+    )
     content = make_zip_file(two, {"data/0": SIX_FLOATS, "data/1": SIX_FLOATS})
     assert len(read_content(tmp_path, content).tensors) == 2
     twice = content.replace(b"archive/data/1", b"archive/data/0")
     assert "it has `archive/data/0` twice" in read_error(tmp_path, twice).why
-    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})  # a local header within the data of another record
+    inner = make_zip_file(
+        ONE_TENSOR, {"data/1": SIX_FLOATS}
+    )  # a local header within the data of another record
     header = inner[inner.rfind(LOCAL) : inner.find(ENTRY)]
     outer = make_pickle(
         encode_mapping(
@@ -113,7 +138,9 @@ def test_zip64_archive_is_read(tmp_path: Path) -> None:
     entry[30:32] = struct.pack("<H", len(extra))
     start = content.find(ENTRY)
     directory = content[start:entry_start] + bytes(entry) + extra
-    zip64_end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start)
+    zip64_end = struct.pack(
+        "<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start
+    )
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, start + len(directory), 1)
     end_record = struct.pack("<4s4H2LH", END, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
     large = content[:start] + directory + zip64_end + locator + end_record

@@ -45,17 +45,26 @@ FILES = sorted(FOLDER.glob("*.bin"))
 def test_read_torch_header_matches_golden_files(path: Path) -> None:
     header, content = read_torch_header(path, 7), path.read_bytes()
     expected = TOLD[path.stem.partition("-")[0]]
-    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in header.tensors} == {
+    assert {
+        t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in header.tensors
+    } == {
         key: (tensor["dtype"], tensor["shape"], tensor["bits"]) for key, tensor in expected.items()
     }
     assert {t.file for t in header.tensors} == {7}
     assert [t.offset for t in header.tensors] == sorted(t.offset for t in header.tensors)
-    assert (header.file_name, header.size, header.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
+    assert (header.file_name, header.size, header.mtime_ns) == (
+        path.name,
+        len(content),
+        path.stat().st_mtime_ns,
+    )
 
 
 def test_read_torch_header_returns_byte_strides_of_views() -> None:
     for kind in ("zip", "legacy"):
-        steps = {t.name: t.byte_strides for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors}
+        steps = {
+            t.name: t.byte_strides
+            for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors
+        }
         assert steps == {
             "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
             "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
@@ -73,13 +82,18 @@ def test_non_tensors_are_described() -> None:
 
 def test_non_tensors_are_limited(tmp_path: Path) -> None:
     many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
-    non_tensors = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
+    non_tensors = read_content(
+        tmp_path, make_zip_file(make_pickle(encode_mapping(many)))
+    ).non_tensors
     assert len(non_tensors) == MAX_NON_TENSORS + 1
     assert non_tensors[-1] == "and 28 more"
 
 
 def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:
-    root, other_root = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
+    root, other_root = (
+        encode_mapping({"w": encode_tensor()}),
+        encode_mapping({"v": encode_tensor()}),
+    )
     assert (
         read_content(tmp_path, make_legacy_file(root)).digest
         == read_content(tmp_path, make_legacy_file(root).replace(SIX_FLOATS, bytes(24))).digest
@@ -101,7 +115,11 @@ def test_random_views_match_torch(tmp_path: Path) -> None:
     rng = random.Random(1)
     for turn in range(40):
         base = torch.randint(-99, 99, (rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 5)))
-        base = base.to(rng.choice([torch.float32, torch.bfloat16, torch.int8, torch.float8_e5m2, torch.complex64]))
+        base = base.to(
+            rng.choice(
+                [torch.float32, torch.bfloat16, torch.int8, torch.float8_e5m2, torch.complex64]
+            )
+        )
         state = {"base": base}
         for i in range(6):
             view = rng.choice(list(state.values()))
@@ -121,9 +139,13 @@ def test_random_views_match_torch(tmp_path: Path) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
         content = path.read_bytes()
         tensors = {t.name: t for t in read_torch_header(path, 0).tensors}
-        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in tensors.items()}
+        assert {key: tuple(value.shape) for key, value in state.items()} == {
+            k: t.shape for k, t in tensors.items()
+        }
         assert all(
-            tensor_bytes(tensors[key], content) == bits_of(value) for key, value in state.items() if value.numel()
+            tensor_bytes(tensors[key], content) == bits_of(value)
+            for key, value in state.items()
+            if value.numel()
         )
 
 
@@ -132,11 +154,17 @@ def test_parameters_and_tensors_with_attributes_are_read(tmp_path: Path) -> None
     marked, parameter = torch.arange(3.0), torch.nn.Parameter(torch.ones(2))
     marked.note = parameter.note = "mine"
     torch.save({"marked": marked, "parameter": parameter}, tmp_path / "x.bin")
-    assert [t.name for t in read_torch_header(tmp_path / "x.bin", 0).tensors] == ["marked", "parameter"]
+    assert [t.name for t in read_torch_header(tmp_path / "x.bin", 0).tensors] == [
+        "marked",
+        "parameter",
+    ]
 
 
 NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
-    "quantised": (lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8), "it holds quantised tensors"),
+    "quantised": (
+        lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8),
+        "it holds quantised tensors",
+    ),
     "sparse": (lambda t: t.ones(2, 2).to_sparse(), "it holds sparse tensors"),
     "meta": (lambda t: t.ones(2, device="meta"), "which have no values"),
     "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that is not supported"),
@@ -156,7 +184,11 @@ def test_unsupported_objects_are_rejected_by_name(
     tmp_path: Path, make: Callable[[Any], object], message: str, zipped: bool
 ) -> None:
     torch = pytest.importorskip("torch")
-    torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"w": torch.ones(2), "x": make(torch)},
+        tmp_path / "y.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
     error = read_error(tmp_path, (tmp_path / "y.bin").read_bytes())
     assert message in f"{error.what} {error.why}"
     assert error.hint
@@ -210,7 +242,14 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
 
 def test_select_model_files_and_torch_kind_follow_names() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
-    kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
+    kept = [
+        "training_args.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "config.json",
+        ".hidden.bin",
+    ]
     assert select_model_files([index, single, "x.bin"]) == [index]
     assert select_model_files([single, "x.bin"]) == [single]
     assert select_model_files(["model.pth", *kept]) == ["model.pth"]
@@ -248,13 +287,20 @@ def test_read_torch_folder_orders_shards_by_number(tmp_path: Path) -> None:
         torch_folder = read_torch_folder(tmp_path)
         assert [(t.name, t.file) for t in torch_folder.tensors] == [("b", 0), ("a", 1)]
         assert [path.name[14:19] for path in torch_folder.files] == ["00001", "00002"]
-        index_of(tmp_path, {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"})
+        index_of(
+            tmp_path,
+            {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"},
+        )
 
 
 FOLDERS = {
     "a shard is missing": ({"pytorch_model-00001-of-00002.bin": A}, None, "1 of 2 files"),
     "a shard of the index is missing": ({"x.bin": A}, {"a": "x.bin", "b": "y.bin"}, "1 of 2 files"),
-    "a tensor twice": ({"x-00001-of-00002.bin": A, "x-00002-of-00002.bin": A}, None, "is in two files"),
+    "a tensor twice": (
+        {"x-00001-of-00002.bin": A, "x-00002-of-00002.bin": A},
+        None,
+        "is in two files",
+    ),
     "an index of something else": ({"x.bin": A}, {"b": "x.bin"}, "name different tensors"),
     "an index that leads out": ({"x.bin": A}, {"a": "../x.bin"}, "is not a usable index"),
     "an index of other files": ({"x.bin": A}, {"a": "x.safetensors"}, "is not a usable index"),

@@ -35,7 +35,9 @@ def with_tensor(made: bytes) -> bytes:
 def parameter(depth: int, made: bytes) -> bytes:
     """Return a tensor wrapped in `depth` parameters."""
     for _ in range(depth):
-        made = encode_call("torch._utils._rebuild_parameter", made, b"\x89", encode_call("collections.OrderedDict"))
+        made = encode_call(
+            "torch._utils._rebuild_parameter", made, b"\x89", encode_call("collections.OrderedDict")
+        )
     return made
 
 
@@ -57,7 +59,10 @@ STATES = {
         ),
         "it has `model` twice",
     ),
-    "a tensor in ten parameters": (with_tensor(parameter(10, encode_tensor())), "not built as PyTorch builds a tensor"),
+    "a tensor in ten parameters": (
+        with_tensor(parameter(10, encode_tensor())),
+        "not built as PyTorch builds a tensor",
+    ),
     "a tensor of too many facts": (
         with_tensor(
             encode_call(
@@ -86,17 +91,25 @@ STATES = {
         ),
         "not built as PyTorch builds a tensor",
     ),
-    "a list of tensors": (make_pickle(b"]", encode_tensor(), b"a"), "a list of 1, not tensors by name"),
+    "a list of tensors": (
+        make_pickle(b"]", encode_tensor(), b"a"),
+        "a list of 1, not tensors by name",
+    ),
     "two models": (
         make_pickle(
             encode_mapping(
-                {"model": encode_mapping({"w": encode_tensor()}), "module": encode_mapping({"w": encode_tensor()})}
+                {
+                    "model": encode_mapping({"w": encode_tensor()}),
+                    "module": encode_mapping({"w": encode_tensor()}),
+                }
             )
         ),
         "in `model` and `module`, which",
     ),
     "a model within a model": (
-        make_pickle(encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})),
+        make_pickle(
+            encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})
+        ),
         "in itself and `model`, which",
     ),
     "a model under another name": (
@@ -104,14 +117,25 @@ STATES = {
         "it holds no tensors",
     ),
     "a name twice": (
-        make_pickle(encode_mapping([(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())])),
+        make_pickle(
+            encode_mapping(
+                [(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())]
+            )
+        ),
         "it has `w` twice",
     ),
-    "a name that is a number": (make_pickle(encode_mapping([(encode_int(1), encode_tensor())])), "is not text, but 1"),
+    "a name that is a number": (
+        make_pickle(encode_mapping([(encode_int(1), encode_tensor())])),
+        "is not text, but 1",
+    ),
     "a shape that is a text": (
         with_tensor(
             encode_call(
-                "torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_text("ab"), encode_ints((1,))
+                "torch._utils._rebuild_tensor",
+                encode_storage(),
+                encode_int(0),
+                encode_text("ab"),
+                encode_ints((1,)),
             )
         ),
         "not a list of numbers",
@@ -134,9 +158,18 @@ STATES = {
     ),
     "too many dims": (with_tensor(encode_tensor((1,) * 65, (1,) * 65)), "not a list of numbers"),
     "more strides than dims": (with_tensor(encode_tensor((6,), (1, 1))), "1 dims and 2 strides"),
-    "an overflowing shape": (with_tensor(encode_tensor((2**40, 2**40, 0), (0, 0, 1))), "2^63 bytes or more"),
-    "beyond the storage": (with_tensor(encode_tensor(offset=1)), "reaches to byte 28 of a storage of 24"),
-    "far beyond the storage": (with_tensor(encode_tensor((2, 3), (2**62, 1))), "of a storage of 24"),
+    "an overflowing shape": (
+        with_tensor(encode_tensor((2**40, 2**40, 0), (0, 0, 1))),
+        "2^63 bytes or more",
+    ),
+    "beyond the storage": (
+        with_tensor(encode_tensor(offset=1)),
+        "reaches to byte 28 of a storage of 24",
+    ),
+    "far beyond the storage": (
+        with_tensor(encode_tensor((2, 3), (2**62, 1))),
+        "of a storage of 24",
+    ),
     "no strides at all": (with_tensor(encode_tensor((2, 3), (0, 0))), "expanded view"),
     "an overlap": (with_tensor(encode_tensor((2, 3), (1, 1))), "elements overlap"),
     "a view in pieces": (
@@ -183,18 +216,26 @@ STATES = {
         ),
         "a part of a storage",
     ),
-    "a storage longer than its record": (with_storage(numel=7), "has 24 bytes, its tensors need 28"),
+    "a storage longer than its record": (
+        with_storage(numel=7),
+        "has 24 bytes, its tensors need 28",
+    ),
     "a storage that is not there": (with_storage(key="1"), "no record `data/1`"),
     "a storage outside": (with_storage(key="../data.pkl"), "no record `data/../data.pkl`"),
     "too few arguments": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))),
+        with_tensor(
+            encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))
+        ),
         "as PyTorch builds",
     ),
     "a parameter of nothing": (
         with_tensor(encode_call("torch._utils._rebuild_parameter", encode_int(3))),
         "as PyTorch builds",
     ),
-    "a tensor with a state": (with_tensor(encode_tensor() + encode_mapping({}) + b"b"), "as PyTorch builds"),
+    "a tensor with a state": (
+        with_tensor(encode_tensor() + encode_mapping({}) + b"b"),
+        "as PyTorch builds",
+    ),
     "no dtype": (
         with_tensor(
             encode_call(
@@ -236,16 +277,25 @@ def test_invalid_tensors_are_rejected(tmp_path: Path, pickled: bytes, why: str) 
 
 ROOT = encode_mapping({"w": encode_tensor()})
 TWO = encode_mapping(
-    {"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(kind="torch.HalfStorage", numel=12))}
+    {
+        "w": encode_tensor(),
+        "v": encode_tensor(storage=encode_storage(kind="torch.HalfStorage", numel=12)),
+    }
 )
 LEGACIES = {
     "another magic number": (make_legacy_file(ROOT, magic=5), "not PyTorch's magic number"),
     "another pickle": (make_pickle(encode_int(3)), "not PyTorch's magic number"),
-    "another version": (make_legacy_file(ROOT).replace(b"M\xe9\x03", b"M\xea\x03"), "its version is not 1001"),
+    "another version": (
+        make_legacy_file(ROOT).replace(b"M\xe9\x03", b"M\xea\x03"),
+        "its version is not 1001",
+    ),
     "numbers the other way round": (make_legacy_file(ROOT, little=b"\x89"), "big-endian machine"),
     "a number for True": (make_legacy_file(ROOT, little=encode_int(1)), "big-endian machine"),
     "no storage": (make_legacy_file(ROOT, ()), "differs from the storages of its tensors"),
-    "another storage": (make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]), "differs from the storages of its tensors"),
+    "another storage": (
+        make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]),
+        "differs from the storages of its tensors",
+    ),
     "one storage more": (
         make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]),
         "differs from the storages of its tensors",
@@ -254,13 +304,23 @@ LEGACIES = {
         make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]),
         "differs from the storages of its tensors",
     ),
-    "another length": (make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]), "has 7 elements, its tensors need 6"),
+    "another length": (
+        make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]),
+        "has 7 elements, its tensors need 6",
+    ),
     "a negative length": (make_legacy_file(ROOT, [("0", -6, SIX_FLOATS)]), "has -6 elements"),
     "cut short in a storage": (make_legacy_file(ROOT)[:-1], "cut short in storage `0`"),
-    "cut short before it": (make_legacy_file(ROOT)[: -len(SIX_FLOATS) - 1], "cut short in storage `0`"),
+    "cut short before it": (
+        make_legacy_file(ROOT)[: -len(SIX_FLOATS) - 1],
+        "cut short in storage `0`",
+    ),
     "bytes behind the end": (make_legacy_file(ROOT) + b"x", "the file has"),
     "two lengths of a storage": (
-        make_legacy_file(encode_mapping({"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))})),
+        make_legacy_file(
+            encode_mapping(
+                {"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))}
+            )
+        ),
         "storage `0` has two lengths",
     ),
 }
@@ -281,9 +341,17 @@ def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
 OTHER = {
     "empty": (b"", "x.bin is not a PyTorch file", "it is empty"),
     "zeros": (bytes(100), "x.bin is not a PyTorch file", "starts with 00 00"),
-    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid", "x.bin is a Git LFS pointer", "refers"),
+    "LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid",
+        "x.bin is a Git LFS pointer",
+        "refers",
+    ),
     "web page": (b"<!doctype html>", "x.bin is a web page", "error page"),
-    "safetensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "x.bin is not a PyTorch file", "like a safetensors file"),
+    "safetensors": (
+        b"\x02\x00\x00\x00\x00\x00\x00\x00{}",
+        "x.bin is not a PyTorch file",
+        "like a safetensors file",
+    ),
     "tar": (b"x" * 257 + b"ustar\x00", "x.bin is a tar archive", "before 0.1.10"),
     "ggml": (b"lmgg" + bytes(20), "x.bin is a GGML file", "quantised"),
     "zip of something else": (b"PK\x03\x04", "x.bin is not a usable PyTorch file", "no directory"),
@@ -291,14 +359,20 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("content", "what", "why"), OTHER.values(), ids=OTHER)
-def test_read_torch_header_names_other_formats(tmp_path: Path, content: bytes, what: str, why: str) -> None:
+def test_read_torch_header_names_other_formats(
+    tmp_path: Path, content: bytes, what: str, why: str
+) -> None:
     error = read_error(tmp_path, content)
     assert error.what.startswith(what)
     assert why in error.why
 
 
 def test_special_files_are_rejected(tmp_path: Path) -> None:
-    for make in (lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.symlink_to("nowhere")):
+    for make in (
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("nowhere"),
+    ):
         path = tmp_path / f"{make.__code__.co_firstlineno}{make.__code__.co_consts}.bin"
         make(path)
         with pytest.raises(PrepError):

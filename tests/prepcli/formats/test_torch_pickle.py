@@ -38,7 +38,13 @@ from tests.helpers.pickle_builder import (
 )
 from tests.helpers.slow_cases import slow_except
 
-EXPECTED = {"collections.OrderedDict", "builtins.set", "builtins.complex", "torch._utils._rebuild_tensor_v2", "a.B"}
+EXPECTED = {
+    "collections.OrderedDict",
+    "builtins.set",
+    "builtins.complex",
+    "torch._utils._rebuild_tensor_v2",
+    "a.B",
+}
 FUZZED = 500
 
 
@@ -95,18 +101,24 @@ def test_mappings_and_sets_are_not_constructed() -> None:
 
 def test_read_accepts_python2_strings_and_pair_lists() -> None:
     pair = b"]" + MARK + b"U\x01a" + encode_int(3) + b"e"
-    assert plain(read(make_pickle(encode_call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
+    assert plain(
+        read(make_pickle(encode_call("collections.OrderedDict", b"]" + pair + b"a"))).root
+    ) == {"a": 3}
     assert plain(read(make_pickle(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
 
 
 def test_pickled_calls_are_recorded_and_not_made() -> None:
-    call = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
+    call = read(
+        make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")
+    ).root
     assert isinstance(call, PickledCall)
     assert (call.callee, call.args, plain(call.state)) == (PickledName("a.B"), (3,), {"x": 1})
 
 
 def test_persistent_refs_are_in_order() -> None:
-    unpickled = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
+    unpickled = read(
+        make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e")
+    )
     assert [reference.persistent_id for reference in unpickled.persistent_refs] == ["b", "a"]
     assert isinstance(unpickled.root, list)
     assert all(isinstance(reference, PersistentRef) for reference in unpickled.root)
@@ -130,17 +142,23 @@ PAYLOADS = {
     "GLOBAL and REDUCE": make_pickle(encode_name("os.system"), SYSTEM, b"R"),
     "by another name": make_pickle(encode_name("posix.system"), SYSTEM, b"R"),
     "eval": make_pickle(encode_name("builtins.eval"), encode_tuple(encode_text("1/0")), b"R"),
-    "eval of Python 2": make_pickle(encode_name("__builtin__.eval"), encode_tuple(encode_text("1/0")), b"R"),
+    "eval of Python 2": make_pickle(
+        encode_name("__builtin__.eval"), encode_tuple(encode_text("1/0")), b"R"
+    ),
     "STACK_GLOBAL": make_pickle(encode_text("os"), encode_text("system"), b"\x93", SYSTEM, b"R"),
     "STACK_GLOBAL through what is let in": make_pickle(
         encode_text("collections"), encode_text("OrderedDict.fromkeys"), b"\x93", b")R"
     ),
-    "an attribute of what is let in": make_pickle(encode_text("a"), encode_text("B.__class__"), b"\x93", b")R"),
+    "an attribute of what is let in": make_pickle(
+        encode_text("a"), encode_text("B.__class__"), b"\x93", b")R"
+    ),
     "INST": b"(" + encode_text(f"touch '{OUT}'") + b"ios\nsystem\n.",
     "OBJ": b"(" + encode_name("os.system") + encode_text(f"touch '{OUT}'") + b"o.",
     "NEWOBJ": make_pickle(encode_name("subprocess.Popen"), SYSTEM, b"\x81"),
     "NEWOBJ_EX": make_pickle(encode_name("subprocess.Popen"), SYSTEM, b"}", b"\x92"),
-    "BUILD": make_pickle(b"}", encode_mapping({"__setstate__": encode_name("os.system")}), b"b", SYSTEM, b"b"),
+    "BUILD": make_pickle(
+        b"}", encode_mapping({"__setstate__": encode_name("os.system")}), b"b", SYSTEM, b"b"
+    ),
     "BUILD of a class": make_pickle(encode_name("a.B"), encode_mapping({"x": encode_int(1)}), b"b"),
     "REDUCE of a text": make_pickle(encode_text("os.system"), SYSTEM, b"R"),
     "REDUCE of what was made": make_pickle(encode_call("a.B"), SYSTEM, b"R"),
@@ -149,14 +167,22 @@ PAYLOADS = {
     "EXT4": START + b"\x84\x01\x00\x00\x00.",
     "PERSID": START + b"Pos.system\n.",
     "NEXT_BUFFER": START + b"\x97.",
-    "getattr": make_pickle(encode_name("builtins.getattr"), encode_tuple(encode_text("x"), encode_text("y")), b"R"),
-    "copyreg": make_pickle(encode_name("copyreg._reconstructor"), encode_tuple(encode_name("a.B")), b"R"),
-    "a pickle within": make_pickle(encode_name("torch.storage._load_from_bytes"), encode_tuple(b"C\x01."), b"R"),
+    "getattr": make_pickle(
+        encode_name("builtins.getattr"), encode_tuple(encode_text("x"), encode_text("y")), b"R"
+    ),
+    "copyreg": make_pickle(
+        encode_name("copyreg._reconstructor"), encode_tuple(encode_name("a.B")), b"R"
+    ),
+    "a pickle within": make_pickle(
+        encode_name("torch.storage._load_from_bytes"), encode_tuple(b"C\x01."), b"R"
+    ),
 }
 
 
 @pytest.mark.parametrize("data", PAYLOADS.values(), ids=PAYLOADS)
-def test_payloads_are_rejected_and_not_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_are_rejected_and_not_run(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.__import__", _no_import)
     rejection = reason(data)
@@ -222,7 +248,10 @@ DEEP = 400_000
 BOMBS = {
     "opcodes": START + b"N0" * MAX_OPCODES,
     "mappings": START + b"}" * (MAX_OPCODES + 1),
-    "kept": START + b"N" + b"".join(b"r" + struct.pack("<I", i) for i in range(MAX_OPCODES // 4)) * 5 + b".",
+    "kept": START
+    + b"N"
+    + b"".join(b"r" + struct.pack("<I", i) for i in range(MAX_OPCODES // 4)) * 5
+    + b".",
     "copies of pairs": make_pickle(
         b"]q\x00(" + encode_tuple(b"NN") * 1000 + b"e0",
         (encode_name("collections.OrderedDict") + b"h\x00\x85R0") * 5000,
@@ -240,7 +269,12 @@ def test_pickle_bombs_reach_the_opcode_limit(name: str) -> None:
 NESTED = {
     "tuples": START + b")" + b"\x85" * DEEP + b".",
     "lists": START + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
-    "calls": START + encode_name("a.B") + b"q\x000N" + b"\x85q\x01" + b"0h\x00h\x01R\x85q\x01" * (DEEP // 8) + b".",
+    "calls": START
+    + encode_name("a.B")
+    + b"q\x000N"
+    + b"\x85q\x01"
+    + b"0h\x00h\x01R\x85q\x01" * (DEEP // 8)
+    + b".",
     "a list in itself": START + b"]q\x00h\x00a.",
     "a mapping in itself": START + b"}q\x00K\x01h\x00s.",
     "doubled sharing": START + b"Nq\x00" + b"h\x00h\x00\x86q\x00" * 1000 + b".",
@@ -253,7 +287,9 @@ def test_deeply_nested_pickle_is_read(data: bytes) -> None:
 
 
 SEEDS = [
-    pickle.dumps({"a": [1, 2.5, "x", (None, True)], "b": {"c": b"bytes", "d": {1, 2}}, "e": 2**70}, protocol)
+    pickle.dumps(
+        {"a": [1, 2.5, "x", (None, True)], "b": {"c": b"bytes", "d": {1, 2}}, "e": 2**70}, protocol
+    )
     for protocol in (2, 3, 4, 5)
 ] + [make_pickle(encode_mapping({"w": encode_call("a.B", encode_text("x") + b"Q", encode_int(3))}))]
 
@@ -263,7 +299,11 @@ def test_mutated_pickles_are_read_or_rejected(seed: int) -> None:
     rng = random.Random(seed)
     reasons = set()
     for i in range(FUZZED):
-        reasons.add(reason(mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
+        reasons.add(
+            reason(
+                mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))
+            )
+        )
     assert "" in reasons
     assert len(reasons) > 20
     assert all(message.isprintable() for message in reasons)

@@ -12,11 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.untrusted import list_folder, parse_json, quote_name, read_small_file, stat_file
+from prepcli.formats.untrusted import (
+    list_folder,
+    parse_json,
+    quote_name,
+    read_small_file,
+    stat_file,
+)
 
 no_numbers = st.recursive(
     st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 
@@ -78,7 +86,10 @@ def test_read_small_file_rejects_large_and_special_files(tmp_path: Path) -> None
     assert read_small_file(tmp_path / "a", 3) == b"xyz"
     with pytest.raises(PrepError) as caught:
         read_small_file(tmp_path / "a", 2)
-    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, the limit is 2")
+    assert (caught.value.what, caught.value.why) == (
+        f"{tmp_path / 'a'} is too large",
+        "it has 3 bytes, the limit is 2",
+    )
     for name in ("pipe", "zeros"):
         with pytest.raises(PrepError, match="is not a file"):
             read_small_file(tmp_path / name, 3)

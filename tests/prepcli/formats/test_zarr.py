@@ -21,7 +21,9 @@ SHARDED = StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd", "crc3
 
 
 def version_2(**changes: Any) -> ZarrArray:
-    return parse_zarr_document("w", ZARRAY, json.dumps(document(META, StorageForm()) | changes).encode())
+    return parse_zarr_document(
+        "w", ZARRAY, json.dumps(document(META, StorageForm()) | changes).encode()
+    )
 
 
 def version_3(form: StorageForm = SHARDED, **changes: Any) -> ZarrArray:
@@ -36,7 +38,12 @@ BYTES = codec("bytes", endian="little")
 
 
 def sharding(**changes: Any) -> list[dict[str, Any]]:
-    return [codec("sharding_indexed", **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes})]
+    return [
+        codec(
+            "sharding_indexed",
+            **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes},
+        )
+    ]
 
 
 def test_parse_v3_reads_the_sharding_codec():
@@ -47,7 +54,11 @@ def test_parse_v3_reads_the_sharding_codec():
         "float32",
         ("zstd", "crc32c"),
     )
-    assert (array.stored_chunk_shape, array.stored_grid, array.missing_is_zero) == ((4, 6), (1, 1), True)
+    assert (array.stored_chunk_shape, array.stored_grid, array.missing_is_zero) == (
+        (4, 6),
+        (1, 1),
+        True,
+    )
     assert array.chunk_key((3, 1)) == "c/3/1"
 
 
@@ -67,7 +78,16 @@ def test_chunk_key_follows_its_encoding(encoding: dict[str, Any], keys: list[str
 
 @pytest.mark.parametrize(
     ("fill", "is_zero"),
-    [(None, True), (0, True), (0.0, True), (False, True), (1, False), (-0.0, False), ("0x0", False), (True, False)],
+    [
+        (None, True),
+        (0, True),
+        (0.0, True),
+        (False, True),
+        (1, False),
+        (-0.0, False),
+        ("0x0", False),
+        (True, False),
+    ],
 )
 def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
     assert version_2(fill_value=fill).missing_is_zero == is_zero
@@ -81,15 +101,27 @@ def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
         ({"node_type": "group"}, "the zarr.json of w is broken"),
         ({"shape": [4]}, "the zarr.json of w is broken"),
         ({"chunk_grid": codec("regular", chunk_shape=[0, 3])}, "the zarr.json of w is broken"),
-        ({"chunk_grid": codec("regular", chunk_shape=[1 << 30, 1 << 30])}, "the zarr.json of w is broken"),
-        ({"shape": [1] * 40, "chunk_grid": codec("regular", chunk_shape=[1] * 40)}, "the zarr.json of w is broken"),
+        (
+            {"chunk_grid": codec("regular", chunk_shape=[1 << 30, 1 << 30])},
+            "the zarr.json of w is broken",
+        ),
+        (
+            {"shape": [1] * 40, "chunk_grid": codec("regular", chunk_shape=[1] * 40)},
+            "the zarr.json of w is broken",
+        ),
         ({"chunk_grid": codec("rectilinear")}, "w has the chunk grid `rectilinear`"),
         ({"chunk_grid": 3}, "the zarr.json of w is broken"),
         ({"data_type": "int4"}, "w is `int4`"),
         ({"data_type": {"name": "structured"}}, "w is `{'name': 'structured'}`"),
         ({"storage_transformers": [1]}, "w is stored with storage transformers"),
-        ({"chunk_key_encoding": codec("default", separator="-")}, "the chunks of w are named as `default` with `-`"),
-        ({"chunk_key_encoding": {"name": "base64"}}, "the chunks of w are named as `base64` with `.`"),
+        (
+            {"chunk_key_encoding": codec("default", separator="-")},
+            "the chunks of w are named as `default` with `-`",
+        ),
+        (
+            {"chunk_key_encoding": {"name": "base64"}},
+            "the chunks of w are named as `base64` with `.`",
+        ),
         ({"codecs": []}, "w has no zarr codec; an array must begin with the codec `bytes`"),
         ({"codecs": 3}, "the zarr.json of w is broken"),
         ({"codecs": [{}]}, "the zarr.json of w is broken"),
@@ -124,16 +156,24 @@ def test_unsupported_v3_documents_are_rejected(changes: dict[str, Any], what: st
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 1 << 70), st.floats(), st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=6,
 )
-WORDS = st.sampled_from(["zstd", "bytes", "crc32c", "sharding_indexed", "gzip", "default", "v2", "regular", "/", "."])
+WORDS = st.sampled_from(
+    ["zstd", "bytes", "crc32c", "sharding_indexed", "gzip", "default", "v2", "regular", "/", "."]
+)
 
 
 def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a document."""
     inside = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document)
+        if isinstance(document, list)
+        else ()
     )
     return [path, *(spot for key, value in inside for spot in spots(value, (*path, key)))]
 
@@ -149,14 +189,23 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize("count", slow_except((150, 1500), (150,)))
 def test_changed_documents_are_rejected_or_parsed(count: int):
     @settings(max_examples=count, deadline=None)
-    @given(data=st.data(), form=st.sampled_from([StorageForm(codec_names=("zstd",)), SHARDED, StorageForm(zarr3=True)]))
+    @given(
+        data=st.data(),
+        form=st.sampled_from(
+            [StorageForm(codec_names=("zstd",)), SHARDED, StorageForm(zarr3=True)]
+        ),
+    )
     def check(data: st.DataObject, form: StorageForm):
         changed = json.loads(json.dumps(document(META, form)))
         for _ in range(data.draw(st.integers(1, 3))):
             spot = data.draw(st.sampled_from(spots(changed)))
-            changed = replaced(changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES]))))
+            changed = replaced(
+                changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES])))
+            )
         with contextlib.suppress(PrepError):
-            array = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
+            array = parse_zarr_document(
+                "w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode()
+            )
             assert len(array.shape) == len(array.chunk_shape) == len(array.stored_grid)
             assert all(n > 0 for n in array.chunk_shape)
             assert array.chunk_key((0,) * len(array.shape))

@@ -20,7 +20,9 @@ def lines(*entries: TensorEntry) -> list[str]:
 
 
 def test_tree_sums_sizes_and_joins_single_children() -> None:
-    rows = lines(entry("model.embed.weight", 3, 4), entry("model.norm.weight", 4), entry("head.weight", 3, 4))
+    rows = lines(
+        entry("model.embed.weight", 3, 4), entry("model.norm.weight", 4), entry("head.weight", 3, 4)
+    )
     assert rows == [
         "model | 64 bytes",
         "  embed.weight | [3, 4] | float32 | 48 bytes",
@@ -39,7 +41,9 @@ def test_tree_merges_equal_layers_in_any_order() -> None:
 
 
 def test_tree_separates_layers_of_another_shape_or_dtype() -> None:
-    rows = lines(entry("h.0.w", 2), entry("h.1.w", 2), entry("h.2.w", 3), entry("h.3.w", 2, dtype="int32"))
+    rows = lines(
+        entry("h.0.w", 2), entry("h.1.w", 2), entry("h.2.w", 3), entry("h.3.w", 2, dtype="int32")
+    )
     assert rows == [
         "h | 36 bytes",
         "  {0,1}.w | 2 x [2] | float32 | 16 bytes".replace("0,1", "0..1"),
@@ -89,7 +93,9 @@ def test_tree_fields_nest_leaves_in_branches() -> None:
     }
 
 
-NAMES = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", ""]), min_size=1, max_size=4).map(".".join)
+NAMES = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", ""]), min_size=1, max_size=4).map(
+    ".".join
+)
 
 
 @given(st.dictionaries(NAMES, st.integers(0, 3), max_size=12))
@@ -109,7 +115,12 @@ def expand_names(node: TreeNode, before: str) -> list[str]:
     return (
         names
         if node.dtype
-        else [full for name in names for child in node.children for full in expand_names(child, f"{name}.")]
+        else [
+            full
+            for name in names
+            for child in node.children
+            for full in expand_names(child, f"{name}.")
+        ]
     )
 
 
@@ -119,6 +130,8 @@ def expand_label(name: str) -> list[str]:
         return [name]
     runs, _, tail = rest.partition("}")
     numbers = [
-        n for run in runs.split(",") for n in range(int(run.split("..")[0]), int(re.split(r"\.\.", run)[-1]) + 1)
+        n
+        for run in runs.split(",")
+        for n in range(int(run.split("..")[0]), int(re.split(r"\.\.", run)[-1]) + 1)
     ]
     return [f"{head}{n}{end}" for n in numbers for end in expand_label(tail)]

@@ -8,7 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from prepcli.inspection.run_metrics import MAX_CURVES, MAX_MEDIAN_VALUES, EvenSample, RunMetrics, RunningCurve
+from prepcli.inspection.run_metrics import (
+    MAX_CURVES,
+    MAX_MEDIAN_VALUES,
+    EvenSample,
+    RunMetrics,
+    RunningCurve,
+)
 
 
 def test_short_curve_is_exact():
@@ -56,7 +62,9 @@ def test_even_sample_has_equal_distances(num_items: int):
 
 def test_median_of_a_long_run_is_close():
     speeds = np.random.default_rng(0).normal(1000, 10, 3 * MAX_MEDIAN_VALUES)
-    metrics = RunMetrics.of({"step": step, "mfu": speed} for step, speed in enumerate(speeds.tolist()))
+    metrics = RunMetrics.of(
+        {"step": step, "mfu": speed} for step, speed in enumerate(speeds.tolist())
+    )
     assert np.median(metrics.median_values("mfu")) == pytest.approx(np.median(speeds), rel=1e-3)
 
 
@@ -68,7 +76,9 @@ def test_best_loss_is_of_the_last_number_of_tokens():
 
 
 def test_hostile_metrics_are_bounded():
-    metrics = RunMetrics.of({"step": step, f"name{step}": 1, "x" * 1000: 1} for step in range(2 * MAX_CURVES))
+    metrics = RunMetrics.of(
+        {"step": step, f"name{step}": 1, "x" * 1000: 1} for step in range(2 * MAX_CURVES)
+    )
     assert len(metrics.curves) == MAX_CURVES
     for number in range(1000):
         metrics.add({"step": 1, "eval_loss": 1.0, "eval_tokens": number})

@@ -16,7 +16,9 @@ from trainer.models.rule_text import merge_rules
 from trainer.models.rules import PARAM_RULES
 
 
-def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=PARAM_RULES, name="leaf") -> list[str]:
+def draw_lines(
+    dims: str, shape, mesh: str, dtype="float32", rules=PARAM_RULES, name="leaf"
+) -> list[str]:
     grid = parse_mesh(mesh)
     leaf_spec = partition_spec([(dim,) for dim in dims.split()], shape, grid, rules)
     return draw_shard_map(name, shape, dtype, leaf_spec, grid).split("\n")
@@ -43,7 +45,9 @@ def test_draw_shows_the_first_and_last_of_many_columns():
     lines = draw_lines("vocab embed", (32000, 5120), "1,64,4", "bfloat16")
     assert lines[2] == " 0:80                 × 62                 5040:5120"
     assert lines[4] == "│ 0                  │ …                  │ 252                │  0:8000"
-    assert lines[-2] == "│ 3                  │ …                  │ 255                │  24000:32000"
+    assert (
+        lines[-2] == "│ 3                  │ …                  │ 255                │  24000:32000"
+    )
 
 
 def test_draw_omits_rows_between_first_and_last():
@@ -76,8 +80,13 @@ def test_draw_shows_copies_and_names_whole_dims():
 
 
 def test_draw_omits_columns_without_room_for_ranges():
-    assert draw_lines("norm embed", (8, 4096), "1,8,1")[2] == " 0:512                × 6                  3584:4096"
-    assert draw_lines("norm embed", (8, 800), "1,8,1")[2].split() == [f"{i * 100}:{i * 100 + 100}" for i in range(8)]
+    assert (
+        draw_lines("norm embed", (8, 4096), "1,8,1")[2]
+        == " 0:512                × 6                  3584:4096"
+    )
+    assert draw_lines("norm embed", (8, 800), "1,8,1")[2].split() == [
+        f"{i * 100}:{i * 100 + 100}" for i in range(8)
+    ]
 
 
 def test_draw_never_omits_one_of_two_parts():
@@ -101,7 +110,11 @@ def test_draw_shows_a_lone_last_dim_horizontally():
 def test_draw_shows_an_unpartitioned_leaf_as_one_cell(dims, shape):
     lines = draw_lines(dims, shape, "2,4,8")
     assert lines[0].endswith("per device, 64 copies")
-    assert lines[1:] == ["┌────────────────────┐", "│ 0-63               │", "└────────────────────┘"]
+    assert lines[1:] == [
+        "┌────────────────────┐",
+        "│ 0-63               │",
+        "└────────────────────┘",
+    ]
 
 
 def test_draw_counts_devices_that_do_not_fit_a_cell():
@@ -110,24 +123,41 @@ def test_draw_counts_devices_that_do_not_fit_a_cell():
 
 
 def test_draw_shows_the_first_part_of_a_third_dim():
-    lines = draw_lines("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]).params)
+    lines = draw_lines(
+        "experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]).params
+    )
     assert lines[1] == "mlp down; embed across; experts in 2 parts over dp, this is 0:4"
-    assert [int(n) for line in lines[4::2] for n in re.findall(r"│ (\d+) ", line)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert [int(n) for line in lines[4::2] for n in re.findall(r"│ (\d+) ", line)] == [
+        0,
+        2,
+        4,
+        6,
+        1,
+        3,
+        5,
+        7,
+    ]
 
 
 @given(
     st.text("abcdefgh.", min_size=1, max_size=120),
-    st.tuples(*[st.sampled_from([1, 2, 3, 8, 64, 256])] * 3).filter(lambda sizes: math.prod(sizes) <= 2048),
+    st.tuples(*[st.sampled_from([1, 2, 3, 8, 64, 256])] * 3).filter(
+        lambda sizes: math.prod(sizes) <= 2048
+    ),
     st.lists(st.integers(1, 10**9), min_size=3, max_size=3),
     st.sampled_from(["vocab embed", "layers heads embed", "experts mlp embed"]),
 )
 def test_draw_fits_80_columns_with_aligned_rows(name, sizes, multiples, dims):
     shape = tuple(m * 768 for m in multiples[: len(dims.split())])
-    lines = draw_lines(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]).params, name=name)
+    lines = draw_lines(
+        dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]).params, name=name
+    )
     assert all(0 < len(line) <= 80 for line in lines)
     frame = [line for line in lines if line[0] in "┌├└"]
     rows = [line for line in lines if line[0] == "│"]
-    assert {len(line) for line in frame} == {line.rindex("│") + 1 for line in rows} == {len(frame[0])}
+    assert (
+        {len(line) for line in frame} == {line.rindex("│") + 1 for line in rows} == {len(frame[0])}
+    )
     assert len(rows) * (rows[0].count("│") - 1) <= 64
 
 

@@ -74,9 +74,16 @@ def grids(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
     run_nbytes=st.sampled_from([8, 24, 1 << 20]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_stats_of_chunked_arrays_match_numpy(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, dtype, grid, run_nbytes, seed
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype,
+    grid,
+    run_nbytes,
+    seed,
 ) -> None:
     monkeypatch.setattr(module, "RUN_NBYTES", run_nbytes)
     shape, chunk = grid
@@ -87,7 +94,11 @@ def test_stats_of_chunked_arrays_match_numpy(
     actual, read_nbytes = measure(contents, contents.entries[0])
     assert_same(actual, array)
     counts = [-(-extent // length) for extent, length in zip(shape, chunk)]
-    assert read_nbytes == stored_nbytes(contents.entries[0]) == math.prod(counts) * math.prod(chunk) * array.itemsize
+    assert (
+        read_nbytes
+        == stored_nbytes(contents.entries[0])
+        == math.prod(counts) * math.prod(chunk) * array.itemsize
+    )
 
 
 SPECIAL = {
@@ -95,7 +106,17 @@ SPECIAL = {
     "bfloat16": [3e38, -3e38, 1e-40, 0.0, -0.0, math.nan, math.inf, -math.inf, math.inf],
     "float32": [3e38, 3e38, 3e38, 1e-45, -0.0, math.nan, -math.nan, -math.inf, math.inf],
     "float64": [1e300, -1e-300, 5e-324, 0.0, -0.0, math.nan, math.inf, -math.inf, 2],
-    "complex64": [1 + 2j, 0, complex(math.nan, 0), complex(math.inf, math.nan), complex(0, math.inf), -0.0, 1, 2, 3],
+    "complex64": [
+        1 + 2j,
+        0,
+        complex(math.nan, 0),
+        complex(math.inf, math.nan),
+        complex(0, math.inf),
+        -0.0,
+        1,
+        2,
+        3,
+    ],
     "float8_e4m3fn": [448, -448, 2**-9, 0.0, -0.0, math.nan, math.nan, 1, 2],
     "float8_e5m2": [57344, -57344, 2**-16, 0.0, -0.0, math.nan, math.inf, -math.inf, 2],
     "float8_e8m0fnu": [2.0**127, 2.0**-127, 1, 2, 4, math.nan, math.nan, 8, 16],
@@ -121,8 +142,12 @@ def test_mean_beyond_float64_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "special"), [((0, 3), 0), ((4,), 4)])
-def test_stats_without_finite_values_are_none(tmp_path: Path, shape: tuple[int, ...], special: int) -> None:
-    write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}})
+def test_stats_without_finite_values_are_none(
+    tmp_path: Path, shape: tuple[int, ...], special: int
+) -> None:
+    write_hf_folder(
+        tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}}
+    )
     contents = contents_of(tmp_path / "model")
     assert measure(contents, contents.entries[0])[0] == TensorStats(None, None, None, special, 0, 0)
 
@@ -130,7 +155,9 @@ def test_stats_without_finite_values_are_none(tmp_path: Path, shape: tuple[int, 
 def test_stats_of_packed_dtypes_are_none(tmp_path: Path) -> None:
     assert "F4" in DTYPE_CODES.values()
     header = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x12\x34")
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\x12\x34"
+    )
     contents = contents_of(tmp_path)
     assert measure(contents, contents.entries[0]) == (None, 0)
     assert stored_nbytes(contents.entries[0]) == 0

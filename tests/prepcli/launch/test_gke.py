@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest
+from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.scripts import install_recorders, run_script, texts, words
-
-yaml = pytest.importorskip("yaml")
 
 JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=7)
 
@@ -27,7 +26,9 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def documents(job: LaunchJob, options: GkeOptions, recipe_text: str = "seed = 1\n") -> tuple[Any, Any]:
+def documents(
+    job: LaunchJob, options: GkeOptions, recipe_text: str = "seed = 1\n"
+) -> tuple[Any, Any]:
     """Return the ConfigMap and the JobSet."""
     config_map, job_set = yaml.safe_load_all(gke_manifest(job, options, recipe_text=recipe_text))
     return config_map, job_set
@@ -41,14 +42,23 @@ def test_gke_manifest_restarts_stopped_pods_only():
     _, job_set = documents(JOB, GkeOptions(image="image", nodes=2))
     assert job_set["spec"]["failurePolicy"] == {
         "maxRestarts": 7,
-        "rules": [{"name": "endAfterError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+        "rules": [
+            {
+                "name": "endAfterError",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            }
+        ],
     }
     pods = pods_of(job_set)
     assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
     assert pods["backoffLimit"] == 0
     assert pods["podFailurePolicy"]["rules"] == [
         {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"containerName": "prep", "operator": "In", "values": [1, 2]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "prep", "operator": "In", "values": [1, 2]},
+        },
     ]
     assert pods["template"]["spec"]["restartPolicy"] == "Never"
 
@@ -57,15 +67,29 @@ def test_gke_manifest_restarts_stopped_pods_only():
     ("accelerator", "topology", "device", "selector"),
     [
         ("nvidia-h100-80gb", None, "nvidia.com/gpu", {"accelerator": "nvidia-h100-80gb"}),
-        ("tpu-v5p-slice", "4x4x4", "google.com/tpu", {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "4x4x4"}),
+        (
+            "tpu-v5p-slice",
+            "4x4x4",
+            "google.com/tpu",
+            {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "4x4x4"},
+        ),
     ],
 )
-def test_gke_manifest_selects_nodes(accelerator: str, topology: str | None, device: str, selector: dict[str, str]):
+def test_gke_manifest_selects_nodes(
+    accelerator: str, topology: str | None, device: str, selector: dict[str, str]
+):
     options = GkeOptions(
-        image="image", devices_per_node=4, accelerator=accelerator, topology=topology, cpus=8, mem="1Gi"
+        image="image",
+        devices_per_node=4,
+        accelerator=accelerator,
+        topology=topology,
+        cpus=8,
+        mem="1Gi",
     )
     pod = pods_of(documents(JOB, options)[1])["template"]["spec"]
-    assert pod["nodeSelector"] == {f"cloud.google.com/gke-{key}": value for key, value in selector.items()}
+    assert pod["nodeSelector"] == {
+        f"cloud.google.com/gke-{key}": value for key, value in selector.items()
+    }
     limits = {device: "4", "cpu": "8", "memory": "1Gi"}
     assert pod["containers"][0]["resources"] == {"requests": limits, "limits": limits}
 
@@ -82,34 +106,57 @@ def test_gke_manifest_mounts_the_files_and_the_claim():
     assert [mount["name"] for mount in container["volumeMounts"]] == ["files", "work"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(recipe_text=texts, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    recipe_text=texts, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3)
+)
 def test_gke_start_script_passes_on_every_value(
     recorders: Path, recipe_text: str, train_words: list[str], values: list[str]
 ):
     env = {f"V{number}": value for number, value in enumerate(values)}
-    job = LaunchJob(recipe="r/my run.toml", name="run", train_words=tuple(train_words), env=tuple(env.items()))
+    job = LaunchJob(
+        recipe="r/my run.toml", name="run", train_words=tuple(train_words), env=tuple(env.items())
+    )
     config_map, _ = documents(job, GkeOptions(image="image", nodes=3), recipe_text)
     assert config_map["data"]["my-run.toml"] == recipe_text
     done = run_script(config_map["data"]["start.sh"], recorders, JOB_COMPLETION_INDEX="2")
     assert done.words_of("prep") == [["train", f"{FILES_FOLDER}/my-run.toml", *train_words]]
-    place = {"JAX_COORDINATOR_ADDRESS": "run-train-0-0.run:11111", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    place = {
+        "JAX_COORDINATOR_ADDRESS": "run-train-0-0.run:11111",
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": "2",
+    }
     assert done.variables_of("prep").items() >= (place | env).items()
 
 
 def test_gke_pods_of_gpus_are_on_nodes_of_their_own():
-    pod = pods_of(documents(JOB, GkeOptions(image="image", nodes=2, devices_per_node=4))[1])["template"]["spec"]
+    pod = pods_of(documents(JOB, GkeOptions(image="image", nodes=2, devices_per_node=4))[1])[
+        "template"
+    ]["spec"]
     (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "llama-13b"}}
 
 
-@pytest.mark.parametrize(("slice_index", "pod_index", "process"), [(0, 0, 0), (0, 3, 3), (1, 0, 4), (2, 3, 11)])
-def test_gke_slices_are_jobs_with_numbered_processes(recorders: Path, slice_index: int, pod_index: int, process: int):
+@pytest.mark.parametrize(
+    ("slice_index", "pod_index", "process"), [(0, 0, 0), (0, 3, 3), (1, 0, 4), (2, 3, 11)]
+)
+def test_gke_slices_are_jobs_with_numbered_processes(
+    recorders: Path, slice_index: int, pod_index: int, process: int
+):
     options = GkeOptions(
-        image="image", nodes=12, devices_per_node=4, accelerator="tpu-v5p-slice", topology="2x2x4", claim="runs"
+        image="image",
+        nodes=12,
+        devices_per_node=4,
+        accelerator="tpu-v5p-slice",
+        topology="2x2x4",
+        claim="runs",
     )
-    config_map, job_set = yaml.safe_load_all(gke_manifest(JOB, options, recipe_text="seed = 1\n", num_slices=3))
+    config_map, job_set = yaml.safe_load_all(
+        gke_manifest(JOB, options, recipe_text="seed = 1\n", num_slices=3)
+    )
     (jobs,) = job_set["spec"]["replicatedJobs"]
     pods = jobs["template"]["spec"]
     assert (jobs["replicas"], pods["parallelism"], pods["completions"]) == (3, 4, 4)
@@ -119,7 +166,10 @@ def test_gke_slices_are_jobs_with_numbered_processes(recorders: Path, slice_inde
     (variable,) = pods["template"]["spec"]["containers"][0]["env"]
     assert variable["name"] == "JOB_INDEX"
     done = run_script(
-        config_map["data"]["start.sh"], recorders, JOB_INDEX=str(slice_index), JOB_COMPLETION_INDEX=str(pod_index)
+        config_map["data"]["start.sh"],
+        recorders,
+        JOB_INDEX=str(slice_index),
+        JOB_COMPLETION_INDEX=str(pod_index),
     )
     place = {
         "JAX_COORDINATOR_ADDRESS": "llama-13b-train-0-0.llama-13b:11111",
@@ -132,7 +182,17 @@ def test_gke_slices_are_jobs_with_numbered_processes(recorders: Path, slice_inde
 @pytest.mark.parametrize(
     ("options", "num_slices"),
     [
-        (GkeOptions(image="image", nodes=2, devices_per_node=8, accelerator="nvidia-l4", cpus=96, mem="1.5Ti"), 1),
+        (
+            GkeOptions(
+                image="image",
+                nodes=2,
+                devices_per_node=8,
+                accelerator="nvidia-l4",
+                cpus=96,
+                mem="1.5Ti",
+            ),
+            1,
+        ),
         (
             GkeOptions(
                 image="image",
@@ -148,9 +208,12 @@ def test_gke_slices_are_jobs_with_numbered_processes(recorders: Path, slice_inde
 )
 def test_gke_manifest_has_the_schema_of_kubernetes(options: GkeOptions, num_slices: int):
     job = LaunchJob(recipe="r.toml", name=40 * "a", max_restarts=0)
-    config_map, job_set = yaml.safe_load_all(gke_manifest(job, options, recipe_text="\n", num_slices=num_slices))
+    config_map, job_set = yaml.safe_load_all(
+        gke_manifest(job, options, recipe_text="\n", num_slices=num_slices)
+    )
     ConfigMap.model_validate(config_map)
     JobSet.model_validate(job_set)
+    assert (config_map["kind"], job_set["kind"]) == ("ConfigMap", "JobSet")
 
 
 @pytest.mark.parametrize("key", ["name", "action", "onJobFailureReasons"])
@@ -161,3 +224,37 @@ def test_the_schema_rejects_an_incomplete_rule(key: str):
     del job_set["spec"]["failurePolicy"]["rules"][0][key]
     with pytest.raises(ValidationError, match=key):
         JobSet.model_validate(job_set)
+
+
+any_text = st.one_of(
+    texts,
+    texts.map("{}\n".format),
+    st.sampled_from(["yes", "y", "1", "1e3", "~", "a: b", "a\n\n b\n", "\ta\n", "a\x85b\n"]),
+)
+values = st.recursive(
+    st.one_of(any_text, st.integers(), st.booleans()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(any_text, inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(any_text, values, min_size=1, max_size=3))
+def test_yaml_text_reads_back_as_the_value(value: dict[str, object]):
+    assert list(yaml.safe_load_all(yaml_text([value, value]))) == [value, value]
+
+
+def test_yaml_text_is_in_block_style_with_quoted_values():
+    shared = {"cpu": "8"}
+    text = yaml_text(
+        [
+            {"a1": [{"b1": 1, "y": "x y"}, "1e3"], "script": "set -e\n\nexec prep\n", "e1": {}},
+            {"requests": shared, "limits": shared, "null": "é" * 200},
+        ]
+    )
+    long = "é" * 200
+    assert text == (
+        'a1:\n- b1: 1\n  "y": "x y"\n- "1e3"\nscript: |\n  set -e\n\n  exec prep\ne1: {}\n'
+        f'---\nrequests:\n  cpu: "8"\nlimits:\n  cpu: "8"\n\'null\': "{long}"\n'
+    )

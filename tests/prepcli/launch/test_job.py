@@ -44,7 +44,8 @@ def test_check_label_hint_is_a_valid_label(name: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "label"), [("LLaMA 13B", "llama-13b"), ("32k", "prep-32k"), ("a" * 39 + "-b", "a" * 39), ("日", "prep")]
+    ("text", "label"),
+    [("LLaMA 13B", "llama-13b"), ("32k", "prep-32k"), ("a" * 39 + "-b", "a" * 39), ("日", "prep")],
 )
 def test_as_label_keeps_letters_and_digits(text: str, label: str):
     assert as_label(text) == label

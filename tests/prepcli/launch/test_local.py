@@ -43,14 +43,18 @@ def watch(
 ) -> tuple[str | PrepError, list[tuple[int, str]]]:
     """Run scripts to their end; return the result or the error, and the lines."""
     lines: list[tuple[int, str]] = []
-    watcher = ProcessWatcher(start(*scripts), lambda index, line: lines.append((index, line)), poll_signal, grace_s)
+    watcher = ProcessWatcher(
+        start(*scripts), lambda index, line: lines.append((index, line)), poll_signal, grace_s
+    )
     try:
         return watcher.wait(), lines
     except PrepError as error:
         return error, lines
 
 
-def failure(*scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0) -> PrepError:
+def failure(
+    *scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0
+) -> PrepError:
     """Run scripts of which one fails, and return the error."""
     result, _ = watch(*scripts, poll_signal=poll_signal, grace_s=grace_s)
     assert isinstance(result, PrepError)
@@ -115,7 +119,9 @@ def test_a_killed_process_is_named_and_the_run_can_resume():
     assert lines == [(1, "process 1 was killed by SIGKILL; the others stop")]
 
 
-@pytest.mark.parametrize("survivor", ["raise SystemExit(75)", "raise SystemExit(1)", "import os; os.abort()"])
+@pytest.mark.parametrize(
+    "survivor", ["raise SystemExit(75)", "raise SystemExit(1)", "import os; os.abort()"]
+)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_the_cause_of_the_others(victim: int, survivor: str, tmp_path: Path):
     """Both ends may be seen at once, in any order."""
@@ -129,7 +135,10 @@ def test_a_killed_process_is_the_cause_of_the_others(victim: int, survivor: str,
         process.wait()
     with pytest.raises(PrepError) as caught:
         ProcessWatcher(processes, lambda *_: None, lambda: "", 3600.0).wait()
-    assert (caught.value.what, caught.value.code) == (f"process {victim} was killed by SIGKILL", STOPPED)
+    assert (caught.value.what, caught.value.code) == (
+        f"process {victim} was killed by SIGKILL",
+        STOPPED,
+    )
 
 
 def test_survivors_report_a_lost_process_within_their_grace(tmp_path: Path):
@@ -158,7 +167,10 @@ def test_signal_reaches_all_processes():
     lines: list[tuple[int, str]] = []
     processes = start(STOP_AT_SIGNAL, STOP_AT_SIGNAL)
     watcher = ProcessWatcher(
-        processes, lambda *line: lines.append(line), lambda: "SIGTERM" if len(lines) == 2 else "", 3600.0
+        processes,
+        lambda *line: lines.append(line),
+        lambda: "SIGTERM" if len(lines) == 2 else "",
+        3600.0,
     )
     with pytest.raises(PrepError, match="stopped by SIGTERM") as caught:
         watcher.wait()
@@ -168,10 +180,15 @@ def test_signal_reaches_all_processes():
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", STOPPED), ("SIGINT", INTERRUPTED)])
 def test_signal_before_the_start_of_prep_counts_as_a_stop(name: str, code: int):
-    script = STOP_AT_SIGNAL.replace("signal.SIGTERM, lambda *_: sys.exit(75)", f"signal.{name}, signal.SIG_DFL")
+    script = STOP_AT_SIGNAL.replace(
+        "signal.SIGTERM, lambda *_: sys.exit(75)", f"signal.{name}, signal.SIG_DFL"
+    )
     lines: list[str] = []
     watcher = ProcessWatcher(
-        start(script, script), lambda _, line: lines.append(line), lambda: name if len(lines) == 2 else "", 3600.0
+        start(script, script),
+        lambda _, line: lines.append(line),
+        lambda: name if len(lines) == 2 else "",
+        3600.0,
     )
     with pytest.raises(PrepError) as caught:
         watcher.wait()

@@ -80,7 +80,9 @@ def test_slurm_script_has_every_option():
     assert slurm_script(job, options) == SCRIPT
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     recipe=lines,
     train_words=st.lists(words, max_size=3),
@@ -92,8 +94,12 @@ def test_slurm_script_passes_on_every_value(
 ):
     env = {f"V{number}": value for number, value in enumerate(values)}
     name, partition, module = options
-    job = LaunchJob(recipe=recipe, name=name, train_words=tuple(train_words), env=tuple(env.items()))
-    done = run_script(slurm_script(job, SlurmOptions(partition=partition, modules=(module,))), recorders)
+    job = LaunchJob(
+        recipe=recipe, name=name, train_words=tuple(train_words), env=tuple(env.items())
+    )
+    done = run_script(
+        slurm_script(job, SlurmOptions(partition=partition, modules=(module,))), recorders
+    )
     assert done.code == 0
     assert done.words_of("prep") == [["train", recipe, *train_words]]
     assert done.words_of("module") == [["load", module]]
@@ -108,7 +114,9 @@ def test_slurm_script_passes_on_every_value(
         *((75, restarts, restarts != "3") for restarts in ("", "2", "3")),
     ],
 )
-def test_slurm_script_requeues_stopped_and_killed_runs(recorders: Path, code: int, restarts: str, is_requeued: bool):
+def test_slurm_script_requeues_stopped_and_killed_runs(
+    recorders: Path, code: int, restarts: str, is_requeued: bool
+):
     env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
     done = run_script(slurm_script(JOB, SlurmOptions()), recorders, codes={"prep": [code]}, **env)
     assert done.code == code
@@ -123,7 +131,13 @@ def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("a b", '"a b"'), ('"', r'"\""'), ("a\\b", r'"a\\b"'), ("#", r'"\#"'), ("x-%j_1.log", "x-%j_1.log")],
+    [
+        ("a b", '"a b"'),
+        ('"', r'"\""'),
+        ("a\\b", r'"a\\b"'),
+        ("#", r'"\#"'),
+        ("x-%j_1.log", "x-%j_1.log"),
+    ],
 )
 def test_slurm_script_quotes_directives_as_sbatch_reads_them(value: str, text: str):
     assert f"#SBATCH --account={text}\n" in slurm_script(JOB, SlurmOptions(account=value))
@@ -131,7 +145,11 @@ def test_slurm_script_quotes_directives_as_sbatch_reads_them(value: str, text: s
 
 @pytest.mark.parametrize(
     "options",
-    [SlurmOptions(mem="1G\n#"), SlurmOptions(modules=("a\nb",)), SlurmOptions(directives=("--qos=a\nrm",))],
+    [
+        SlurmOptions(mem="1G\n#"),
+        SlurmOptions(modules=("a\nb",)),
+        SlurmOptions(directives=("--qos=a\nrm",)),
+    ],
 )
 def test_slurm_script_rejects_line_breaks(options: SlurmOptions):
     with pytest.raises(UsageError, match="more than one line"):

@@ -47,11 +47,17 @@ def test_tpu_script_uses_an_existing_tpu(recorders: Path):
     assert not [call for call in done.words_of("gcloud") if "create" in call]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(name=lines, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3))
-def test_tpu_script_passes_on_every_value(recorders: Path, name: str, train_words: list[str], values: list[str]):
+def test_tpu_script_passes_on_every_value(
+    recorders: Path, name: str, train_words: list[str], values: list[str]
+):
     env = {f"V{number}": value for number, value in enumerate(values)}
-    job = LaunchJob(recipe=f"r/{name}.toml", name="run", train_words=tuple(train_words), env=tuple(env.items()))
+    job = LaunchJob(
+        recipe=f"r/{name}.toml", name="run", train_words=tuple(train_words), env=tuple(env.items())
+    )
     done = run_script(tpu_script(job, OPTIONS), recorders)
     recipe = PurePosixPath(job.recipe)
     assert done.code == 0
@@ -62,9 +68,12 @@ def test_tpu_script_passes_on_every_value(recorders: Path, name: str, train_word
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "starts"), [([75, 0], 0, 2), ([75, 75, 75, 75], 75, 3), ([1], 1, 1), ([137, 130], 130, 2)]
+    ("codes", "code", "starts"),
+    [([75, 0], 0, 2), ([75, 75, 75, 75], 75, 3), ([1], 1, 1), ([137, 130], 130, 2)],
 )
-def test_tpu_host_starts_again_after_a_stop_or_a_kill(recorders: Path, codes: list[int], code: int, starts: int):
+def test_tpu_host_starts_again_after_a_stop_or_a_kill(
+    recorders: Path, codes: list[int], code: int, starts: int
+):
     done = run_script(tpu_script(JOB, OPTIONS), recorders, codes={"prep": codes})
     assert (done.code, len(done.words_of("prep"))) == (code, starts)
 

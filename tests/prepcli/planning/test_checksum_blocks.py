@@ -15,7 +15,11 @@ from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
 CHUNKS = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 
 
-@given(chunk=CHUNKS, dtype=st.sampled_from(["int8", "float16", "float64"]), block_nbytes=st.integers(8, 200))
+@given(
+    chunk=CHUNKS,
+    dtype=st.sampled_from(["int8", "float16", "float64"]),
+    block_nbytes=st.integers(8, 200),
+)
 def test_blocks_tile_a_chunk(chunk: tuple[int, ...], dtype: str, block_nbytes: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block_nbytes)
@@ -28,19 +32,32 @@ def test_blocks_tile_a_chunk(chunk: tuple[int, ...], dtype: str, block_nbytes: i
 
 
 @given(chunk=CHUNKS, block_nbytes=st.integers(8, 200), data=st.data())
-def test_overlapping_returns_overlapping_blocks(chunk: tuple[int, ...], block_nbytes: int, data: st.DataObject):
+def test_overlapping_returns_overlapping_blocks(
+    chunk: tuple[int, ...], block_nbytes: int, data: st.DataObject
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block_nbytes)
         chunk_split = chunk_blocks(chunk, "float32")
     low = data.draw(st.integers(0, chunk_split.chunk_nbytes - 1))
     high = data.draw(st.integers(low + 1, chunk_split.chunk_nbytes))
     everything = list(chunk_split.overlapping(0, chunk_split.chunk_nbytes))
-    assert list(chunk_split.overlapping(low, high)) == [b for b in everything if b.start < high and b.stop > low]
+    assert list(chunk_split.overlapping(low, high)) == [
+        b for b in everything if b.start < high and b.stop > low
+    ]
 
 
 def test_number_blocks_continues_from_leaf_to_leaf():
-    shapes = [("a", (5, 4), (2, 4), "float32"), ("b", (), (), "int32"), ("c", (0, 3), (1, 3), "float32")]
+    shapes = [
+        ("a", (5, 4), (2, 4), "float32"),
+        ("b", (), (), "int32"),
+        ("c", (0, 3), (1, 3), "float32"),
+    ]
     blocks = number_blocks([*shapes, ("d", (1 << 20,), (1 << 19,), "float32")])
-    assert [(leaf.first_number, leaf.stop_number) for leaf in blocks.values()] == [(0, 3), (3, 4), (4, 4), (4, 8)]
+    assert [(leaf.first_number, leaf.stop_number) for leaf in blocks.values()] == [
+        (0, 3),
+        (3, 4),
+        (4, 4),
+        (4, 8),
+    ]
     d = blocks["d"]
     assert [d.first_in_chunk((index,)) for index in range(math.prod(d.chunk_counts))] == [4, 6]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.planning import chunk_placement
-from prepcli.planning.boxes import full_box
 from prepcli.planning.chunk_placement import (
     MIN_ALIGNED_CHUNK_NBYTES,
     PAGE,
@@ -25,6 +24,7 @@ from prepcli.planning.strided_copies import region_copies
 from tests.helpers.plans import dividing_chunks
 from tests.helpers.strategies import complete_tables
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.boxes import full_box
 
 ITEM = 4
 
@@ -35,7 +35,9 @@ def chunks_of(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> list[tuple[in
     for leaf, boxes in layout.placed_chunks.items():
         nbytes = math.prod(grids[leaf].chunk_shape) * ITEM
         indices = [index for box in boxes for index in box.indices()]
-        assert sorted(indices) == list(itertools.product(*(range(n) for n in grids[leaf].chunk_counts)))
+        assert sorted(indices) == list(
+            itertools.product(*(range(n) for n in grids[leaf].chunk_counts))
+        )
         for box in boxes:
             for index in box.indices():
                 file, offset = box.placement.find(index)
@@ -64,7 +66,8 @@ def pieces_of(rows: Sequence[AxisMap], grids: dict[str, ChunkGrid], shift: int) 
 @given(complete_tables(), st.data())
 def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
     grids = {
-        f"leaf{i}": ChunkGrid(row.leaf_shape, data.draw(dividing_chunks(row.leaf_shape))) for i, row in enumerate(rows)
+        f"leaf{i}": ChunkGrid(row.leaf_shape, data.draw(dividing_chunks(row.leaf_shape)))
+        for i, row in enumerate(rows)
     }
     pieces = pieces_of(rows, grids, data.draw(st.integers(0, 2 * PAGE)))
     layout = place_chunks(pieces)
@@ -76,7 +79,11 @@ def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
             math.prod(piece.axis_map.source_shape) * ITEM,
         )
         chunks = math.prod(stop - first for first, stop in zip(*chunk_group(piece)))
-        if [copy.width for copy in copies] == [nbytes] == [chunks * math.prod(piece.grid.chunk_shape) * ITEM]:
+        if (
+            [copy.width for copy in copies]
+            == [nbytes]
+            == [chunks * math.prod(piece.grid.chunk_shape) * ITEM]
+        ):
             assert (copies[0].file_offset - piece.source_offset) % PAGE == 0
 
 
@@ -89,13 +96,17 @@ def place_one(text: str, sizes: dict[str, int], chunk: tuple[int, ...], offset: 
 def test_place_chunks_keeps_page_offset_of_contiguous(offset: int):
     layout = place_one("mlp embed <- w: mlp embed", {"mlp": 30, "embed": 50}, (10, 50), offset)
     (box,) = layout.placed_chunks["w"]
-    assert [box.placement.find(index)[1] for index in box.indices()] == [offset % PAGE + i * 2000 for i in range(3)]
+    assert [box.placement.find(index)[1] for index in box.indices()] == [
+        offset % PAGE + i * 2000 for i in range(3)
+    ]
     assert layout.file_sizes == [offset % PAGE + 6000]
 
 
 @pytest.mark.parametrize("columns", [16, 128, 130])
 def test_place_chunks_aligns_large_reordered_chunks(columns: int):
-    layout = place_one("embed mlp <- w: mlp embed", {"mlp": 2 * columns, "embed": 512}, (128, columns), 8)
+    layout = place_one(
+        "embed mlp <- w: mlp embed", {"mlp": 2 * columns, "embed": 512}, (128, columns), 8
+    )
     (box,) = layout.placed_chunks["w"]
     offsets = [box.placement.find(index)[1] for index in box.indices()]
     nbytes = 128 * columns * ITEM
@@ -110,7 +121,9 @@ def test_place_chunks_starts_new_file_when_full(monkeypatch):
     monkeypatch.setattr(chunk_placement, "FILE_NBYTES", 10_000)
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 8, "embed": 1000})
     grid = ChunkGrid(row.leaf_shape, (1, 1000))
-    layout = place_chunks(LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors())
+    layout = place_chunks(
+        LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()
+    )
     check(layout, {"n": grid})
     assert [box.placement.file for box in layout.placed_chunks["n"]] == [0, 0, 0, 1, 1, 1, 2, 2]
 
@@ -118,8 +131,12 @@ def test_place_chunks_starts_new_file_when_full(monkeypatch):
 def test_place_chunks_places_shared_chunks_once():
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 4, "embed": 6})
     grid = ChunkGrid(row.leaf_shape, (2, 6))
-    pieces = [LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()]
-    assert [chunk_group(piece) for piece in pieces] == [((0, 0), (1, 1))] * 2 + [((1, 0), (2, 1))] * 2
+    pieces = [
+        LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()
+    ]
+    assert [chunk_group(piece) for piece in pieces] == [((0, 0), (1, 1))] * 2 + [
+        ((1, 0), (2, 1))
+    ] * 2
     layout = place_chunks(pieces)
     assert len(layout.placed_chunks["n"]) == 2
     assert layout.regions[0].placement == layout.regions[1].placement != layout.regions[2].placement
@@ -135,10 +152,16 @@ def test_place_chunks_places_shared_chunks_once():
         ("layers experts 1 embed <- h.{layers}.e.{experts}.n: embed", (1, 2, 0, 0), (2, 3, 1, 3)),
     ],
 )
-def test_chunk_group_separates_stacked_indices(text: str, first: tuple[int, ...], stop: tuple[int, ...]):
+def test_chunk_group_separates_stacked_indices(
+    text: str, first: tuple[int, ...], stop: tuple[int, ...]
+):
     row = bind_row(parse_row(text), {"layers": 2, "experts": 3, "embed": 3})
     piece = LeafPiece(
-        "n", row, (("layers", 1), ("experts", 2)), ChunkGrid(row.leaf_shape, (1,) * len(row.leaf_dims)), ITEM
+        "n",
+        row,
+        (("layers", 1), ("experts", 2)),
+        ChunkGrid(row.leaf_shape, (1,) * len(row.leaf_dims)),
+        ITEM,
     )
     assert chunk_group(piece) == (first, stop)
 

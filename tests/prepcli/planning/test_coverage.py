@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
-from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, OutputLeaf, PlacedChunks, Plan, Stream
+from prepcli.planning.plan import (
+    Contiguous,
+    EqualityCheck,
+    Fill,
+    OutputLeaf,
+    PlacedChunks,
+    Plan,
+    Stream,
+)
 from prepcli.planning.slabs import split_streams
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
@@ -40,7 +48,9 @@ def test_check_accepts_complete_plans_in_both_directions(rows: tuple[AxisMap, ..
     save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
     limit = data.draw(st.integers(4, 200))
     check(save_plan.plan, limit)
-    check(replace(save_plan.plan, streams=reverse_streams(save_plan.plan.streams), leaves=()), limit)
+    check(
+        replace(save_plan.plan, streams=reverse_streams(save_plan.plan.streams), leaves=()), limit
+    )
 
 
 def padded_vocab_plan(rows: int = 12) -> Plan:
@@ -48,7 +58,7 @@ def padded_vocab_plan(rows: int = 12) -> Plan:
     row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES)
     grid = ChunkGrid((12, 4), (4, 2))
     placement = StridedPlacement(0, 0, (0, 0), (64, 32))
-    region = Region(row, (), grid, placement, 4)
+    region = ChunkedLocation(row, (), grid, placement, 4)
     true_rows = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (region,))
     padding = replace(true_rows, rows=(9, rows), reads=(), fill=Fill("zeros"))
     leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), placement),)),)
@@ -65,14 +75,17 @@ def test_check_accepts_padding_of_contiguous_tensor():
     padding = replace(true_rows, rows=(9, 12), reads=(), fill=Fill("zeros"))
     check(Plan("test", "test", "test", (), (true_rows, padding), ()))
     check_fails(
-        Plan("test", "test", "test", (), (true_rows, replace(padding, rows=(8, 12))), ()), "would be written twice"
+        Plan("test", "test", "test", (), (true_rows, replace(padding, rows=(8, 12))), ()),
+        "would be written twice",
     )
 
 
 def test_check_rejects_stream_without_source():
     plan = padded_vocab_plan()
     unfilled = replace(plan.streams[1], fill=None)
-    check_fails(replace(plan, streams=(plan.streams[0], unfilled)), "wte is neither read nor filled")
+    check_fails(
+        replace(plan, streams=(plan.streams[0], unfilled)), "wte is neither read nor filled"
+    )
 
 
 def two_leaves() -> Plan:
@@ -85,14 +98,18 @@ def two_leaves() -> Plan:
 
 def without_a_chunk(plan: Plan) -> Plan:
     box = plan.leaves[0].placed_chunks[0]
-    shorter = replace(plan.leaves[0], placed_chunks=(replace(box, stop=(box.stop[0] - 1, box.stop[1])),))
+    shorter = replace(
+        plan.leaves[0], placed_chunks=(replace(box, stop=(box.stop[0] - 1, box.stop[1])),)
+    )
     return replace(plan, leaves=(shorter, *plan.leaves[1:]))
 
 
 def with_a_chunk_twice(plan: Plan) -> Plan:
     box = plan.leaves[0].placed_chunks[0]
     rest = replace(box, first=(0, 0), stop=(1, 1))
-    return replace(plan, leaves=(replace(plan.leaves[0], placed_chunks=(box, rest)), *plan.leaves[1:]))
+    return replace(
+        plan, leaves=(replace(plan.leaves[0], placed_chunks=(box, rest)), *plan.leaves[1:])
+    )
 
 
 def with_overlapping_leaves(plan: Plan) -> Plan:
@@ -140,24 +157,39 @@ def test_check_rejects_partial_export():
     (stream,) = reverse_streams(plan.streams)
     check(replace(plan, streams=(stream,), leaves=()))
     partial = replace(stream, reads=stream.reads[1:])
-    check_fails(replace(plan, streams=(partial,), leaves=()), "w: the slab at byte 0 has 64 bytes, its reads have")
+    check_fails(
+        replace(plan, streams=(partial,), leaves=()),
+        "w: the slab at byte 0 has 64 bytes, its reads have",
+    )
 
 
 @pytest.mark.parametrize("fixed_range", [(0, 0), (2, 2)])
 def test_check_rejects_two_rows_over_the_same_part(fixed_range: tuple[int, int]):
     rows = [
-        bind_row(parse_row(f"q <- w: (qkv={i} q)"), SIZES | {"qkv": 2 if fixed_range == (0, 0) else 3}) for i in (0, 1)
+        bind_row(
+            parse_row(f"q <- w: (qkv={i} q)"), SIZES | {"qkv": 2 if fixed_range == (0, 0) else 3}
+        )
+        for i in (0, 1)
     ]
     twice = make_save_plan(rows, [(6,), (6,)]).plan
     (stream,) = twice.streams
     same = tuple(replace(region, axis_map=rows[0]) for region in stream.writes)
-    check_fails(replace(twice, streams=(replace(stream, writes=same),)), "two rows map the same part of w")
+    check_fails(
+        replace(twice, streams=(replace(stream, writes=same),)), "two rows map the same part of w"
+    )
 
 
-@pytest.mark.parametrize(("rows", "is_valid"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)])
-def test_check_requires_tied_tensors_in_equal_row_ranges(rows: list[tuple[int, int]], is_valid: bool):
+@pytest.mark.parametrize(
+    ("rows", "is_valid"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)]
+)
+def test_check_requires_tied_tensors_in_equal_row_ranges(
+    rows: list[tuple[int, int]], is_valid: bool
+):
     def read(name: str, offset: int, pieces: list[tuple[int, int]]) -> list[Stream]:
-        return [Stream(name, "float32", (12, 4), piece, (Contiguous(0, offset),), ()) for piece in pieces]
+        return [
+            Stream(name, "float32", (12, 4), piece, (Contiguous(0, offset),), ())
+            for piece in pieces
+        ]
 
     streams = (*read("wte", 0, [(0, 9), (9, 12)]), *read("head", 192, rows))
     plan = Plan("test", "test", "test", (), streams, (), checks=(EqualityCheck("head", "wte"),))

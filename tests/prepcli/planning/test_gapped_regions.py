@@ -5,20 +5,24 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import Box, full_box
 from prepcli.planning.gapped_regions import GappedRegion, gaps_between, split_copy
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
-from prepcli.planning.strided_copies import Region, StridedCopy, region_copies
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, region_copies
 from tests.helpers.strategies import axis_maps
 from trainer.models.axis_map import AxisMap
+from trainer.models.boxes import Box, full_box
 
 START = 100
 
 
-def region_of(row: AxisMap, itemsize: int) -> Region:
+def region_of(row: AxisMap, itemsize: int) -> ChunkedLocation:
     zeros, tensor_byte = (0,) * len(row.leaf_shape), tuple((f.atom, 0) for f in row.stacked_factors)
-    return Region(
-        row, tensor_byte, ChunkGrid(row.leaf_shape, row.leaf_shape), StridedPlacement(0, START, zeros, zeros), itemsize
+    return ChunkedLocation(
+        row,
+        tensor_byte,
+        ChunkGrid(row.leaf_shape, row.leaf_shape),
+        StridedPlacement(0, START, zeros, zeros),
+        itemsize,
     )
 
 
@@ -42,7 +46,9 @@ def bytes_of(copies: list[StridedCopy]) -> dict[int, int]:
 
 @st.composite
 def boxes(draw, shape: tuple[int, ...]) -> Box:
-    return tuple(tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    return tuple(
+        tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape
+    )
 
 
 @given(row=axis_maps(padding=False), data=st.data())

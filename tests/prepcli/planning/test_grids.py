@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import strides
 from prepcli.planning.grids import (
     ChunkGrid,
     DimPiece,
@@ -20,22 +19,30 @@ from prepcli.planning.grids import (
     free_atom_ranges,
     split_dim,
 )
-from trainer.models.axis_map import Factor
+from trainer.models.axis_map import SizedAxis
+from trainer.models.boxes import strides
 
 EXTENTS = st.lists(st.integers(1, 7), max_size=4)
 
 
-def factors_of(extents: Sequence[int]) -> list[Factor]:
-    return [Factor(f"a{i}", extent) for i, extent in enumerate(extents)]
+def factors_of(extents: Sequence[int]) -> list[SizedAxis]:
+    return [SizedAxis(f"a{i}", extent) for i, extent in enumerate(extents)]
 
 
 def elements(piece: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
     """Yield the atoms' indices, the chunk and the offset within it, for each element of a piece."""
     for index in itertools.product(*(range(step.count) for step in piece.steps)):
-        atom_indices, chunk, offset = dict(piece.atom_starts), piece.chunk_index, piece.element_offset
+        atom_indices, chunk, offset = (
+            dict(piece.atom_starts),
+            piece.chunk_index,
+            piece.element_offset,
+        )
         for iteration, step in zip(index, piece.steps):
             atom_indices[step.atom] += iteration * step.atom_step
-            chunk, offset = chunk + iteration * step.chunk_step, offset + iteration * step.element_step
+            chunk, offset = (
+                chunk + iteration * step.chunk_step,
+                offset + iteration * step.element_step,
+            )
         yield atom_indices, chunk, offset
 
 
@@ -43,7 +50,9 @@ def elements(piece: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
 def test_split_dim_puts_each_element_in_its_chunk(extents: list[int], data):
     factors, total = factors_of(extents), math.prod(extents)
     chunk = data.draw(st.integers(1, total + 2))
-    spans = [tuple(sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in extents]
+    spans = [
+        tuple(sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in extents
+    ]
     ranges = {f.atom: (start, stop) for f, (start, stop) in zip(factors, spans)}
     expected = {
         index: divmod(sum(i * step for i, step in zip(index, strides(extents))), chunk)
@@ -58,7 +67,9 @@ def test_split_dim_puts_each_element_in_its_chunk(extents: list[int], data):
     assert dict(elements_found) == expected
     assert len(elements_found) == len(expected)
     if find_split_atom(extents, chunk) is not None:
-        assert len(pieces) <= 3  # before the first chunk boundary, whole chunks, after the last boundary
+        assert (
+            len(pieces) <= 3
+        )  # before the first chunk boundary, whole chunks, after the last boundary
 
 
 @pytest.mark.parametrize(
@@ -89,12 +100,16 @@ def test_split_dim_without_atoms_is_one_empty_piece():
 @given(EXTENTS, st.data())
 def test_free_atom_ranges_cover_a_merged_range(extents: list[int], data):
     fixed_indices = [data.draw(st.none() | st.integers(0, n - 1)) for n in extents]
-    factors = [Factor(f.atom, f.extent, index) for f, index in zip(factors_of(extents), fixed_indices)]
+    factors = [
+        SizedAxis(f.atom, f.extent, index) for f, index in zip(factors_of(extents), fixed_indices)
+    ]
     total = math.prod(extents)
     start, stop = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     expected = []
     for position, index in enumerate(itertools.product(*(range(n) for n in extents))):
-        if start <= position < stop and all(h is None or h == i for h, i in zip(fixed_indices, index)):
+        if start <= position < stop and all(
+            h is None or h == i for h, i in zip(fixed_indices, index)
+        ):
             expected.append(tuple(i for h, i in zip(fixed_indices, index) if h is None))
     free = [f.atom for f in factors if f.fixed is None]
     elements_found = []

@@ -57,13 +57,32 @@ def make_plan() -> Plan:
     row = "layers vocab <- h.{layers@list}.w: (two=1 vocab)"
     axis_map = bind_row(parse_row(row), {"layers": 2, "list": (3, 5), "vocab": 3, "two": 2})
     grid = ChunkGrid((2, 3), (1, 3))
-    pieces = [LeafPiece("w", axis_map, tuple(stacked.items()), grid, 4) for _, stacked in axis_map.tensors()]
+    pieces = [
+        LeafPiece("w", axis_map, tuple(stacked.items()), grid, 4)
+        for _, stacked in axis_map.tensors()
+    ]
     layout = place_chunks(pieces)
     explicit = dataclasses.replace(layout.regions[0], placement=ExplicitPlacement({(0, 0): (1, 8)}))
     gapped = GappedRegion(layout.regions[1], ((16, 4),))
     streams = (
-        Stream("h.3.w", "float32", (6,), (0, 6), (Contiguous(0, 8),), (layout.regions[0],), cast_to="bfloat16"),
-        Stream("h.5.w", "float32", (6,), (0, 6), (Strided(0, 8, (4,)), explicit), (gapped,), Fill("normal", 7, 0.5)),
+        Stream(
+            "h.3.w",
+            "float32",
+            (6,),
+            (0, 6),
+            (Contiguous(0, 8),),
+            (layout.regions[0],),
+            cast_to="bfloat16",
+        ),
+        Stream(
+            "h.5.w",
+            "float32",
+            (6,),
+            (0, 6),
+            (Strided(0, 8, (4,)), explicit),
+            (gapped,),
+            Fill("normal", 7, 0.5),
+        ),
     )
     return Plan(
         command="save-init",
@@ -91,7 +110,9 @@ def test_text_omits_headers_and_copied_paths():
     plan = make_plan()
     files = (dataclasses.replace(plan.files[0], header=b"other"),)
     small_files = (dataclasses.replace(plan.small_files[0], copied_from="other"),)
-    assert encode_text(dataclasses.replace(plan, files=files, small_files=small_files)) == encode_text(plan)
+    assert encode_text(
+        dataclasses.replace(plan, files=files, small_files=small_files)
+    ) == encode_text(plan)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.planning import coverage
-from prepcli.planning.boxes import Box, full_box, strides
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputFile, OutputLeaf, PlacedChunks, Plan, Stream
 from prepcli.planning.process_files import plan_process_files
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import identity_axis_map
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
+from trainer.models.boxes import Box, full_box, strides
 
 SHAPES = {"a": (4, 6), "b": (2,)}
 CHUNKS = {"a": (2, 2), "b": (2,)}
@@ -28,10 +28,18 @@ def make_plan() -> Plan:
         grid, axis_map = ChunkGrid(shape, CHUNKS[name]), identity_axis_map(name, shape)
         leaf = OutputLeaf((name,), "float32", grid, ())
         zeros = (0,) * len(shape)
-        placement = StridedPlacement(0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes))
-        leaves.append(OutputLeaf((name,), "float32", grid, (PlacedChunks(zeros, grid.chunk_counts, placement),)))
-        whole = Region(axis_map, (), ChunkGrid(shape, shape), StridedPlacement(number, 0, zeros, zeros), 4)
-        written = Region(axis_map, (), grid, placement, 4)
+        placement = StridedPlacement(
+            0, offset, zeros, strides(grid.chunk_counts, leaf.chunk_nbytes)
+        )
+        leaves.append(
+            OutputLeaf(
+                (name,), "float32", grid, (PlacedChunks(zeros, grid.chunk_counts, placement),)
+            )
+        )
+        whole = ChunkedLocation(
+            axis_map, (), ChunkGrid(shape, shape), StridedPlacement(number, 0, zeros, zeros), 4
+        )
+        written = ChunkedLocation(axis_map, (), grid, placement, 4)
         streams.append(Stream(name, "float32", shape, (0, shape[0]), (whole,), (written,)))
         offset += leaf.nbytes
     return Plan(
@@ -49,7 +57,10 @@ def make_plan() -> Plan:
 
 
 def test_each_chunk_is_in_the_file_of_its_process():
-    boxes: list[dict[str, list[Box]]] = [{"a": [LEFT], "b": []}, {"a": [RIGHT], "b": [full_box((2,))]}]
+    boxes: list[dict[str, list[Box]]] = [
+        {"a": [LEFT], "b": []},
+        {"a": [RIGHT], "b": [full_box((2,))]},
+    ]
     files = plan_process_files(make_plan(), ["a", "b"], boxes)
     coverage.check(files.plan, lambda: split_streams(files.plan.streams, 1 << 20))
     locations = {
@@ -58,19 +69,35 @@ def test_each_chunk_is_in_the_file_of_its_process():
         for chunks in leaf.placed_chunks
         for index in chunks.indices()
     }
-    assert {index[1]: location[0] for (name, index), location in locations.items() if name == "a"} == {0: 0, 1: 0, 2: 1}
+    assert {
+        index[1]: location[0] for (name, index), location in locations.items() if name == "a"
+    } == {0: 0, 1: 0, 2: 1}
     assert locations["b", (0,)][0] == 1
     assert [file.size for file in files.plan.files] == [4 * 16, 2 * 16 + 8]
-    assert [[group.owner for group in files.groups if name in group.leaves] for name in "ab"] == [[None], [1]]
+    assert [[group.owner for group in files.groups if name in group.leaves] for name in "ab"] == [
+        [None],
+        [1],
+    ]
     for process, chunks in enumerate(files.chunks):
-        offsets = [offset for group in files.groups for name in group.leaves for _, offset in chunks[name]]
+        offsets = [
+            offset for group in files.groups for name in group.leaves for _, offset in chunks[name]
+        ]
         assert offsets == sorted(offsets)
-        assert {process} == {locations[name, index][0] for name in "ab" for index, _ in chunks[name]}
+        assert {process} == {
+            locations[name, index][0] for name in "ab" for index, _ in chunks[name]
+        }
 
 
 def test_leaves_of_one_tensor_are_one_group():
     plan = make_plan()
-    joined = Stream("ab", "float32", (4, 6), (0, 4), tuple(s.reads[0] for s in plan.streams), plan.streams[0].writes)
+    joined = Stream(
+        "ab",
+        "float32",
+        (4, 6),
+        (0, 4),
+        tuple(s.reads[0] for s in plan.streams),
+        plan.streams[0].writes,
+    )
     boxes = [{name: [full_box(shape)] for name, shape in SHAPES.items()}]
     (group,) = plan_process_files(replace(plan, streams=(joined,)), ["a", "b"], boxes).groups
     assert (group.leaves, group.streams, group.owner) == (("a", "b"), (0,), 0)

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import Box, strides
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from prepcli.planning.shard_copies import shard_copies
+from trainer.models.boxes import Box, strides
 
 ITEM_NBYTES = 4
 GAP_NBYTES = 12  # between chunks
@@ -47,14 +47,22 @@ def _leaf(grid: ChunkGrid, *, by_row: bool) -> OutputLeaf:
         first = (row, *[0] * (len(counts) - 1)) if counts else ()
         stop = (row + 1 if rows > 1 else counts[0], *counts[1:]) if counts else ()
         extents = [high - low for low, high in zip(first, stop)]
-        groups.append(PlacedChunks(first, stop, StridedPlacement(row, 16, first, strides(extents, chunk_nbytes))))
+        groups.append(
+            PlacedChunks(
+                first, stop, StridedPlacement(row, 16, first, strides(extents, chunk_nbytes))
+            )
+        )
     return OutputLeaf(("x",), "int32", grid, tuple(groups))
 
 
 def write(leaf: OutputLeaf, box: Box, *, values: np.ndarray, files: list[np.ndarray]) -> None:
     """Write a shard's bytes; a byte that is written twice is an error."""
     for part, copy in shard_copies(leaf, box):
-        data = np.ascontiguousarray(values[tuple(slice(*ends) for ends in part)]).reshape(-1).view(np.uint8)
+        data = (
+            np.ascontiguousarray(values[tuple(slice(*ends) for ends in part)])
+            .reshape(-1)
+            .view(np.uint8)
+        )
         assert data.size == copy.nbytes
         for number, offset in enumerate(copy.run_offsets()):
             run = data[number * copy.run_nbytes : (number + 1) * copy.run_nbytes]
@@ -76,5 +84,8 @@ def test_shards_write_every_byte_of_a_leaf_once(case: tuple[OutputLeaf, list[lis
         for index in group.indices():
             file, offset = group.placement.find(index)
             chunk = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, leaf.grid.chunk_shape))
-            assert files[file][offset : offset + leaf.chunk_nbytes].tobytes() == values[chunk].tobytes()
+            assert (
+                files[file][offset : offset + leaf.chunk_nbytes].tobytes()
+                == values[chunk].tobytes()
+            )
     assert sum(np.count_nonzero(file) for file in files) == values.nbytes

@@ -10,7 +10,6 @@ from prepcli.errors import USAGE, PrepError, UsageError
 from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, Plan, Stream
 from prepcli.planning.shares import (
     SINGLE_PROCESS,
-    Division,
     Share,
     divide_streams,
     parse_share,
@@ -20,7 +19,15 @@ from prepcli.planning.shares import (
 
 
 def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) -> Stream:
-    return Stream(name, "float32", (rows[1], 8), rows, () if fill else (Contiguous(0, 0),), (Contiguous(0, 0),), fill)
+    return Stream(
+        name,
+        "float32",
+        (rows[1], 8),
+        rows,
+        () if fill else (Contiguous(0, 0),),
+        (Contiguous(0, 0),),
+        fill,
+    )
 
 
 def plan_of(streams: list[Stream], checks: tuple[EqualityCheck, ...] = ()) -> Plan:
@@ -36,7 +43,9 @@ def plans(draw: st.DrawFn) -> Plan:
         if draw(st.booleans()):
             streams.append(stream(f"t{number}", (rows, rows + 2), Fill("mean")))
     names = st.sampled_from([f"t{number}" for number in range(len(sizes))])
-    pairs = draw(st.lists(st.tuples(names, names).filter(lambda pair: pair[0] != pair[1]), max_size=3))
+    pairs = draw(
+        st.lists(st.tuples(names, names).filter(lambda pair: pair[0] != pair[1]), max_size=3)
+    )
     return plan_of(streams, tuple(EqualityCheck(*pair) for pair in pairs) if len(sizes) > 1 else ())
 
 
@@ -52,7 +61,7 @@ def name_groups(plan: Plan) -> list[set[str]]:
 @given(plans(), st.integers(1, 6), st.data())
 def test_divide_streams_keeps_groups_together(plan: Plan, count: int, data):
     durable = data.draw(st.sets(st.integers(0, len(plan.streams) - 1)))
-    shares = divide_streams(plan, Division(count, dict.fromkeys(durable, "digest")))
+    shares = divide_streams(plan, count, durable=durable)
     assert len(shares) == count
     numbers = [number for share in shares for number in share]
     assert len(numbers) == len(set(numbers))
@@ -66,15 +75,17 @@ def test_divide_streams_keeps_groups_together(plan: Plan, count: int, data):
 
 @given(plans(), st.integers(1, 6))
 def test_divide_streams_bounds_the_largest_share(plan: Plan, count: int):
-    sizes = [sum(plan.streams[n].nbytes for n in share) for share in divide_streams(plan, Division(count))]
-    largest = max(sum(s.nbytes for s in plan.streams if s.name in group) for group in name_groups(plan))
+    sizes = [sum(plan.streams[n].nbytes for n in share) for share in divide_streams(plan, count)]
+    largest = max(
+        sum(s.nbytes for s in plan.streams if s.name in group) for group in name_groups(plan)
+    )
     assert max(sizes) <= sum(sizes) / count + largest
 
 
 def test_divide_streams_balances_large_tensors():
     sizes = [100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
     plan = plan_of([stream(f"t{i}", (0, size)) for i, size in enumerate(sizes)])
-    loads = [sum(sizes[n] for n in share) for share in divide_streams(plan, Division(3))]
+    loads = [sum(sizes[n] for n in share) for share in divide_streams(plan, 3)]
     assert max(loads) - min(loads) <= 10
 
 
@@ -85,20 +96,17 @@ def test_subplan_keeps_checks_of_its_tensors():
     assert [s.name for s in subplan(plan, {0, 2}).streams] == ["a", "c"]
 
 
-def test_division_labels_are_unique():
-    names = {
-        Division(count, durable).label for count in (1, 2, 12) for durable in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})
-    }
-    assert len(names) == 12
-
-
-@pytest.mark.parametrize(("text", "share"), [("1/0", SINGLE_PROCESS), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))])
+@pytest.mark.parametrize(
+    ("text", "share"), [("1/0", SINGLE_PROCESS), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))]
+)
 def test_parse_share_reads_count_and_index(text: str, share: Share):
     assert parse_share(text) == share
     assert parse_share(str(share)) == share
 
 
-@pytest.mark.parametrize("text", ["", "4", "4/4", "0/4", "1/4", "0/0", "-1/0", "4/x", "4/1/1", "99999999/1", "٤/١"])
+@pytest.mark.parametrize(
+    "text", ["", "4", "4/4", "0/4", "1/4", "0/0", "-1/0", "4/x", "4/1/1", "99999999/1", "٤/١"]
+)
 def test_parse_share_rejects_invalid_text(text: str):
     with pytest.raises(PrepError) as raised:
         parse_share(text)
@@ -138,7 +146,9 @@ def test_requested_share_prefers_the_command_line(text, environ, expected):
     assert requested_share(text, environ) == expected
 
 
-@pytest.mark.parametrize("environ", [{"SLURM_STEP_NUM_TASKS": "4"}, {"JAX_NUM_PROCESSES": "x", "JAX_PROCESS_ID": "0"}])
+@pytest.mark.parametrize(
+    "environ", [{"SLURM_STEP_NUM_TASKS": "4"}, {"JAX_NUM_PROCESSES": "x", "JAX_PROCESS_ID": "0"}]
+)
 def test_requested_share_refuses_invalid_variables(environ: dict[str, str]):
     with pytest.raises(UsageError, match=next(iter(environ))):
         requested_share(None, environ)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import strides
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, Fill, Stream
@@ -25,11 +24,12 @@ from prepcli.planning.slabs import (
     split_stream_evenly,
     split_streams,
 )
-from prepcli.planning.strided_copies import Region, StridedCopy
+from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy
 from prepcli.planning.tensors import itemsize
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
 from tests.helpers.strategies import complete_tables
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.boxes import strides
 
 
 def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:
@@ -47,10 +47,14 @@ def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:
 @given(complete_tables(), st.data())
 def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], data):
     save_plan = make_save_plan(
-        rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift=data.draw(st.integers(0, 20))
+        rows,
+        [data.draw(dividing_chunks(row.leaf_shape)) for row in rows],
+        shift=data.draw(st.integers(0, 20)),
     )
     limit = data.draw(st.integers(4, 200))
-    streams = data.draw(st.sampled_from([save_plan.plan.streams, reverse_streams(save_plan.plan.streams)]))
+    streams = data.draw(
+        st.sampled_from([save_plan.plan.streams, reverse_streams(save_plan.plan.streams)])
+    )
     for number, stream in enumerate(streams):
         check_tiling(list(split_stream(number, stream, max_nbytes=limit)), stream, limit)
         check_tiling(list(split_stream_evenly(number, stream, max_nbytes=limit)), stream, limit)
@@ -59,15 +63,21 @@ def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], dat
     ]
 
 
-def region(text: str, sizes: dict[str, int], chunk: tuple[int, ...], itemsize: int = 4, **at: int) -> Region:
+def region(
+    text: str, sizes: dict[str, int], chunk: tuple[int, ...], itemsize: int = 4, **at: int
+) -> ChunkedLocation:
     """Return a region whose chunks are stored one after another in file 0."""
     row = bind_row(parse_row(text), sizes)
     grid = ChunkGrid(row.leaf_shape, chunk)
     steps = strides(grid.chunk_counts, math.prod(chunk) * itemsize)
-    return Region(row, tuple(at.items()), grid, StridedPlacement(0, 0, (0,) * len(chunk), steps), itemsize)
+    return ChunkedLocation(
+        row, tuple(at.items()), grid, StridedPlacement(0, 0, (0,) * len(chunk), steps), itemsize
+    )
 
 
-def stream_into(*regions: Region, reads: tuple[Contiguous | Region, ...] = (Contiguous(0, 0),)) -> Stream:
+def stream_into(
+    *regions: ChunkedLocation, reads: tuple[Contiguous | ChunkedLocation, ...] = (Contiguous(0, 0),)
+) -> Stream:
     shape = regions[0].axis_map.source_shape
     dtype = {2: "bfloat16", 4: "float32"}[regions[0].itemsize]
     return Stream("w", dtype, shape, (0, shape[0]), reads, regions)
@@ -79,7 +89,9 @@ def split_chunk_count(slabs: Iterable[Slab], direction: str, chunk_nbytes: int) 
     for number, slab in enumerate(slabs):
         for copy in getattr(slab, direction):
             for offset in copy.run_offsets():
-                for chunk in range(offset // chunk_nbytes, (offset + copy.run_nbytes - 1) // chunk_nbytes + 1):
+                for chunk in range(
+                    offset // chunk_nbytes, (offset + copy.run_nbytes - 1) // chunk_nbytes + 1
+                ):
                     touched.setdefault((copy.file, chunk), set()).add(number)
     return sum(len(numbers) > 1 for numbers in touched.values())
 
@@ -88,9 +100,24 @@ CUTS = {  # row, sizes, chunk, rows of the tensor that fill whole chunks
     "rows": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (12, 4), 12),
     "a prime": ("mlp embed <- w: mlp embed", {"mlp": 53, "embed": 6}, (10, 3), 10),
     "transposed": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 12), 12),
-    "heads": ("heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 5, "embed": 8}, (2, 5, 4), 10),
-    "within heads": ("heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 6, "embed": 8}, (1, 3, 4), 3),
-    "merged otherwise": ("embed (heads dim) <- w: (heads dim) embed", {"heads": 6, "dim": 6, "embed": 4}, (1, 12), 12),
+    "heads": (
+        "heads dim embed <- w: (heads dim) embed",
+        {"heads": 6, "dim": 5, "embed": 8},
+        (2, 5, 4),
+        10,
+    ),
+    "within heads": (
+        "heads dim embed <- w: (heads dim) embed",
+        {"heads": 6, "dim": 6, "embed": 8},
+        (1, 3, 4),
+        3,
+    ),
+    "merged otherwise": (
+        "embed (heads dim) <- w: (heads dim) embed",
+        {"heads": 6, "dim": 6, "embed": 4},
+        (1, 12),
+        12,
+    ),
 }
 
 
@@ -99,7 +126,11 @@ CUTS = {  # row, sizes, chunk, rows of the tensor that fill whole chunks
 def test_slabs_keep_chunk_bands_whole_where_they_fit(case: str, direction: str):
     text, sizes, chunk, band = CUTS[case]
     region_part = region(text, sizes, chunk)
-    stream = stream_into(region_part) if direction == "writes" else reverse_streams([stream_into(region_part)])[0]
+    stream = (
+        stream_into(region_part)
+        if direction == "writes"
+        else reverse_streams([stream_into(region_part)])[0]
+    )
     band_nbytes, chunk_nbytes = band * stream.row_nbytes, math.prod(chunk) * 4
     for limit in (band_nbytes, band_nbytes + 4, 2 * band_nbytes + stream.row_nbytes, 10**6):
         slabs = list(split_stream(0, stream, max_nbytes=limit))
@@ -126,7 +157,10 @@ def test_slabs_follow_bands_of_each_fused_part():
         region("q embed <- w: (>q | kv) embed", sizes, (8, 2)),
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
-    stream = stream_into(region_parts[0], replace(region_parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))))
+    stream = stream_into(
+        region_parts[0],
+        replace(region_parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))),
+    )
     slabs = list(split_stream(0, stream, max_nbytes=11 * stream.row_nbytes))
     check_tiling(slabs, stream, 11 * stream.row_nbytes)
     assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [8, 8, 8, 10]
@@ -153,7 +187,10 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
     limit = 64 * 2 * columns * 4
     slabs = list(split_stream(0, stream, max_nbytes=limit))
     check_tiling(slabs, stream, limit)
-    ends = {layout.regions[0].placement.find(index)[1] + rows * columns * 4 for index in np.ndindex(2, 2)}
+    ends = {
+        layout.regions[0].placement.find(index)[1] + rows * columns * 4
+        for index in np.ndindex(2, 2)
+    }
     for copy in (copy for slab in slabs for copy in slab.writes):
         for offset in copy.run_offsets():
             assert offset % PAGE == 0
@@ -161,7 +198,9 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
 
 
 def test_slabs_split_contiguous_bytes_at_written_pages():
-    stream = Stream("w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),))
+    stream = Stream(
+        "w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),)
+    )
     slabs = list(split_stream(0, stream, max_nbytes=2 * PAGE))
     check_tiling(slabs, stream, 2 * PAGE)
     assert all(slab.is_contiguous for slab in slabs)
@@ -176,20 +215,36 @@ def test_slabs_split_contiguous_bytes_at_written_pages():
 
 def test_slabs_smaller_than_a_page_end_at_page_boundaries():
     stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
-    assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=3000)] == [3000, 1086, 3000, 1096, 1818]
+    assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=3000)] == [
+        3000,
+        1086,
+        3000,
+        1096,
+        1818,
+    ]
 
 
 def test_slabs_of_filled_rows_have_no_reads():
     stream = Stream("w", "float32", (12, 5), (9, 12), (), (Contiguous(0, 40),), Fill("zeros"))
     slabs = list(split_stream(0, stream, max_nbytes=24))
     check_tiling(slabs, stream, 24)
-    assert [copy.file_offset for slab in slabs for copy in slab.writes] == [40 + slab.start for slab in slabs]
+    assert [copy.file_offset for slab in slabs for copy in slab.writes] == [
+        40 + slab.start for slab in slabs
+    ]
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))])
-def test_split_stream_returns_no_slab_of_empty_stream(shape: tuple[int, ...], rows: tuple[int, int]):
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))]
+)
+def test_split_stream_returns_no_slab_of_empty_stream(
+    shape: tuple[int, ...], rows: tuple[int, int]
+):
     stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
-    assert list(split_stream(0, stream, max_nbytes=64)) == list(split_stream_evenly(0, stream, max_nbytes=64)) == []
+    assert (
+        list(split_stream(0, stream, max_nbytes=64))
+        == list(split_stream_evenly(0, stream, max_nbytes=64))
+        == []
+    )
 
 
 def test_split_stream_returns_one_slab_of_0d_tensor():
@@ -205,14 +260,21 @@ def test_split_stream_returns_one_slab_of_0d_tensor():
 @settings(max_examples=40, deadline=None)
 def test_even_slabs_do_not_depend_on_locations(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
-    region_a, region_b = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
+    region_a, region_b = (
+        region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2)
+    )
     boundaries = [
-        [(s.start, s.nbytes) for s in split_stream_evenly(0, stream_into(region_part), max_nbytes=limit)]
+        [
+            (s.start, s.nbytes)
+            for s in split_stream_evenly(0, stream_into(region_part), max_nbytes=limit)
+        ]
         for region_part in (region_a, region_b)
     ]
     flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
     assert (
-        boundaries[0] == boundaries[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, max_nbytes=limit)]
+        boundaries[0]
+        == boundaries[1]
+        == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, max_nbytes=limit)]
     )
 
 
@@ -220,10 +282,30 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
     "in order": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (60, 8), 0),
     "in strips": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (12, 4), 12 * 8 * 4),
     "transposed": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), 60 * 8 * 4),
-    "transposed in bands": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 20), 20 * 8 * 4),
-    "transposed in chunks": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 20), 20 * 8 * 4),
-    "each expert": ("n embed mlp <- w: n mlp embed", {"n": 5, "mlp": 60, "embed": 8}, (5, 8, 60), 60 * 8 * 4),
-    "a part": ("mlp embed <- w: embed (qkv=1 mlp)", {"qkv": 3, "mlp": 6, "embed": 9}, (6, 9), 9 * 18 * 4),
+    "transposed in bands": (
+        "embed mlp <- w: mlp embed",
+        {"mlp": 60, "embed": 8},
+        (8, 20),
+        20 * 8 * 4,
+    ),
+    "transposed in chunks": (
+        "embed mlp <- w: mlp embed",
+        {"mlp": 60, "embed": 8},
+        (4, 20),
+        20 * 8 * 4,
+    ),
+    "each expert": (
+        "n embed mlp <- w: n mlp embed",
+        {"n": 5, "mlp": 60, "embed": 8},
+        (5, 8, 60),
+        60 * 8 * 4,
+    ),
+    "a part": (
+        "mlp embed <- w: embed (qkv=1 mlp)",
+        {"qkv": 3, "mlp": 6, "embed": 9},
+        (6, 9),
+        9 * 18 * 4,
+    ),
     "long": (
         "embed mlp <- w: mlp embed",
         {"mlp": LONG_RUN_NBYTES, "embed": 2},
@@ -237,9 +319,13 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
 @pytest.mark.parametrize("case", SPREADS)
 def test_min_buffer_nbytes_gives_slabs_with_long_write_runs(case: str):
     text, sizes, chunk, nbytes = SPREADS[case]
-    region_part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
+    region_part = (
+        region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
+    )
     shape = region_part.axis_map.source_shape
-    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (region_part,))
+    stream = Stream(
+        "w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (region_part,)
+    )
     assert min_buffer_nbytes([stream]) == min_buffer_nbytes(reverse_streams([stream])) == nbytes
     assert min_buffer_nbytes([]) == 0
     for slab in split_stream(0, stream, max_nbytes=nbytes) if nbytes else ():
@@ -254,21 +340,34 @@ def test_min_buffer_fits_either_dtype():
     region_part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
     stream = replace(stream_into(region_part), dtype="float32", cast_to="bfloat16")
     assert min_buffer_nbytes([stream]) == 60 * 8 * 4
-    assert min_buffer_nbytes([replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]) == 60 * 8 * 4
+    assert (
+        min_buffer_nbytes(
+            [replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]
+        )
+        == 60 * 8 * 4
+    )
     (slab,) = split_stream(0, stream, max_nbytes=60 * 8 * 4)
     assert slab.written_nbytes == 60 * 8 * 2
 
 
-@given(st.sampled_from([("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]), st.data())
+@given(
+    st.sampled_from([("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]),
+    st.data(),
+)
 @settings(max_examples=60, deadline=None)
 def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     dtype, cast = pair
     items = [itemsize(dtype), itemsize(cast)]
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
-    stream = Stream("w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast)
+    stream = Stream(
+        "w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast
+    )
     limit = data.draw(st.integers(max(items), 2000))
     slabs = list(split_stream(0, stream, max_nbytes=limit))
-    assert [slab.start for slab in slabs] == [0, *itertools.accumulate(slab.nbytes for slab in slabs)][:-1]
+    assert [slab.start for slab in slabs] == [
+        0,
+        *itertools.accumulate(slab.nbytes for slab in slabs),
+    ][:-1]
     assert sum(slab.nbytes for slab in slabs) == stream.nbytes
     for slab in slabs:
         assert slab.nbytes <= limit

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import full_box
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.state_names import PARAMS, find_slots, identity_axis_map, qualify, split_name
-from prepcli.planning.strided_copies import Region, region_copies
+from prepcli.planning.strided_copies import ChunkedLocation, region_copies
+from trainer.models.boxes import full_box
 
 SHAPES = {"embed.tokens": (8, 4), "encoder.embed.tokens": (8, 4), "norm.scale": (4,)}
 
@@ -28,7 +28,9 @@ def test_qualify_keeps_parameter_names():
 
 
 def test_find_slots_requires_every_parameter():
-    state = leaves("params", "opt_state.adam.nu", "opt_state.adam.mu", "opt_state") | {"opt_state.adam.count": ()}
+    state = leaves("params", "opt_state.adam.nu", "opt_state.adam.mu", "opt_state") | {
+        "opt_state.adam.count": ()
+    }
     assert find_slots(state, SHAPES) == ("opt_state", "opt_state.adam.mu", "opt_state.adam.nu")
 
 
@@ -57,7 +59,10 @@ def test_identity_axis_map_copies_the_whole_leaf(shape: tuple[int, ...]):
     assert list(axis_map.tensors()) == [("opt_state.count", {})]
     zeros = (0,) * len(shape)
     (copy,) = region_copies(
-        Region(axis_map, (), ChunkGrid(shape, shape), StridedPlacement(0, 0, zeros, zeros), 4), full_box(shape)
+        ChunkedLocation(
+            axis_map, (), ChunkGrid(shape, shape), StridedPlacement(0, 0, zeros, zeros), 4
+        ),
+        full_box(shape),
     )
     nbytes = 4
     for extent in shape:

@@ -8,15 +8,19 @@ from prepcli.planning.state_rows import (
     PathLeaf,
     find_state_leaves,
     index_state_tensors,
-    is_path_name,
+    is_leaf_path,
     shape_in_leaf,
     state_axis_map,
 )
 from trainer.models.axis_map import bind_row, parse_row
 
 SIZES = {"layers": 3, "heads": 4, "head_dim": 8, "embed": 16}
-STACKED = bind_row(parse_row("layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
-MIDDLE = bind_row(parse_row("heads layers head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
+STACKED = bind_row(
+    parse_row("layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES
+)
+MIDDLE = bind_row(
+    parse_row("heads layers head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES
+)
 APART = bind_row(parse_row("heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
 PARAMETERS = {"layers.q": (3, 4, 8, 16), "head": (5, 16)}
 
@@ -40,7 +44,11 @@ def test_find_state_leaves_takes_moments_and_statistics_outside_of_slots():
 
 @pytest.mark.parametrize(
     ("row", "path", "shape"),
-    [(STACKED, "layers.q", (3, 4, 8, 1)), (MIDDLE, "layers.q", (4, 3, 8, 1)), (APART, "layers.1.q", (4, 8, 1))],
+    [
+        (STACKED, "layers.q", (3, 4, 8, 1)),
+        (MIDDLE, "layers.q", (4, 3, 8, 1)),
+        (APART, "layers.1.q", (4, 8, 1)),
+    ],
 )
 def test_tensors_do_not_depend_on_the_stacking(row, path: str, shape: tuple[int, ...]):
     axis_map = state_axis_map(path, row, shape)
@@ -48,7 +56,7 @@ def test_tensors_do_not_depend_on_the_stacking(row, path: str, shape: tuple[int,
     assert axis_map.leaf_shape == shape
     assert axis_map.source_shape == (4, 8, 1)
     assert tensors["/layers.1.q"] == (() if row is APART else (("layers", 1),))
-    assert all(map(is_path_name, tensors))
+    assert all(map(is_leaf_path, tensors))
     assert shape_in_leaf(row, (4, 8, 1)) == shape
 
 
@@ -56,4 +64,8 @@ def test_tensors_do_not_depend_on_the_stacking(row, path: str, shape: tuple[int,
 def test_index_state_tensors_finds_the_leaf_of_each_tensor(row, path: str):
     index = index_state_tensors({path: row})
     assert index.keys() == {f"/layers.{layer}.q" for layer in range(3)}
-    assert index["/layers.2.q"] == (path.format(layers=2), row, (("layers", 2),) if row is STACKED else ())
+    assert index["/layers.2.q"] == (
+        path.format(layers=2),
+        row,
+        (("layers", 2),) if row is STACKED else (),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 
@@ -10,25 +11,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import full_box, split_merged_range, strides
+from prepcli.planning import strided_copies
 from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
-from prepcli.planning.strided_copies import Region, StridedCopy, leaf_box_copies, region_copies
+from prepcli.planning.strided_copies import (
+    ChunkedLocation,
+    StridedCopy,
+    region_copies,
+)
+from tests.helpers.leaf_copies import leaf_box_copies
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.boxes import full_box, split_merged_range, strides
 
 ITEM = 4
 
 
-def move(copy: StridedCopy, tensor: np.ndarray, file_data: np.ndarray, is_reversed: bool = False) -> int:
+def move(
+    copy: StridedCopy, tensor: np.ndarray, file_data: np.ndarray, is_reversed: bool = False
+) -> int:
     """Run a copy on byte arrays, element by element, from tensor to file or reversed; return the bytes copied."""
     for index in itertools.product(*(range(n) for n, _, _ in copy.dims)):
-        tensor_byte = copy.tensor_offset + sum(i * step for i, (_, step, _) in zip(index, copy.dims))
+        tensor_byte = copy.tensor_offset + sum(
+            i * step for i, (_, step, _) in zip(index, copy.dims)
+        )
         file_byte = copy.file_offset + sum(i * step for i, (_, _, step) in zip(index, copy.dims))
         assert min(tensor_byte, file_byte) >= 0
         if is_reversed:
-            tensor[tensor_byte : tensor_byte + copy.width] = file_data[file_byte : file_byte + copy.width]
+            tensor[tensor_byte : tensor_byte + copy.width] = file_data[
+                file_byte : file_byte + copy.width
+            ]
         else:
-            file_data[file_byte : file_byte + copy.width] = tensor[tensor_byte : tensor_byte + copy.width]
+            file_data[file_byte : file_byte + copy.width] = tensor[
+                tensor_byte : tensor_byte + copy.width
+            ]
     return copy.nbytes
 
 
@@ -46,7 +61,9 @@ def test_leaf_box_copies_match_numpy(row: AxisMap, data):
     assert np.array_equal(out, as_bytes(expected))
 
 
-def in_chunks(whole_leaf: np.ndarray, grid: ChunkGrid, chunk_stride: int, offsets: dict) -> np.ndarray:
+def in_chunks(
+    whole_leaf: np.ndarray, grid: ChunkGrid, chunk_stride: int, offsets: dict
+) -> np.ndarray:
     out = np.zeros(max(offsets.values(), default=0) + chunk_stride, np.uint8)
     for index, offset in offsets.items():
         chunk = np.zeros(grid.chunk_shape, np.int32)
@@ -63,7 +80,9 @@ def test_region_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
     chunk_stride = math.prod(grid.chunk_shape) * ITEM + data.draw(st.integers(0, 3))
     indices = list(itertools.product(*(range(n) for n in grid.chunk_counts)))
     if data.draw(st.booleans()):
-        placement = StridedPlacement(0, 0, (0,) * len(grid.chunk_counts), strides(grid.chunk_counts, chunk_stride))
+        placement = StridedPlacement(
+            0, 0, (0,) * len(grid.chunk_counts), strides(grid.chunk_counts, chunk_stride)
+        )
         offsets = {index: placement.find(index)[1] for index in indices}
     else:
         order = data.draw(st.permutations(range(len(indices))))
@@ -73,12 +92,14 @@ def test_region_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
     expected = in_chunks(leaf_by_numpy(row, tensors), grid, chunk_stride, offsets)
     out, copied_nbytes = np.zeros_like(expected), 0
     for name, stacked in row.tensors():
-        region = Region(row, tuple(stacked.items()), grid, placement, ITEM)
+        region = ChunkedLocation(row, tuple(stacked.items()), grid, placement, ITEM)
         middle = data.draw(st.integers(0, row.source_shape[0])) if row.source_shape else 0
         spans = [(0, middle), (middle, row.source_shape[0])] if row.source_shape else [None]
         restored = np.zeros_like(as_bytes(tensors[name]))
         for span in spans:
-            for copy in region_copies(region, (span, *full_box(row.source_shape[1:])) if span else ()):
+            for copy in region_copies(
+                region, (span, *full_box(row.source_shape[1:])) if span else ()
+            ):
                 copied_nbytes += move(copy, as_bytes(tensors[name]), out)
                 move(copy, restored, out, is_reversed=True)
         values = restored.view(np.int32).reshape(row.source_shape)
@@ -94,7 +115,9 @@ CASES = {  # name -> (row, the leaf computed from its tensors with NumPy)
     ),
     "conv1d, a third of it": (
         "layers heads head_dim embed <- h.{layers}.c: embed (qkv=1 heads head_dim)",
-        lambda t: np.stack([t[f"h.{i}.c"].reshape(4, 3, 2, 6)[:, 1].transpose(1, 2, 0) for i in range(3)]),
+        lambda t: np.stack(
+            [t[f"h.{i}.c"].reshape(4, 3, 2, 6)[:, 1].transpose(1, 2, 0) for i in range(3)]
+        ),
     ),
     "fused per head": (
         "layers heads head_dim embed <- h.{layers}.qkv: (heads qkv=2 head_dim) embed",
@@ -103,7 +126,10 @@ CASES = {  # name -> (row, the leaf computed from its tensors with NumPy)
     "rope order": (
         "layers heads (two half) embed <- h.{layers}.q: (heads half two) embed",
         lambda t: np.stack(
-            [t[f"h.{i}.q"].reshape(2, 3, 2, 4).transpose(0, 2, 1, 3).reshape(2, 6, 4) for i in range(3)]
+            [
+                t[f"h.{i}.q"].reshape(2, 3, 2, 4).transpose(0, 2, 1, 3).reshape(2, 6, 4)
+                for i in range(3)
+            ]
         ),
     ),
     "unequal parts, the middle one": (
@@ -122,11 +148,24 @@ CASES = {  # name -> (row, the leaf computed from its tensors with NumPy)
         "layers embed <- h.{layers@local}.n: embed",
         lambda t: np.stack([t[f"h.{i}.n"] for i in (1, 4, 5)]),
     ),
-    "0-d tensors": ("layers <- h.{layers}.s:", lambda t: np.stack([t[f"h.{i}.s"] for i in range(3)])),
+    "0-d tensors": (
+        "layers <- h.{layers}.s:",
+        lambda t: np.stack([t[f"h.{i}.s"] for i in range(3)]),
+    ),
     "0-d leaf": ("<- s:", lambda t: t["s"]),
     "unit dims": ("1 embed 1 <- n: 1 embed", lambda t: t["n"].reshape(1, 4, 1)),
 }
-SIZES = {"layers": 3, "heads": 2, "kv": 1, "head_dim": 6, "half": 3, "two": 2, "qkv": 3, "embed": 4, "mlp": 5}
+SIZES = {
+    "layers": 3,
+    "heads": 2,
+    "kv": 1,
+    "head_dim": 6,
+    "half": 3,
+    "two": 2,
+    "qkv": 3,
+    "embed": 4,
+    "mlp": 5,
+}
 SIZES |= {"experts": 2, "blocks": 3, "slot": 2}
 
 
@@ -155,7 +194,9 @@ def test_leaf_box_copies_read_one_unscanned_layer():
 
 
 def test_leaf_box_copies_skip_padding():
-    row = bind_row(parse_row("vocab embed <- wte: vocab embed"), {"vocab": 11, "embed": 4}, {"vocab": 16})
+    row = bind_row(
+        parse_row("vocab embed <- wte: vocab embed"), {"vocab": 11, "embed": 4}, {"vocab": 16}
+    )
     assert list(leaf_box_copies(row, ((11, 16), (0, 4)))) == []
     assert sum(c.nbytes for _, c in leaf_box_copies(row, ((9, 16), (0, 4)))) == 8
 
@@ -167,7 +208,9 @@ def test_region_copies_of_many_chunks_are_one_copy():
     )
     grid = ChunkGrid(row.leaf_shape, (1, 10, 128, 80))
     places = StridedPlacement(0, 0, (0, 0, 0, 0), strides(grid.chunk_counts, 10 * 128 * 80 * 2))
-    (copy,) = region_copies(Region(row, (("layers", 7),), grid, places, 2), full_box(row.source_shape))
+    (copy,) = region_copies(
+        ChunkedLocation(row, (("layers", 7),), grid, places, 2), full_box(row.source_shape)
+    )
     assert copy.run_nbytes == 5120 * 5120 * 2  # 256 chunks, one after another
     assert copy.width == 80 * 2
 
@@ -178,6 +221,12 @@ def test_split_merged_range_tiles_a_range_in_order(extents: list[int], data):
     low, high = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     flat = np.arange(total).reshape(extents)
     indices = [
-        i for box in split_merged_range((low, high), extents) for i in flat[tuple(slice(*r) for r in box)].ravel()
+        i
+        for box in split_merged_range((low, high), extents)
+        for i in flat[tuple(slice(*r) for r in box)].ravel()
     ]
     assert indices == list(range(low, high))
+
+
+def test_worked_example_of_the_index_algebra_holds():
+    assert doctest.testmod(strided_copies).failed == 0

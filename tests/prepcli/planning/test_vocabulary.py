@@ -25,7 +25,9 @@ from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabu
         ({"true_vocab_size": 49}, None, (49, 50)),
     ],
 )
-def test_read_vocabulary_reads_config_and_option(config: dict[str, Any], true: int | None, expected: tuple[int, int]):
+def test_read_vocabulary_reads_config_and_option(
+    config: dict[str, Any], true: int | None, expected: tuple[int, int]
+):
     vocabulary = read_vocabulary(config, 50, true_size=true)
     assert (vocabulary.true_size, vocabulary.stored_size) == expected
 

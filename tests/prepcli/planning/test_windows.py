@@ -9,7 +9,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.boxes import Box, strides, volume
 from prepcli.planning.plan import Contiguous, Strided
 from prepcli.planning.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
 from prepcli.planning.windows import (
@@ -22,6 +21,7 @@ from prepcli.planning.windows import (
 )
 from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
 from trainer.models.axis_map import AxisMap
+from trainer.models.boxes import Box, strides, volume
 
 ITEM = 4
 
@@ -87,7 +87,10 @@ def test_merged_windows_cover_the_windows(drawn: tuple[tuple[int, ...], list[Box
     merged = merge_windows(windows, file_strides((Contiguous(0, 0),), shape, 1), max_gap)
     assert len(merged) <= len(windows)
     for window in windows:
-        assert any(all(a <= low and high <= b for (low, high), (a, b) in zip(window, box)) for box in merged)
+        assert any(
+            all(a <= low and high <= b for (low, high), (a, b) in zip(window, box))
+            for box in merged
+        )
 
 
 @given(shaped_boxes(), st.integers(1, 20), st.permutations([1, 7, 50]))

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from prepcli.errors import PrepError
 from prepcli.remote import bucket_lock
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
+from prepcli.remote.conditional_objects import publish_file
 from prepcli.remote.object_store import Bucket, parse_url
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 
@@ -73,7 +75,9 @@ def test_the_same_plan_takes_the_lock_over_at_once(store: FakeObjectStore, bucke
 
 
 @pytest.mark.parametrize(("age_s", "is_stale"), [(299, False), (301, True)])
-def test_a_lock_is_stale_by_the_clock_of_the_store(age_s: int, is_stale: bool, store: FakeObjectStore, bucket: Bucket):
+def test_a_lock_is_stale_by_the_clock_of_the_store(
+    age_s: int, is_stale: bool, store: FakeObjectStore, bucket: Bucket
+):
     new_lock(bucket, "killed").acquire()
     store.time += timedelta(seconds=age_s)
     lock = new_lock(bucket, "new")
@@ -148,13 +152,19 @@ def test_a_write_without_an_answer_is_recognized(store: FakeObjectStore, bucket:
     store.store(LOCK, store.objects[LOCK])
     lock._renew()
     lock.check()
+    owner = json.loads(lock._owner.to_bytes())
+    assert json.loads(store.objects[LOCK])["token"] == owner["token"]
 
 
 INFINITE_PROCESS = b'{"host": "a", "process": Infinity, "plan": "p", "token": "t", "renewals": 0}'
 
 
-@pytest.mark.parametrize("content", [b"\n", b"[]", b"\xff", b"{}", b"[" * 100_000, b'{"host": 1}', INFINITE_PROCESS])
-def test_a_malformed_lock_counts_as_that_of_another(content: bytes, store: FakeObjectStore, bucket: Bucket):
+@pytest.mark.parametrize(
+    "content", [b"\n", b"[]", b"\xff", b"{}", b"[" * 100_000, b'{"host": 1}', INFINITE_PROCESS]
+)
+def test_a_malformed_lock_counts_as_that_of_another(
+    content: bytes, store: FakeObjectStore, bucket: Bucket
+):
     store.store(LOCK, content)
     with pytest.raises(PrepError, match="process 0 on an unknown host"):
         new_lock(bucket).acquire()
@@ -169,3 +179,38 @@ def test_a_store_without_conditions_is_noted(store: FakeObjectStore, bucket: Buc
         lock.check()
     assert ["cannot be locked" in note for note in notes] == [True]
     assert store.objects == {}
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    path = tmp_path / "manifest"
+    path.write_bytes(b"mine")
+    return path
+
+
+@pytest.mark.parametrize("has_conditions", [True, False])
+def test_publish_file_writes_the_object(
+    has_conditions: bool, store: FakeObjectStore, bucket: Bucket, manifest: Path
+):
+    store.has_conditions = has_conditions
+    publish_file(bucket, "manifest", manifest)
+    assert store.objects == {"bucket/out/manifest": b"mine"}
+
+
+@pytest.mark.parametrize("content", [b"other", b"mine, and more", b"min"])
+def test_publish_file_keeps_the_object_of_another_process(
+    content: bytes, store: FakeObjectStore, bucket: Bucket, manifest: Path
+):
+    store.store("bucket/out/manifest", content)
+    with pytest.raises(PrepError, match="was taken over - another process has written"):
+        publish_file(bucket, "manifest", manifest)
+    assert store.objects == {"bucket/out/manifest": content}
+
+
+def test_publish_file_accepts_its_own_earlier_request(
+    store: FakeObjectStore, bucket: Bucket, manifest: Path
+):
+    """The first request arrived, its answer was lost, and the client sent it again."""
+    store.store("bucket/out/manifest", b"mine")
+    publish_file(bucket, "manifest", manifest)
+    assert store.objects == {"bucket/out/manifest": b"mine"}

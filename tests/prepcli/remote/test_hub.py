@@ -29,9 +29,15 @@ GOOD = {
 QUANTISED = {**GOOD, "config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
 REPOS = {
     "o/good": FakeRepo(GOOD),
-    "o/flax": FakeRepo({"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}),
-    "o/bin": FakeRepo({"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}),
-    "o/meta": FakeRepo({"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}),
+    "o/flax": FakeRepo(
+        {"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}
+    ),
+    "o/bin": FakeRepo(
+        {"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}
+    ),
+    "o/meta": FakeRepo(
+        {"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}
+    ),
     "o/gguf": FakeRepo({"m-Q4.gguf": b"x", "README.md": b""}),
     "o/lora": FakeRepo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
     "o/empty": FakeRepo({"README.md": b""}),
@@ -83,7 +89,9 @@ class LocateRunner:
 
     def locate_all(self, names: Sequence[str], *options: str, **variables: str) -> list[Answer]:
         """Locate several models, one after another in one process."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+        }
         environment = {**inherited, **self.variables, **variables}
         process = run_python(SCRIPT, json.dumps(names), *options, cwd=self.cwd, env=environment)
         assert (process.returncode, process.stderr) == (0, "")
@@ -140,7 +148,12 @@ def test_offline_uses_the_cache_without_requests(run_locate: LocateRunner, hub: 
 
 
 def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: FakeHub) -> None:
-    expected = ["cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1]
+    expected = [
+        "cannot read o/good",
+        "not in the cache and HF_HUB_OFFLINE=1",
+        "run once with network",
+        1,
+    ]
     assert run_locate("o/good", "--offline")["error"] == expected
     assert run_locate("o/good", HF_HUB_OFFLINE="1")["error"] == expected
     assert hub.requests == []
@@ -186,7 +199,9 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 
-def test_unsupported_model_fails_before_the_download(run_locate: LocateRunner, hub: FakeHub, tmp_path: Path) -> None:
+def test_unsupported_model_fails_before_the_download(
+    run_locate: LocateRunner, hub: FakeHub, tmp_path: Path
+) -> None:
     expected = {
         "o/gguf": "o/gguf is in GGUF format",
         "o/lora": "o/lora is an adapter, not a model",
@@ -197,7 +212,11 @@ def test_unsupported_model_fails_before_the_download(run_locate: LocateRunner, h
     errors: list[Any] = [answer["error"] for answer in run_locate.locate_all([*expected])]
     assert [error[0] for error in errors] == [*expected.values()]
     assert {error[3] for error in errors} == {1}
-    assert not [request for request in hub.requests if "/resolve/" in request and "config.json" not in request]
+    assert not [
+        request
+        for request in hub.requests
+        if "/resolve/" in request and "config.json" not in request
+    ]
     assert errors[-1][1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
     assert errors[-1][1].endswith(" free")
 
@@ -215,7 +234,9 @@ def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", [{}, {"o/good": FakeRepo(status=503)}])
-def test_unreachable_hub_falls_back_to_the_cache_and_warns(tmp_path: Path, trouble: dict[str, FakeRepo]) -> None:
+def test_unreachable_hub_falls_back_to_the_cache_and_warns(
+    tmp_path: Path, trouble: dict[str, FakeRepo]
+) -> None:
     home = tmp_path / "home"
     with serve_hub(REPOS) as hub:
         path = LocateRunner(hub.environment(home), tmp_path)("o/good")["path"]
@@ -223,7 +244,9 @@ def test_unreachable_hub_falls_back_to_the_cache_and_warns(tmp_path: Path, troub
         url = failing_hub.url if trouble else hub.url
         answer = LocateRunner(hub_environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
     assert answer["path"] == path
-    assert answer["warnings"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
+    assert answer["warnings"] == [
+        f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"
+    ]
 
 
 def test_download_selects_other_formats_without_safetensors(run_locate: LocateRunner) -> None:
@@ -242,17 +265,31 @@ def test_download_selects_other_formats_without_safetensors(run_locate: LocateRu
 def test_files_to_download_selects_one_format() -> None:
     small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    others = ["pytorch_model.bin", "flax_model.msgpack", "consolidated.safetensors", "onnx/model.onnx", "LICENSE"]
+    others = [
+        "pytorch_model.bin",
+        "flax_model.msgpack",
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "LICENSE",
+    ]
     index = "model.safetensors.index.json"
     assert files_to_download([*small, *shards, index, *others]) == sorted([*small, *shards, index])
-    assert files_to_download([*small, "model.safetensors", *others]) == sorted([*small, "model.safetensors"])
+    assert files_to_download([*small, "model.safetensors", *others]) == sorted(
+        [*small, "model.safetensors"]
+    )
     assert files_to_download([*small, *others]) == sorted([*small, "consolidated.safetensors"])
     assert files_to_download(["sub/config.json", "sub/model.safetensors"]) == []
-    bins = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-    assert files_to_download([*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]) == sorted(
-        [*small, *bins]
-    )
-    assert files_to_download(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == ["pytorch_model.bin"]
+    bins = [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
+    assert files_to_download(
+        [*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]
+    ) == sorted([*small, *bins])
+    assert files_to_download(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == [
+        "pytorch_model.bin"
+    ]
     flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
     assert files_to_download([*flax, "other.msgpack"]) == flax
     assert files_to_download([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]

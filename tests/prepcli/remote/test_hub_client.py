@@ -44,7 +44,9 @@ def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     no_sleep = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
-    monkeypatch.setattr(file_download, "time", no_sleep)  # waits of the library itself between tries
+    monkeypatch.setattr(
+        file_download, "time", no_sleep
+    )  # waits of the library itself between tries
     notes: list[str] = []
     yield notes
     _http.set_client_factory(_http.default_client_factory)
@@ -65,7 +67,9 @@ def test_client_reports_retries_then_raises(notes: list[str], stall: str):
         pytest.raises(NoAnswerError, match=r"\(4 tries\)"),
     ):
         HfApi(endpoint=hub.url).model_info("o/m")
-    assert [note.rpartition("; ")[2] for note in notes] == [f"trying again ({n} of 4)" for n in (2, 3, 4)]
+    assert [note.rpartition("; ")[2] for note in notes] == [
+        f"trying again ({n} of 4)" for n in (2, 3, 4)
+    ]
     host = hub.url.removeprefix("http://")
     expected_start = {"close": f"{host} closed", "body": f"{host} is too slow"}.get(
         stall, f"no answer from {host} for 0.1 s"
@@ -98,7 +102,9 @@ def test_client_does_not_retry_403(notes: list[str]):
 
 
 @pytest.mark.parametrize("listing", MALFORMED_ANSWERS)
-def test_malformed_model_info_is_one_error(notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str):
+def test_malformed_model_info_is_one_error(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str
+):
     with serve_hub({"o/m": FakeRepo(model_info=MALFORMED_ANSWERS[listing])}) as hub:
         use_hub(hub, monkeypatch)
         for open_model in (
@@ -107,7 +113,11 @@ def test_malformed_model_info_is_one_error(notes: list[str], monkeypatch: pytest
         ):
             with pytest.raises(PrepError) as caught:
                 open_model()
-            assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "`o/m` holds no checkpoint")
+            assert caught.value.what in (
+                "cannot read o/m",
+                "cannot stream o/m",
+                "`o/m` holds no checkpoint",
+            )
 
 
 def test_download_error_names_the_silent_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -117,12 +127,17 @@ def test_download_error_names_the_silent_host(notes: list[str], monkeypatch: pyt
             locate("o/m", access=Access(retry_policy=RetryPolicy(0.05, notes.append)))
     assert caught.value.what == "cannot read o/m"
     host = hub.url.removeprefix("http://")
-    assert caught.value.why == f"no answer from {host} for 0.05 s (4 tries), and the model is not in the cache"
+    assert (
+        caught.value.why
+        == f"no answer from {host} for 0.05 s (4 tries), and the model is not in the cache"
+    )
     assert "PREP_TIMEOUT=60" in caught.value.hint
 
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
-def test_open_remote_limits_the_time_of_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str):
+def test_open_remote_limits_the_time_of_ranges(
+    notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str
+):
     monkeypatch.setattr("prepcli.remote.remote_files.FIRST_WAIT_S", 0.001)
     repo = FakeRepo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
     with serve_hub({"o/m": repo}) as hub:
@@ -136,11 +151,15 @@ def test_open_remote_limits_the_time_of_ranges(notes: list[str], monkeypatch: py
 
 @pytest.mark.parametrize("arguments", [("save-init", "o/m"), ("inspect", "o/m", "--stream")])
 def test_ctrl_c_interrupts_a_request(tmp_path: Path, arguments: tuple[str, ...]):
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
+    }
     with serve_hub({"o/m": FakeRepo(FILES, stalls={"GET /o/m/resolve/": "silent"})}) as hub:
         variables = inherited | hub.environment(tmp_path / "home") | {"PREP_TIMEOUT": "600"}
         command = [sys.executable, "-c", PREP, *arguments]
-        process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
         wait_until(lambda: any("GET /o/m/resolve/" in line for line in hub.requests), process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=MAX_S)

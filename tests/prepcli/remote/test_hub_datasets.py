@@ -29,11 +29,19 @@ configs:
 ---
 # Text
 """
-LISTED = ["README.md", "wiki/train-00001.parquet", "wiki/train-00000.parquet", "wiki/test.parquet", "raw/b.jsonl"]
+LISTED = [
+    "README.md",
+    "wiki/train-00001.parquet",
+    "wiki/train-00000.parquet",
+    "wiki/test.parquet",
+    "raw/b.jsonl",
+]
 LISTED += ["raw/a.jsonl", "raw/deep/c.jsonl", "extra/x/y.parquet", "other.jsonl"]
 
 
-def select(names: Sequence[str], metadata: Mapping[str, Any] | None = None, **parts: str) -> list[str]:
+def select(
+    names: Sequence[str], metadata: Mapping[str, Any] | None = None, **parts: str
+) -> list[str]:
     return select_files(
         "o/n",
         names,
@@ -65,8 +73,20 @@ def test_readme_lists_files(metadata: Mapping[str, Any], parts: dict[str, str], 
 @pytest.mark.parametrize(
     ("names", "split", "files"),
     [
-        (["data/train-00000-of-00002-ab.parquet", "data/train-00001-of-00002-cd.parquet"], "train", [0, 1]),
-        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "train.jsonl"], "test", [1]),
+        (
+            ["data/train-00000-of-00002-ab.parquet", "data/train-00001-of-00002-cd.parquet"],
+            "train",
+            [0, 1],
+        ),
+        (
+            [
+                "data/train-00000-of-00001.parquet",
+                "data/test-00000-of-00001.parquet",
+                "train.jsonl",
+            ],
+            "test",
+            [1],
+        ),
         (["train.jsonl", "dev.jsonl", "my_test.jsonl"], "validation", [1]),
         (["validation/a.jsonl", "train/a.jsonl", "training_b.jsonl"], "train", [1, 2]),
         (["a.jsonl", "b.jsonl", ".hidden.jsonl", "note.md"], "train", [0, 1]),
@@ -77,7 +97,12 @@ def test_names_tell_splits(names: list[str], split: str, files: list[int]):
 
 
 def test_folders_of_the_converted_branch_are_configurations():
-    names = ["en/train/0000.parquet", "en/train/0001.parquet", "en/test/0000.parquet", "de/train/0000.parquet"]
+    names = [
+        "en/train/0000.parquet",
+        "en/train/0001.parquet",
+        "en/test/0000.parquet",
+        "de/train/0000.parquet",
+    ]
     assert select(names, config="en") == names[:2]
     assert select(names, config="de", split="train") == names[3:]
 
@@ -85,7 +110,10 @@ def test_folders_of_the_converted_branch_are_configurations():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"config": "fr"}, 'o/n has no configuration `fr` - its configurations: wiki, raw - `data.config = "wiki"`'),
+        (
+            {"config": "fr"},
+            'o/n has no configuration `fr` - its configurations: wiki, raw - `data.config = "wiki"`',
+        ),
         ({"config": "wiki", "split": "dev"}, "o/n has no split `dev` - its splits: train, test"),
     ],
 )
@@ -141,12 +169,19 @@ def test_yaml_values_of_other_types_are_no_names():
     for _ in range(40):
         bomb = [bomb, bomb]
     metadata = {
-        "configs": [{"config_name": bomb}, {"config_name": "c", "data_dir": bomb, "data_files": {"path": bomb}}]
+        "configs": [
+            {"config_name": bomb},
+            {"config_name": "c", "data_dir": bomb, "data_files": {"path": bomb}},
+        ]
     }
     with pytest.raises(PrepError, match="no data in o/n"):
-        select_files("o/n", ["a.jsonl"], metadata, config="c", split=None, accepts=lambda name: True)
+        select_files(
+            "o/n", ["a.jsonl"], metadata, config="c", split=None, accepts=lambda name: True
+        )
     with pytest.raises(PrepError, match="no data in o/n"):
-        select_files("o/n", ["a.txt"], {"configs": 7}, config="c", split=None, accepts=lambda name: False)
+        select_files(
+            "o/n", ["a.txt"], {"configs": 7}, config="c", split=None, accepts=lambda name: False
+        )
 
 
 def test_malformed_metadata_is_an_error(tmp_path: Path):

@@ -17,7 +17,13 @@ from prepcli.remote import remote_files
 from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, read_range
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
-from tests.helpers.range_server import FAULT_KINDS, SURPLUS_KINDS, FakeFileStore, FaultInjector, serve_ranges
+from tests.helpers.range_server import (
+    FAULT_KINDS,
+    SURPLUS_KINDS,
+    FakeFileStore,
+    FaultInjector,
+    serve_ranges,
+)
 from tests.helpers.slow_cases import slow_except
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
@@ -118,7 +124,10 @@ def test_changed_size_is_an_error(content: bytes):
 
 
 def test_changed_sha256_is_an_error():
-    with serve_large_file(FaultInjector()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
+    with (
+        serve_large_file(FaultInjector()) as (ranges, _, _),
+        pytest.raises(PrepError, match="the hub now has sha256:"),
+    ):
         read(ranges, 0, 10, RemoteFile(FILE.path, FILE.size, "sha256:" + "0" * 64))
 
 
@@ -135,12 +144,19 @@ def test_missing_file_is_requested_again_then_an_error():
         store.files.clear()
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
-    assert caught.value.why == "8 tries in a row failed: HTTP 404 from the URL that the hub redirects to"
+    assert (
+        caught.value.why
+        == "8 tries in a row failed: HTTP 404 from the URL that the hub redirects to"
+    )
     assert len(hub.requests) == 8
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(401, "HTTP 401 from the hub: access is not granted any more"), (404, "HTTP 404 from the hub")]
+    ("status", "why"),
+    [
+        (401, "HTTP 401 from the hub: access is not granted any more"),
+        (404, "HTTP 404 from the hub"),
+    ],
 )
 def test_http_4xx_of_the_hub_is_not_retried(status: int, why: str):
     with serve_hub({"o/m": FakeRepo(status=status)}) as hub:
@@ -204,9 +220,21 @@ class Session:
 
 TEXT = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=30)
 COUNT = st.one_of(st.integers(0, 40), st.integers(0, 10**25)).map(str)
-RANGE = st.one_of(TEXT, st.builds("bytes {}-{}/{}".format, COUNT, COUNT, st.one_of(COUNT, st.just("*"))))
+RANGE = st.one_of(
+    TEXT, st.builds("bytes {}-{}/{}".format, COUNT, COUNT, st.one_of(COUNT, st.just("*")))
+)
 LOCATIONS = st.sampled_from(
-    ["", "/x", "//[", "http://[::1", "https://elsewhere/x?s=1", "ftp://x", "http://a:b:c", "?", "\x80"]
+    [
+        "",
+        "/x",
+        "//[",
+        "http://[::1",
+        "https://elsewhere/x?s=1",
+        "ftp://x",
+        "http://a:b:c",
+        "?",
+        "\x80",
+    ]
 )
 HEADERS = st.fixed_dictionaries(
     {},

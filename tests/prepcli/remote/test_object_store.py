@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.remote import object_store, remote_files
-from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url, redacted_error_text
+from prepcli.remote.object_store import (
+    Bucket,
+    ObjectStoreUrl,
+    is_url,
+    parse_url,
+    redacted_error_text,
+)
 from prepcli.remote.remote_files import RemoteFile, read_range
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.loopback import STALL_KINDS
@@ -29,7 +35,9 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
 
 
-def connect_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0) -> Bucket:
+def connect_bucket(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0
+) -> Bucket:
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     return Bucket(parse_url(url), retries)
@@ -59,7 +67,9 @@ def test_parse_url_splits_bucket_and_path():
 
 
 def test_parse_url_names_an_invalid_bucket():
-    with pytest.raises(PrepError, match="'b' is no name of a bucket, which has 3 to 63 lower-case letters"):
+    with pytest.raises(
+        PrepError, match="'b' is no name of a bucket, which has 3 to 63 lower-case letters"
+    ):
         parse_url("gs://b/x")
 
 
@@ -113,7 +123,9 @@ def test_changed_object_is_an_error(monkeypatch, content: bytes | None):
         with pytest.raises(PrepError) as caught:
             read(bucket, file, 0, 100)
     assert caught.value.what == "w changed while it was read"
-    assert caught.value.hint == "run the same command again", "`--restart` deletes the steps of a training run"
+    assert caught.value.hint == "run the same command again", (
+        "`--restart` deletes the steps of a training run"
+    )
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -161,7 +173,9 @@ def test_write_pieces_joins_and_splits_pieces(monkeypatch):
     cuts = [0, 0, 1, 7, 20_000, 290_000, 300_000]
     pieces = [CONTENT[start:stop] for start, stop in itertools.pairwise(cuts)]
     with serve_objects() as store:
-        connect_bucket(store, monkeypatch, "gs://bucket/m").write_pieces("f", pieces, size=len(CONTENT))
+        connect_bucket(store, monkeypatch, "gs://bucket/m").write_pieces(
+            "f", pieces, size=len(CONTENT)
+        )
         assert store.objects == {"bucket/m/f": CONTENT}
 
 
@@ -248,9 +262,9 @@ def test_bucket_pickles_without_its_connection():
 
 
 def test_redacted_error_text_removes_urls():
-    assert redacted_error_text(ValueError("Error performing GET https://h/x?X-Amz-Signature=1 in 3s\nand more")) == (
-        "Error performing GET … in 3s"
-    )
+    assert redacted_error_text(
+        ValueError("Error performing GET https://h/x?X-Amz-Signature=1 in 3s\nand more")
+    ) == ("Error performing GET … in 3s")
 
 
 def test_missing_obstore_error_names_the_extra(monkeypatch):

@@ -43,7 +43,7 @@ from prepcli.sources.detect import detect
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
 
 
 class MemoryReader:
@@ -80,7 +80,10 @@ def item(folder: Path) -> Path:
 
     out = folder.parent / "init"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sys.argv", ["prep", "save-init", str(folder), "--out", str(out), "--mesh", "1,2,1", "-q"])
+        patched.setattr(
+            "sys.argv",
+            ["prep", "save-init", str(folder), "--out", str(out), "--mesh", "1,2,1", "-q"],
+        )
         assert main() == 0
     return out
 
@@ -93,17 +96,22 @@ def memory_bucket(files: dict[str, bytes]) -> Bucket:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def open_remote_checkpoint(files: dict[str, bytes]) -> None:
-    """Do everything with a remote checkpoint that precedes reads of its tensors."""
+def open_remote_checkpoint(files: dict[str, bytes]) -> dict[str, tuple[int, ...]]:
+    """Do everything with a remote checkpoint that precedes reads of its tensors. Return their shapes."""
     folder = BucketFolder("gs://bucket/at", memory_bucket(files))
     kind = detect(folder)
     located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.prepare_local_files(kind))
     try:
-        open_source(located)
+        source = open_source(located)
         read_contents(located)
+        return {tensor.name: tuple(tensor.shape) for tensor in source.tensors}
     finally:
         shutil.rmtree(located.local_files.path)
 
@@ -114,7 +122,10 @@ def test_write_header_fetches_only_the_header(tmp_path: Path, folder: Path, padd
     content = real.read_bytes()
     nbytes = int.from_bytes(content[:8], "little")
     content = (
-        (nbytes + padding).to_bytes(8, "little") + content[8 : 8 + nbytes] + b" " * padding + content[8 + nbytes :]
+        (nbytes + padding).to_bytes(8, "little")
+        + content[8 : 8 + nbytes]
+        + b" " * padding
+        + content[8 + nbytes :]
     )
     reader, file = MemoryReader(content + b""), RemoteFile(real.name, len(content), "")
     write_header(tmp_path, reader, file)
@@ -155,7 +166,9 @@ def test_placeholder_path_stays_in_the_folder(name: str):
     "name", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "x" * 300, "a/" * 600 + "b", "\ud800"]
 )
 def test_placeholder_path_rejects_invalid_names(name: str):
-    with pytest.raises(PrepError, match=r"invalid file name|it is not (a file name|inside /folder)"):
+    with pytest.raises(
+        PrepError, match=r"invalid file name|it is not (a file name|inside /folder)"
+    ):
         placeholder_path(Path("/folder"), RemoteFile(name, 0, ""))
 
 
@@ -173,25 +186,39 @@ def test_rename_in_errors_names_the_checkpoint():
             f"in {placeholder_folder}",
             f"`hf download o/m --local-dir {placeholder_folder}`",
         )
-    assert (caught.value.what, caught.value.why, caught.value.hint) == ("gs://b/m/x is broken", "in gs://b/m", "")
+    assert (caught.value.what, caught.value.why, caught.value.hint) == (
+        "gs://b/m/x is broken",
+        "in gs://b/m",
+        "",
+    )
     placeholder_folder.rmdir()
 
 
 def test_bucket_opens_both_kinds(folder: Path, item: Path):
-    open_remote_checkpoint(contents(folder))
-    open_remote_checkpoint(contents(item))
+    tensors = read_tensors(folder).items()
+    shapes = {name.removeprefix("transformer."): array.shape for name, array in tensors}
+    assert open_remote_checkpoint(contents(folder)) == shapes
+    assert open_remote_checkpoint(contents(item)) == shapes
 
 
 def manifest_without_records(item: Path) -> bytes:
     """Return the manifest of an init, without digests of files, for the same files under other names."""
     manifest = json.loads((item / "prep-manifest.json").read_bytes())
-    return json.dumps({key: value for key, value in manifest.items() if key not in ("files", "digest")}).encode()
+    return json.dumps(
+        {key: value for key, value in manifest.items() if key not in ("files", "digest")}
+    ).encode()
 
 
 def test_bucket_opens_the_last_step_of_a_run(item: Path):
-    files = {f"100/state/{name}": data for name, data in contents(item).items() if name != "prep-manifest.json"}
+    files = {
+        f"100/state/{name}": data
+        for name, data in contents(item).items()
+        if name != "prep-manifest.json"
+    }
     files["100/prep-manifest.json"] = manifest_without_records(item)
-    open_remote_checkpoint(files)
+    # An earlier step without a readable file: it must not be the one that is opened.
+    files |= {name.replace("100/", "50/", 1): b"" for name in files}
+    assert open_remote_checkpoint(files) == open_remote_checkpoint(contents(item))
 
 
 def test_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Path, monkeypatch):
@@ -200,7 +227,10 @@ def test_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Pat
     for key, value in read_ocdbt_index(item):
         if isinstance(value, ValueLocation):
             path = f"ocdbt.process_0/ocdbt_data/{value.path.removeprefix('d/')}"
-            files[path], value = (item / value.path).read_bytes(), ValueLocation(path, value.offset, value.nbytes)
+            files[path], value = (
+                (item / value.path).read_bytes(),
+                ValueLocation(path, value.offset, value.nbytes),
+            )
         index[key] = value
     write_ocdbt_index(tmp_path, sorted(index.items()), 0)
     other_files = {path: data for path, data in contents(item).items() if not path.startswith("d/")}
@@ -212,15 +242,23 @@ def test_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Pat
 
 def test_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest.MonkeyPatch):
     """A checkpoint with one file per chunk must not be fetched completely before it is rejected."""
-    monkeypatch.setattr(bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was fetched"))
+    monkeypatch.setattr(
+        bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was fetched")
+    )
     files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
     with pytest.raises(PrepError, match="has no OCDBT index"):
         open_remote_checkpoint(files)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "__0_0.distcp"])
-def test_bucket_is_rejected_before_any_header_is_fetched(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bucket_folders, "create_placeholder_folder", lambda: pytest.fail("placeholders were made"))
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "__0_0.distcp"]
+)
+def test_bucket_is_rejected_before_any_header_is_fetched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        bucket_folders, "create_placeholder_folder", lambda: pytest.fail("placeholders were made")
+    )
     with pytest.raises(PrepError, match=r"gs://bucket/at (is|cannot be read remotely)"):
         open_remote_checkpoint({name: b"x", "tokenizer.json": b"{}"})
 
@@ -231,13 +269,19 @@ def folder_of_killed_process(environment: dict[str, str]) -> Path:
         " print(create_placeholder_folder(), flush=True); os.abort()"
     )
     process = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert process.returncode == -signal.SIGABRT
     return Path(process.stdout.strip())
 
 
-def test_placeholder_folder_of_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_placeholder_folder_of_killed_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     leftover = folder_of_killed_process(os.environ | {"TMPDIR": str(tmp_path)})
     assert leftover.parent == tmp_path
@@ -249,13 +293,22 @@ def test_placeholder_folder_of_killed_process_is_removed(tmp_path: Path, monkeyp
     for folder in (leftover, alive, tmp_path / "kept"):
         os.utime(folder, (0, 0))
     another = create_placeholder_folder()
-    assert {path.name for path in tmp_path.iterdir()} == {alive.name, another.name, "kept", "prep-remote-link"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        alive.name,
+        another.name,
+        "kept",
+        "prep-remote-link",
+    }
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"]
+)
 def test_bucket_rejects_local_only_formats(folder: Path, name: str):
     with pytest.raises(PrepError):
-        open_remote_checkpoint({"config.json": (folder / "config.json").read_bytes(), name: b"x" * 100})
+        open_remote_checkpoint(
+            {"config.json": (folder / "config.json").read_bytes(), name: b"x" * 100}
+        )
 
 
 def damage_files(files: dict[str, bytes], rng: random.Random) -> dict[str, bytes]:

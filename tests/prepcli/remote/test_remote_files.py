@@ -133,7 +133,11 @@ def test_read_range_in_parallel_raises_errors_of_a_part():
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, CONTENT.size), st.integers(0, 1_500_000)),
+        st.tuples(
+            st.sampled_from(["a", "b", "c"]),
+            st.integers(0, CONTENT.size),
+            st.integers(0, 1_500_000),
+        ),
         max_size=60,
     )
 )

@@ -22,7 +22,12 @@ from prepcli.remote.retries import (
 
 def test_retry_policy_reads_timeout_variables():
     assert retry_policy_from_env({}, str).timeout_s == 10
-    assert retry_policy_from_env({"PREP_TIMEOUT": "2.5", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}, str).timeout_s == 2.5
+    assert (
+        retry_policy_from_env(
+            {"PREP_TIMEOUT": "2.5", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}, str
+        ).timeout_s
+        == 2.5
+    )
     assert retry_policy_from_env({"HF_HUB_DOWNLOAD_TIMEOUT": "60"}, str).timeout_s == 60
 
 
@@ -52,7 +57,9 @@ def test_retry_policy_pickles_without_note():
 def test_call_with_timeout_abandons_a_late_call():
     release, late_calls = threading.Event(), list[str]()
     with pytest.raises(TimeoutError):
-        call_with_timeout(release.wait, 0.04, on_late=lambda: late_calls.append("late"), late_s=0.02)
+        call_with_timeout(
+            release.wait, 0.04, on_late=lambda: late_calls.append("late"), late_s=0.02
+        )
     release.set()
     assert late_calls == ["late"]
 
@@ -64,7 +71,9 @@ def test_call_with_timeout_returns_or_raises_like_the_call():
 
 
 def test_map_in_daemon_threads_keeps_the_order():
-    assert map_in_daemon_threads(lambda n: n * n, range(100), num_threads=4) == [n * n for n in range(100)]
+    assert map_in_daemon_threads(lambda n: n * n, range(100), num_threads=4) == [
+        n * n for n in range(100)
+    ]
     assert map_in_daemon_threads(str, [], num_threads=4) == []
 
 
@@ -99,7 +108,9 @@ def test_enforce_throughput_rejects_a_slow_body():
 
 def test_enforce_throughput_allows_the_minimum_rate():
     clock = [0.0]
-    chunks = enforce_throughput(chunk_per_second(bytes(MIN_PROGRESS_NBYTES // 8), clock), 10.0, lambda: clock[0])
+    chunks = enforce_throughput(
+        chunk_per_second(bytes(MIN_PROGRESS_NBYTES // 8), clock), 10.0, lambda: clock[0]
+    )
     assert sum(map(len, itertools.islice(chunks, 100))) == 100 * MIN_PROGRESS_NBYTES // 8
 
 
@@ -107,3 +118,4 @@ def test_enforce_throughput_ignores_time_in_the_consumer():
     clock = [0.0]
     for _ in enforce_throughput([b"x"] * 100, 10.0, lambda: clock[0]):
         clock[0] += 5.0
+    assert clock[0] == 500.0, "every chunk was passed on"

@@ -41,14 +41,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def safetensors_ranges(folder: Path) -> ByteRanges:
     """Return the byte ranges of the tensors of a Hugging Face folder."""
     headers = read_safetensors_folder(folder).headers
     return {
-        header.file_name: [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in header.tensors]
+        header.file_name: [
+            (tensor.offset, tensor.offset + tensor.nbytes) for tensor in header.tensors
+        ]
         for header in headers
     }
 
@@ -92,7 +98,11 @@ def test_processes_receive_each_byte_once(home: Path, tmp_path: Path):
         for source, files in contents.items()
         for name, content in files.items()
     }
-    loads = [(f"gs://bucket/{mesh}/{source}", mesh, str(home / source)) for source in sources for mesh in MESHES]
+    loads = [
+        (f"gs://bucket/{mesh}/{source}", mesh, str(home / source))
+        for source in sources
+        for mesh in MESHES
+    ]
     loads.append(("o/m", "1,2,4", str(home / "m")))
     with serve_objects(objects) as store, serve_hub({"o/m": FakeRepo(contents["m"])}) as hub:
         run_processes(loads, env=store.environment() | hub.environment(tmp_path))
@@ -103,7 +113,9 @@ def test_processes_receive_each_byte_once(home: Path, tmp_path: Path):
 
 
 def test_damaged_init_in_a_bucket_is_named_by_its_url(home: Path, monkeypatch: pytest.MonkeyPatch):
-    objects = {f"bucket/init/{name}": content for name, content in read_files(home / "init").items()}
+    objects = {
+        f"bucket/init/{name}": content for name, content in read_files(home / "init").items()
+    }
     name, spans = next(iter(item_ranges(home / "init").items()))
     damaged = bytearray(objects[f"bucket/init/{name}"])
     damaged[spans[0][0]] ^= 1
@@ -116,5 +128,9 @@ def test_damaged_init_in_a_bucket_is_named_by_its_url(home: Path, monkeypatch: p
 
 def run_processes(loads: Sequence[tuple[str, str, str]], env: dict[str, str]) -> None:
     words = json.dumps(loads)
-    outputs = finish(start_processes(words, count=2, devices=4, module="tests.helpers.parameters_process", env=env))
+    outputs = finish(
+        start_processes(
+            words, count=2, devices=4, module="tests.helpers.parameters_process", env=env
+        )
+    )
     assert [code for code, _, _ in outputs] == [0, 0], [stderr[-2000:] for *_, stderr in outputs]

@@ -19,7 +19,6 @@ from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.planning import checksum_blocks
-from prepcli.planning.boxes import full_box
 from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
@@ -35,6 +34,7 @@ from tests.prepcli.restore.test_item_reader import (
     read_boxes,
     record_reads,
 )
+from trainer.models.boxes import full_box
 
 UP = "params.layers.mlp.up.weight"
 KINDS = {
@@ -54,7 +54,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=KINDS)
 def init(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Path:
-    run_ok("save-init", str(model), "--pad-vocab", "8", "--out", str(tmp_path / "init"), *KINDS[request.param])
+    run_ok(
+        "save-init",
+        str(model),
+        "--pad-vocab",
+        "8",
+        "--out",
+        str(tmp_path / "init"),
+        *KINDS[request.param],
+    )
     return tmp_path / "init"
 
 
@@ -88,28 +96,39 @@ def chunk_locations(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Pat
 
 def checksums_of(item: OrbaxItem) -> BlockChecksums:
     """Compute the checksums of the chunks in an item's files."""
-    leaves = number_blocks((meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays)
+    leaves = number_blocks(
+        (meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays
+    )
     sums = np.zeros(max(leaf.stop_number for leaf in leaves.values()), np.uint64)
     for meta, chunks in zip(item.arrays, item.chunks):
         leaf = leaves[meta.name]
         for index, stored in chunks.items():
             assert isinstance(stored, StoredRange)
-            data = np.fromfile(item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset)
+            data = np.fromfile(
+                item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset
+            )
             for block in leaf.per_chunk.overlapping(0, data.size):
-                sums[leaf.first_in_chunk(index) + block.number] = checksum(data[block.start : block.stop].data)
+                sums[leaf.first_in_chunk(index) + block.number] = checksum(
+                    data[block.start : block.stop].data
+                )
     return BlockChecksums(leaves, sums)
 
 
 @pytest.mark.parametrize(
-    ("piece", "block"), slow_except([(1 << 22, 1 << 20), (64, 16), (24, 48), (4, 4)], [(1 << 22, 1 << 20), (24, 48)])
+    ("piece", "block"),
+    slow_except([(1 << 22, 1 << 20), (64, 16), (24, 48), (4, 4)], [(1 << 22, 1 << 20), (24, 48)]),
 )
 @settings(deadline=None, max_examples=50)
 @given(drawn=leaf_and_boxes(), gap=st.sampled_from([0, 3]))
-def test_read_checks_any_boxes_of_any_leaf(tmp_path_factory, piece: int, block: int, drawn: Any, gap: int):
+def test_read_checks_any_boxes_of_any_leaf(
+    tmp_path_factory, piece: int, block: int, drawn: Any, gap: int
+):
     shape, chunk, boxes = drawn
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     write_item(
-        folder := tmp_path_factory.mktemp("item") / "item", {ArrayMeta(("x",), shape, "int32", chunk): array}, gap
+        folder := tmp_path_factory.mktemp("item") / "item",
+        {ArrayMeta(("x",), shape, "int32", chunk): array},
+        gap,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(item_reader, "PIECE_NBYTES", piece)
@@ -149,19 +168,36 @@ def test_read_detects_any_flipped_bit(init: Path):
 
 
 def test_damage_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
-    run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
+    run_ok(
+        "save-init",
+        str(model),
+        "--out",
+        str(tmp_path / "init"),
+        "--mesh",
+        "1,2,1",
+        "--pad-vocab",
+        "8",
+    )
     path, offset, nbytes = chunk_locations(tmp_path / "init")[UP, (1, 0, 0)]
     flip_bit(path, offset + 5)
-    with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(DamagedLeafError) as caught:
+    with (
+        open_reader(tmp_path / "init", hint="the hint") as reader,
+        pytest.raises(DamagedLeafError) as caught,
+    ):
         read_all_leaves(reader)
     assert caught.value.what == f"{UP} of {tmp_path / 'init'} is damaged"
     span = f"bytes {offset:,} to {offset + nbytes:,} of {path}"
-    assert (caught.value.why, caught.value.hint) == (f"{span} differ from their recorded checksum", "the hint")
+    assert (caught.value.why, caught.value.hint) == (
+        f"{span} differ from their recorded checksum",
+        "the hint",
+    )
     with open_reader(tmp_path / "init", verify=False) as reader:
         read_all_leaves(reader)
 
 
-def test_read_of_a_part_covers_whole_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_of_a_part_covers_whole_blocks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     monkeypatch.setattr("prepcli.planning.checksum_blocks.BLOCK_NBYTES", 4096)
     monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 4096)
@@ -181,7 +217,16 @@ def test_read_of_a_part_covers_whole_blocks(model: Path, tmp_path: Path, monkeyp
 
 
 def test_read_ignores_damage_outside_the_part(model: Path, tmp_path: Path):
-    run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
+    run_ok(
+        "save-init",
+        str(model),
+        "--out",
+        str(tmp_path / "init"),
+        "--mesh",
+        "1,2,1",
+        "--pad-vocab",
+        "8",
+    )
     path, offset, _ = chunk_locations(tmp_path / "init")[UP, (1, 0, 0)]
     flip_bit(path, offset)
     with open_reader(tmp_path / "init") as reader:
@@ -199,8 +244,21 @@ def test_checksums_do_not_depend_on_file_layout(model: Path, tmp_path: Path):
         "tight": ("--memory", "32MiB"),
         "shared": ("--workers", "3", "--memory", "512MiB"),
     }.items():
-        run_ok("save-init", str(model), "--out", str(tmp_path / name), "--mesh", "1,2,4", "--pad-vocab", "8", *options)
-    files = [(tmp_path / name / CHECKSUMS_FILE).read_bytes() for name in ("raw", "packed", "tight", "shared")]
+        run_ok(
+            "save-init",
+            str(model),
+            "--out",
+            str(tmp_path / name),
+            "--mesh",
+            "1,2,4",
+            "--pad-vocab",
+            "8",
+            *options,
+        )
+    files = [
+        (tmp_path / name / CHECKSUMS_FILE).read_bytes()
+        for name in ("raw", "packed", "tight", "shared")
+    ]
     assert len(files[0]) % 8 == 0
     assert {*files} == {files[0]}
 
@@ -210,7 +268,9 @@ def test_open_reader_rejects_unknown_checksum_fields(model: Path, tmp_path: Path
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     with changed_manifest(tmp_path / "init") as manifest:
         manifest["checksums"][key] = "other"
-    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`--no-verify`"):
+    with pytest.raises(
+        PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`--no-verify`"
+    ):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
 

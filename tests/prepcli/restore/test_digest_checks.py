@@ -22,10 +22,15 @@ def digest_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_sample_digest_is_equal_in_all_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str):
+def test_sample_digest_is_equal_in_all_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("hf"), CONFIGS[family])
-    assert main(["save-init", "hf", "--pad-vocab", "8", "--mesh", "1,2,1", "--out", "init", "-q"]) == OK
+    assert (
+        main(["save-init", "hf", "--pad-vocab", "8", "--mesh", "1,2,1", "--out", "init", "-q"])
+        == OK
+    )
     assert main(["pad-vocab", "hf", "--multiple", "64", "--out", "padded", "-q"]) == OK
     assert {digest_of(name) for name in ("init", "padded")} == {digest_of("hf")}
 

@@ -22,7 +22,9 @@ CHECK = EqualityCheck("lm_head.weight", "wte.weight")
 def source(tmp_path: Path) -> Source:
     """Open a tied model whose stored head differs from the embedding."""
     tensors = make_checkpoint(tmp_path / "m", GPT2)
-    write_checkpoint(tmp_path / "tied", GPT2, tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1})
+    write_checkpoint(
+        tmp_path / "tied", GPT2, tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}
+    )
     return open_source(locate(str(tmp_path / "tied")))
 
 
@@ -30,7 +32,9 @@ def with_digests(source: Source, embedding: str, head: str) -> Source:
     """Return the source with digests of embedding and head."""
     digests = {CHECK.duplicate_of: embedding, CHECK.name: head}
     tensors = (
-        replace(tensor, digests=((0, tensor.shape[0], digests[tensor.name]),)) if tensor.name in digests else tensor
+        replace(tensor, digests=((0, tensor.shape[0], digests[tensor.name]),))
+        if tensor.name in digests
+        else tensor
         for tensor in source.tensors
     )
     return replace(source, tensors=tuple(tensors))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from prepcli.planning import checksum_blocks
-from prepcli.planning.boxes import Box
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from trainer.models.boxes import Box
 from trainer.models.checkpoint_store import LeafSpec
 
 UP = "params.layers.mlp.up.weight"
@@ -49,7 +49,9 @@ def read_boxes(reader: ItemReader | WeightsReader, name: str, boxes: Sequence[Bo
     """Read boxes in one call each; return the number of bytes read."""
     before = reader.read_nbytes
     for box in boxes:
-        reader.read(name, {box: np.empty([high - low for low, high in box], reader.leaves[name].dtype)})
+        reader.read(
+            name, {box: np.empty([high - low for low, high in box], reader.leaves[name].dtype)}
+        )
     return reader.read_nbytes - before
 
 
@@ -58,7 +60,9 @@ def read_boxes(reader: ItemReader | WeightsReader, name: str, boxes: Sequence[Bo
     [("--mesh", "1,2,4"), (), ("--mesh", "1,2,2", "--compress", "zstd"), ("--no-scan",)],
     ids=["meshed", "plain", "packed", "apart"],
 )
-def test_units_of_an_init_are_read_separately(model: Path, tmp_path: Path, options: tuple[str, ...]):
+def test_units_of_an_init_are_read_separately(
+    model: Path, tmp_path: Path, options: tuple[str, ...]
+):
     run_ok("save-init", str(model), "--pad-vocab", "8", "--out", str(tmp_path / "init"), *options)
     with open_reader(tmp_path / "init") as reader:
         for name, spec in reader.leaves.items():
@@ -72,7 +76,9 @@ def test_units_of_a_hugging_face_folder_are_rows(model: Path):
     source = open_source(locate(str(model)))
     with WeightsReader(source) as reader:
         assert not reader.is_remote
-        read = sum(read_boxes(reader, name, unit_boxes(spec)) for name, spec in reader.leaves.items())
+        read = sum(
+            read_boxes(reader, name, unit_boxes(spec)) for name, spec in reader.leaves.items()
+        )
         assert read == sum(tensor.nbytes for tensor in source.tensors)
         layers, *shape = reader.leaves[UP].shape
         assert len(unit_boxes(reader.leaves[UP])) == layers * max(shape)
@@ -83,6 +89,8 @@ def test_checked_read_skips_blocks_between_its_boxes(model: Path, tmp_path: Path
     with open_reader(tmp_path / "init") as reader:
         boxes = unit_boxes(reader.leaves[UP])
         first, last = boxes[0], boxes[len(boxes) // reader.leaves[UP].shape[0] - 1]
-        arrays = {box: np.empty([high - low for low, high in box], np.float32) for box in (first, last)}
+        arrays = {
+            box: np.empty([high - low for low, high in box], np.float32) for box in (first, last)
+        }
         reader.read(UP, arrays)
         assert reader.read_nbytes == sum(array.nbytes for array in arrays.values())

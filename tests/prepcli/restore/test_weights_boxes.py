@@ -19,12 +19,17 @@ from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.prepcli.commands.test_format_matrix import make_formats, make_torch_formats
-from trainer.models.partition import Box
+from trainer.models.boxes import Box
 
 TORCH = ("bin", "bin-legacy", "meta")
 KINDS = ("hf", "init", "init-zstd", "unscanned", "hf-flax", "easylm", "zarr3", *TORCH)
 UP = "params.layers.mlp.up.weight"
-WIDE = LLAMA | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+WIDE = LLAMA | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,10 @@ def open_weights(folder: Path, *, verify: bool = True) -> WeightsReader:
 
 def random_boxes(rng: np.random.Generator, shape: tuple[int, ...]) -> list[Box]:
     """Return up to three boxes, some of them empty, some of the whole leaf."""
-    corners = [[sorted(rng.integers(0, n + 1, 2).tolist()) for n in shape] for _ in range(rng.integers(1, 3))]
+    corners = [
+        [sorted(rng.integers(0, n + 1, 2).tolist()) for n in shape]
+        for _ in range(rng.integers(1, 3))
+    ]
     boxes = [tuple((low, high) for low, high in corner) for corner in corners]
     return [*boxes, tuple((0, n) for n in shape)] if rng.integers(0, 4) == 0 else boxes
 
@@ -68,7 +76,9 @@ def part_arrays(boxes: list[Box], dtype: str) -> dict[Box, np.ndarray]:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_boxes_of_every_format_equal_slices_of_the_init(formats, kind: str, verify: bool, monkeypatch):
+def test_boxes_of_every_format_equal_slices_of_the_init(
+    formats, kind: str, verify: bool, monkeypatch
+):
     monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", 512)  # tensors of several pieces
     rng = np.random.default_rng(KINDS.index(kind))
     with open_reader(formats("init")) as init, open_weights(formats(kind), verify=verify) as reader:
@@ -80,14 +90,18 @@ def test_boxes_of_every_format_equal_slices_of_the_init(formats, kind: str, veri
             reader._max_gap_nbytes = int(rng.choice([1, 64, 4096]))
             reader.read(name, parts)
             for box, part in parts.items():
-                np.testing.assert_array_equal(part, whole[tuple(slice(*span) for span in box)], err_msg=name)
+                np.testing.assert_array_equal(
+                    part, whole[tuple(slice(*span) for span in box)], err_msg=name
+                )
 
 
 def read_count(reader: WeightsReader, name: str, boxes: list[Box]) -> float:
     """Return the bytes read for some boxes, divided by their size."""
     before = reader.read_nbytes
     reader.read(name, part_arrays(boxes, "float32"))
-    return (reader.read_nbytes - before) / sum(math.prod(high - low for low, high in box) * 4 for box in boxes)
+    return (reader.read_nbytes - before) / sum(
+        math.prod(high - low for low, high in box) * 4 for box in boxes
+    )
 
 
 def test_rows_and_whole_leaves_are_read_once(wide: Path):
@@ -95,7 +109,10 @@ def test_rows_and_whole_leaves_are_read_once(wide: Path):
         _, mlp, embed = reader.leaves[UP].shape
         assert read_count(reader, UP, [((0, 2), (0, mlp // 2), (0, embed))]) == 1
         assert read_count(reader, UP, [((0, 2), (mlp // 4, mlp // 2), (0, embed))]) == 1
-        assert read_count(reader, UP, [((1, 2), (0, 8), (0, embed)), ((0, 1), (8, mlp), (0, embed))]) == 1
+        assert (
+            read_count(reader, UP, [((1, 2), (0, 8), (0, embed)), ((0, 1), (8, mlp), (0, embed))])
+            == 1
+        )
         for name, leaf in reader.leaves.items():
             assert read_count(reader, name, [tuple((0, n) for n in leaf.shape)]) == 1
 
@@ -103,9 +120,13 @@ def test_rows_and_whole_leaves_are_read_once(wide: Path):
 def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
-        columns: list[Box] = [((0, 2), (0, mlp), (low, low + embed // 4)) for low in range(0, embed, embed // 4)]
+        columns: list[Box] = [
+            ((0, 2), (0, mlp), (low, low + embed // 4)) for low in range(0, embed, embed // 4)
+        ]
         assert read_count(reader, UP, columns) == 1, "together they are the whole leaf"
-        assert read_count(reader, UP, columns[:1]) == pytest.approx(4, abs=0.1), "short runs are read with the gaps"
+        assert read_count(reader, UP, columns[:1]) == pytest.approx(4, abs=0.1), (
+            "short runs are read with the gaps"
+        )
         reader._max_gap_nbytes = 64
         assert read_count(reader, UP, columns[:1]) == 1
         assert read_count(reader, UP, [columns[0], columns[2]]) == 1
@@ -116,12 +137,16 @@ def test_shard_of_long_runs_in_the_file_is_read_once(formats, kind: str):
     with open_weights(formats(kind), verify=False) as reader:
         layers, mlp, embed = reader.leaves[UP].shape
         is_transposed = kind in ("hf-flax", "easylm")  # stored as [embed, mlp]
-        rows, columns = ((0, mlp), (0, embed // 2)) if is_transposed else ((0, mlp // 2), (0, embed))
+        rows, columns = (
+            ((0, mlp), (0, embed // 2)) if is_transposed else ((0, mlp // 2), (0, embed))
+        )
         count = read_count(reader, UP, [((0, layers), rows, columns)])
         assert count == 0.5, "bfloat16 is read into float32"
 
 
-def test_memory_of_a_read_does_not_depend_on_the_tensor(wide: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_of_a_read_does_not_depend_on_the_tensor(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", 64 << 10)
     with open_weights(wide) as reader:
         _, mlp, embed = reader.leaves[UP].shape
@@ -146,7 +171,9 @@ def test_digest_of_a_whole_tensor_is_checked_for_a_part(formats, tmp_path: Path)
     name = open_source(locate(str(folder))).tensors[-1].name
     with open_weights(folder) as reader:
         (leaf, shape) = next(
-            (leaf, reader.leaves[leaf].shape) for leaf, t in reader._leaves.items() if name in t.tensors
+            (leaf, reader.leaves[leaf].shape)
+            for leaf, t in reader._leaves.items()
+            if name in t.tensors
         )
         box = tuple((n - 1, n) if axis == 0 else (0, 1) for axis, n in enumerate(shape))
         reader.read(leaf, part_arrays([box], "float32"))

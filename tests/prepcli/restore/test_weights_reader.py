@@ -16,7 +16,13 @@ from prepcli.sources.opening import open_source
 from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.run_cli import run_ok
-from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT2, LLAMA, make_checkpoint, write_checkpoint
+from tests.helpers.tiny_checkpoints import (
+    ALL_CONFIGS,
+    GPT2,
+    LLAMA,
+    make_checkpoint,
+    write_checkpoint,
+)
 from trainer.models.param_tree import flatten_tree
 from trainer.training.setup import model_from_manifest
 
@@ -44,9 +50,9 @@ def test_read_returns_the_leaves_of_the_model(base: dict[str, Any], tmp_path: Pa
     )
     with open_weights(tmp_path / "m") as reader:
         assert {*reader.leaves} == {f"params.{path}" for path in expected}
-        assert {path: leaf.shape for path, leaf in model_from_manifest(reader.manifest).leaves.items()} == {
-            path: leaf.shape for path, leaf in expected.items()
-        }
+        assert {
+            path: leaf.shape for path, leaf in model_from_manifest(reader.manifest).leaves.items()
+        } == {path: leaf.shape for path, leaf in expected.items()}
         for path, leaf in expected.items():
             np.testing.assert_array_equal(read_leaf(reader, f"params.{path}"), leaf)
 
@@ -56,7 +62,11 @@ def test_read_of_parts_equals_slices_of_the_leaf(tmp_path: Path):
     with open_weights(tmp_path / "m") as reader:
         name = "params.layers.attn.k.weight"
         whole = read_leaf(reader, name)
-        boxes: list[Box] = [((0, 3), (1, 2), (0, 8), (5, 9)), ((1, 2), (0, 4), (3, 4), (0, 32)), ((2, 2),) * 4]
+        boxes: list[Box] = [
+            ((0, 3), (1, 2), (0, 8), (5, 9)),
+            ((1, 2), (0, 4), (3, 4), (0, 32)),
+            ((2, 2),) * 4,
+        ]
         parts = {box: np.zeros([high - low for low, high in box], np.float32) for box in boxes}
         reader.read(name, parts)
         for box, part in parts.items():
@@ -78,7 +88,9 @@ def test_read_casts_to_the_dtype_of_the_array(tmp_path: Path):
     with open_weights(tmp_path / "m") as reader:
         name = "params.layers.mlp.up.weight"
         assert reader.leaves[name].dtype == "bfloat16"
-        np.testing.assert_array_equal(read_leaf(reader, name), read_leaf(reader, name, "bfloat16").astype(np.float32))
+        np.testing.assert_array_equal(
+            read_leaf(reader, name), read_leaf(reader, name, "bfloat16").astype(np.float32)
+        )
 
 
 @pytest.mark.parametrize("options", [("--no-scan",), ("--scan-axis", "1", "--rule", "embed=mp")])
@@ -113,10 +125,15 @@ def test_torch_source_equals_safetensors_source(tmp_path: Path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_bytes((tmp_path / "m/config.json").read_bytes())
     (tmp_path / "b/pytorch_model.bin").write_bytes(make_torch_file(tensors))
-    with open_weights(tmp_path / "m") as safetensors_reader, open_weights(tmp_path / "b") as torch_reader:
+    with (
+        open_weights(tmp_path / "m") as safetensors_reader,
+        open_weights(tmp_path / "b") as torch_reader,
+    ):
         assert safetensors_reader.leaves == torch_reader.leaves
         for name in safetensors_reader.leaves:
-            np.testing.assert_array_equal(read_leaf(safetensors_reader, name), read_leaf(torch_reader, name))
+            np.testing.assert_array_equal(
+                read_leaf(safetensors_reader, name), read_leaf(torch_reader, name)
+            )
 
 
 def test_untied_head_of_a_tied_model_is_an_error(tmp_path: Path):

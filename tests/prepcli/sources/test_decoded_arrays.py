@@ -34,7 +34,8 @@ NUMBER = ArrayMeta(("step",), (), "int32", ())
 
 def all_bytes(meta: ArrayMeta, array: np.ndarray) -> bytes:
     return b"".join(
-        chunk_bytes(array, meta.chunk_shape, unravel_chunk_index(meta.grid, n)) for n in range(math.prod(meta.grid))
+        chunk_bytes(array, meta.chunk_shape, unravel_chunk_index(meta.grid, n))
+        for n in range(math.prod(meta.grid))
     )
 
 
@@ -42,12 +43,15 @@ def inside_mask(meta: ArrayMeta) -> np.ndarray:
     """Return a mask of the chunks' bytes within the array; bytes beyond its edge are undefined."""
     ones = np.ones(meta.shape, np.uint8)
     chunks = (
-        chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid, n)) for n in range(math.prod(meta.grid))
+        chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid, n))
+        for n in range(math.prod(meta.grid))
     )
     return np.frombuffer(b"".join(chunks), np.uint8).repeat(itemsize(meta.dtype)) == 1
 
 
-def open_array(folder: Path, name: str, memory: int = 1 << 20) -> tuple[DecodedArrayReader, ArrayMeta]:
+def open_array(
+    folder: Path, name: str, memory: int = 1 << 20
+) -> tuple[DecodedArrayReader, ArrayMeta]:
     item = read_item(folder)
     number = next(n for n, meta in enumerate(item.arrays) if meta.name == name)
     return DecodedArray(item, number).open_with_cache(ChunkCache(memory)), item.arrays[number]
@@ -65,7 +69,9 @@ def test_read_is_equal_for_every_storage_form(tmp_path: Path, form: StorageForm)
     assert set(read_item(tmp_path / "item").arrays) == {*ARRAYS, NUMBER}
     for meta, array in ARRAYS.items():
         reader, stored_meta = open_array(tmp_path / "item", meta.name)
-        data = np.frombuffer(read_bytes(reader, 0, math.prod(stored_meta.grid) * meta.chunk_nbytes), np.uint8)
+        data = np.frombuffer(
+            read_bytes(reader, 0, math.prod(stored_meta.grid) * meta.chunk_nbytes), np.uint8
+        )
         expected = np.frombuffer(all_bytes(meta, array), np.uint8)
         assert np.array_equal(data[inside_mask(meta)], expected[inside_mask(meta)])
     reader, _ = open_array(tmp_path / "item", "step")
@@ -77,17 +83,33 @@ def test_read_is_equal_for_every_storage_form(tmp_path: Path, form: StorageForm)
 def test_read_decodes_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
     meta = ArrayMeta(("w",), (5, 3), dtype, (5, 3))
     array = random_array(dtype, (5, 3))
-    write_zarr_item(tmp_path / "item", {meta: array}, StorageForm(zarr3=zarr3, codec_names=("zstd",)))
+    write_zarr_item(
+        tmp_path / "item", {meta: array}, StorageForm(zarr3=zarr3, codec_names=("zstd",))
+    )
     reader, stored_meta = open_array(tmp_path / "item", "w")
     assert (stored_meta, read_bytes(reader, 0, array.nbytes)) == (meta, array.tobytes())
 
 
 @settings(max_examples=120, deadline=None)
-@given(data=st.data(), form=st.sampled_from(STORAGE_FORMS), memory=st.sampled_from([1 << 19, 600_000, 1 << 21]))
-def test_read_decodes_any_ranges_in_any_order(tmp_path_factory, data: st.DataObject, form: StorageForm, memory: int):
+@given(
+    data=st.data(),
+    form=st.sampled_from(STORAGE_FORMS),
+    memory=st.sampled_from([1 << 19, 600_000, 1 << 21]),
+)
+def test_read_decodes_any_ranges_in_any_order(
+    tmp_path_factory, data: st.DataObject, form: StorageForm, memory: int
+):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoded_module, "READ_BLOCK_NBYTES", data.draw(st.sampled_from([3, 8, 1000]), label="piece"))
-        patch.setattr(decoded_module, "WHOLE_CHUNK_DIVISOR", data.draw(st.sampled_from([1, 1 << 30]), label="small"))
+        patch.setattr(
+            decoded_module,
+            "READ_BLOCK_NBYTES",
+            data.draw(st.sampled_from([3, 8, 1000]), label="piece"),
+        )
+        patch.setattr(
+            decoded_module,
+            "WHOLE_CHUNK_DIVISOR",
+            data.draw(st.sampled_from([1, 1 << 30]), label="small"),
+        )
         folder = tmp_path_factory.mktemp("any") / "item"
         write_zarr_item(folder, ARRAYS, form)
         reader, _ = open_array(folder, META.name, max(memory, (1 << 19) + 32))
@@ -97,7 +119,9 @@ def test_read_decodes_any_ranges_in_any_order(tmp_path_factory, data: st.DataObj
             nbytes = data.draw(st.integers(0, len(expected) - start), label="bytes")
             data_read = np.frombuffer(read_bytes(reader, start, nbytes), np.uint8)
             mask = defined[start : start + nbytes]
-            assert np.array_equal(data_read[mask], np.frombuffer(expected, np.uint8)[start : start + nbytes][mask])
+            assert np.array_equal(
+                data_read[mask], np.frombuffer(expected, np.uint8)[start : start + nbytes][mask]
+            )
         reader.close()
 
 
@@ -138,7 +162,9 @@ def test_chunk_is_kept_whole_after_a_second_read(tmp_path: Path, monkeypatch: py
     folder = write_one_chunk(tmp_path / "item", LARGE, frame)
     decoders = []
     open_decoder = decoded_module.open_decoder
-    monkeypatch.setattr(decoded_module, "open_decoder", lambda *a: (decoders.append(1), open_decoder(*a))[1])
+    monkeypatch.setattr(
+        decoded_module, "open_decoder", lambda *a: (decoders.append(1), open_decoder(*a))[1]
+    )
     reader, _ = open_array(folder, "w", 8 << 20)
     for offset in (2_000_000, 1_000_000, 0, 2_500_000, 5):
         assert read_bytes(reader, offset, 300_000) == LARGE[offset : offset + 300_000].tobytes()
@@ -148,7 +174,9 @@ def test_chunk_is_kept_whole_after_a_second_read(tmp_path: Path, monkeypatch: py
 def test_cache_evicts_chunks_to_stay_within_memory(tmp_path: Path):
     meta = ArrayMeta(("w",), (64, 50_000), "uint8", (1, 50_000))
     array = random_array("uint8", (64, 50_000))
-    write_zarr_item(tmp_path / "item", {meta: array}, StorageForm(codec_names=("zstd",), ocdbt=False))
+    write_zarr_item(
+        tmp_path / "item", {meta: array}, StorageForm(codec_names=("zstd",), ocdbt=False)
+    )
     cache = ChunkCache(2 << 20)
     reader = DecodedArray(read_item(tmp_path / "item"), 0).open_with_cache(cache)
     for row in (*range(64), 3, 60):
@@ -174,18 +202,25 @@ def test_zstd_window_beyond_the_memory_is_rejected(tmp_path: Path):
     parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=26)
     data = np.zeros(80 << 20, np.uint8)
     frame = zstandard.ZstdCompressor(compression_params=parameters).compress(data.tobytes())
-    error = read_error(write_one_chunk(tmp_path / "item", np.zeros(data.size, np.uint8), frame), 10, 16 << 20)
+    error = read_error(
+        write_one_chunk(tmp_path / "item", np.zeros(data.size, np.uint8), frame), 10, 16 << 20
+    )
     assert error.why == "frame: decoding it takes 64.5 MiB, `--memory` leaves 16.0 MiB for it"
 
 
 @pytest.mark.parametrize("length", [0, 3, 10, -20])
 def test_truncated_frame_is_rejected(tmp_path: Path, length: int):
     frame = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(LARGE.tobytes())
-    assert "frame: " in read_error(write_one_chunk(tmp_path / "item", LARGE, frame[:length]), LARGE.size).why
+    assert (
+        "frame: "
+        in read_error(write_one_chunk(tmp_path / "item", LARGE, frame[:length]), LARGE.size).why
+    )
 
 
 def test_frame_checksum_detects_a_flipped_bit(tmp_path: Path):
-    frame = bytearray(zstandard.ZstdCompressor(level=1, write_checksum=True).compress(LARGE.tobytes()))
+    frame = bytearray(
+        zstandard.ZstdCompressor(level=1, write_checksum=True).compress(LARGE.tobytes())
+    )
     frame[len(frame) // 2] ^= 1
     assert read_error(write_one_chunk(tmp_path / "item", LARGE, bytes(frame)), LARGE.size)
 
@@ -209,7 +244,9 @@ def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
         if not folder.exists():
             write_zarr_item(folder, ARRAYS, form)
         files = sorted(
-            path for path in folder.rglob("*") if path.is_file() and path.name not in ("_METADATA", "zarr.json")
+            path
+            for path in folder.rglob("*")
+            if path.is_file() and path.name not in ("_METADATA", "zarr.json")
         )
         file = data.draw(st.sampled_from(files), label="file")
         old = file.read_bytes()

@@ -32,7 +32,11 @@ def detect_folder(folder: Path) -> Kind:
 
 def detect_error(path: Path, display_name: str = "./m") -> PrepError:
     with pytest.raises(PrepError) as caught:
-        _ = detect_file(path, display_name) if path.is_file() else detect(LocalFolder(display_name, path))
+        _ = (
+            detect_file(path, display_name)
+            if path.is_file()
+            else detect(LocalFolder(display_name, path))
+        )
     assert caught.value.code == FAILED
     return caught.value
 
@@ -43,7 +47,13 @@ def detect_error(path: Path, display_name: str = "./m") -> PrepError:
         ["model.safetensors"],
         ["model.safetensors.index.json", "model-00001-of-00002.safetensors"],
         ["weights.safetensors"],
-        ["model.safetensors", "pytorch_model.bin", "flax_model.msgpack", "model.gguf", "adapter_config.json"],
+        [
+            "model.safetensors",
+            "pytorch_model.bin",
+            "flax_model.msgpack",
+            "model.gguf",
+            "adapter_config.json",
+        ],
     ],
 )
 def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
@@ -77,7 +87,11 @@ def test_detect_accepts_orbax_item_step_or_run(tmp_path: Path, name: str) -> Non
 def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
     prefix = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found "
     error = detect_error(fill(tmp_path / "x"), "./x")
-    assert (error.what, error.why, error.hint) == ("`./x` holds no checkpoint", prefix + "nothing", "")
+    assert (error.what, error.why, error.hint) == (
+        "`./x` holds no checkpoint",
+        prefix + "nothing",
+        "",
+    )
     error = detect_error(fill(tmp_path / "x", "notes.txt"), "./x")
     assert error.why == prefix + "notes.txt"
     error = detect_error(fill(tmp_path / "x", *(f"{n}.txt" for n in range(9))), "./x")
@@ -116,14 +130,25 @@ def test_file_instead_of_folder_is_an_error(tmp_path: Path) -> None:
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config: gptq"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config: bitsandbytes"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config: bitsandbytes",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: fp8"),
         ({"quantization_config": {"load_in_8bit": True}}, "quantization_config: no quant_method"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config: awq"),
+        (
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            "compression_config: compressed-tensors",
+        ),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "quantization_config: awq",
+        ),
     ],
 )
-def test_detect_quantised_config_error_names_key_and_method(tmp_path: Path, config: object, declared: str) -> None:
+def test_detect_quantised_config_error_names_key_and_method(
+    tmp_path: Path, config: object, declared: str
+) -> None:
     error = detect_error(fill(tmp_path, "model.safetensors", config=config))
     assert error.what == "./m is quantised"
     assert error.why.startswith(f"config.json has a {declared};")
@@ -147,7 +172,9 @@ def test_config_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
     assert detect_error(tmp_path).what == f"{tmp_path / 'config.json'} is not a file"
 
 
-@pytest.mark.parametrize(("name", "tool"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")])
+@pytest.mark.parametrize(
+    ("name", "tool"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")]
+)
 def test_files_of_quantisation_tools_are_an_error(tmp_path: Path, name: str, tool: str) -> None:
     error = detect_error(fill(tmp_path, "model.safetensors", name, config={}))
     assert error.what == "./m is quantised"

@@ -13,10 +13,10 @@ import pytest
 
 from prepcli.engine.blobs import ConcatenatedBlob
 from prepcli.errors import PrepError
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import match_source_tensors, source_rows
+from prepcli.sources.source import match_source_tensors, source_axis_maps
 from prepcli.sources.source_hints import EASYLM_PARTS, split_part
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA
 from tests.helpers.slow_cases import slow_except
@@ -41,7 +41,7 @@ def opens_fuzzed_file(folder: Path, seed: int) -> bool:
     try:
         prefix = rng.choice(["", *(f"{part}::" for part in EASYLM_PARTS)])
         source = open_source(locate(f"{prefix}{path if seed % 2 else folder}"))
-        match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
+        match_source_tensors(source, source_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return False
     finally:
@@ -51,13 +51,15 @@ def opens_fuzzed_file(folder: Path, seed: int) -> bool:
 
 @pytest.mark.parametrize("part", slow_except(range(6), (0,)))
 def test_fuzzed_file_opens_or_raises_prep_error(tmp_path: Path, part: int):
-    num_opened = sum(opens_fuzzed_file(tmp_path, seed) for seed in range(part * 150, part * 150 + 150))
+    num_opened = sum(
+        opens_fuzzed_file(tmp_path, seed) for seed in range(part * 150, part * 150 + 150)
+    )
     assert 0 < num_opened < 150
 
 
-def match_file(path: Path) -> Accounting:
+def match_file(path: Path) -> TensorMatch:
     source = open_source(locate(str(path)))
-    return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
+    return match_source_tensors(source, source_axis_maps(source), DEFAULT_MATCH_OPTIONS)
 
 
 def test_truncated_stream_is_rejected(tmp_path: Path):
@@ -76,7 +78,9 @@ def test_arrays_in_pieces_are_concatenated():
     file, pieces = source.byte_sources
     assert source.files == (file,)
     assert isinstance(pieces, ConcatenatedBlob)
-    assert sum(part.nbytes for part in pieces.ranges) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
+    assert sum(part.nbytes for part in pieces.ranges) == sum(
+        t.nbytes for t in source.tensors if t.nbytes > 600
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,17 @@ from prepcli.sources.hub_folders import HubFolder
     ("kind", "weights", "commit", "why"),
     [
         ("safetensors", "model.safetensors", None, "the hub did not report a commit"),
-        ("torch", "pytorch_model.bin", "abc123", "`--stream` reads safetensors, and the model has none"),
+        (
+            "torch",
+            "pytorch_model.bin",
+            "abc123",
+            "`--stream` reads safetensors, and the model has none",
+        ),
     ],
 )
-def test_stream_error_names_missing_commit_or_weights(kind: Kind, weights: str, commit: str | None, why: str):
+def test_stream_error_names_missing_commit_or_weights(
+    kind: Kind, weights: str, commit: str | None, why: str
+):
     files = {weights: RepoSibling(weights)}
     listing = HubListing("owner/name", None, commit, files, DEFAULT_RETRY_POLICY)
     with pytest.raises(PrepError, match="cannot stream owner/name") as caught:

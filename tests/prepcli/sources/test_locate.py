@@ -22,13 +22,17 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None, bool]]:
+def downloads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[tuple[str, str | None, bool]]:
     """Replace downloads by a folder named like a commit; return the list of (hub id, revision, offline)."""
     requests = []
 
     def open_hub_folder(repo: HubRepo, access: Access) -> LocalFolder:
         requests.append((repo.display_name, repo.revision, access.offline))
-        return LocalFolder(repo.display_name, fill(tmp_path / "abc123", "model.safetensors"), commit="abc123")
+        return LocalFolder(
+            repo.display_name, fill(tmp_path / "abc123", "model.safetensors"), commit="abc123"
+        )
 
     monkeypatch.setattr("prepcli.sources.locate.open_hub_folder", open_hub_folder)
     return requests
@@ -54,7 +58,11 @@ def test_locate_accepts_any_spelling_of_a_path(cwd: Path) -> None:
         "../" + cwd.name + "/llama-13b",
     ):
         located = locate(spelling)
-        assert (located.display_name, located.model_name, located.kind) == (spelling, "llama-13b", "safetensors")
+        assert (located.display_name, located.model_name, located.kind) == (
+            spelling,
+            "llama-13b",
+            "safetensors",
+        )
         assert located.local_files.commit is None
         assert located.local_files.path.samefile(cwd / "llama-13b")
 
@@ -77,8 +85,20 @@ def test_locate_resolves_paths_from_cwd(tmp_path: Path) -> None:
 
 def test_model_name_comes_from_the_manifest(cwd: Path) -> None:
     folder = fill(cwd / "renamed", "_METADATA")
-    needed = {"kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": True}
-    for content, name in [({"name": "llama-13b"}, "llama-13b"), ({}, "renamed"), ({"name": "../x"}, "renamed")]:
+    needed = {
+        "kind": "hf",
+        "request": "",
+        "plan": "",
+        "config": {},
+        "tensors": {},
+        "prefixed": True,
+        "tied": True,
+    }
+    for content, name in [
+        ({"name": "llama-13b"}, "llama-13b"),
+        ({}, "renamed"),
+        ({"name": "../x"}, "renamed"),
+    ]:
         (folder / MANIFEST_FILE).write_bytes(encode_manifest({**needed, **content}))
         assert locate("renamed").model_name == name
 
@@ -99,7 +119,9 @@ def test_path_takes_precedence_over_alias_and_hub_id(cwd: Path, downloads: list[
 def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> None:
     located = locate("llama-3-8b")
     local_files = LocalFiles(cwd / "abc123", commit="abc123")
-    assert located == LocatedCheckpoint("meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", local_files)
+    assert located == LocatedCheckpoint(
+        "meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", local_files
+    )
     assert downloads == [("meta-llama/Meta-Llama-3-8B", None, False)]
 
 
@@ -110,7 +132,12 @@ def test_model_name_is_the_last_part_of_a_hub_id(cwd: Path, downloads: list[obje
 
 @pytest.mark.parametrize(
     ("name", "revision"),
-    [("llama-13b@v1", None), ("llama-13b", "v1"), ("llama-13b@v1", "v1"), ("huggyllama/llama-13b@v1", None)],
+    [
+        ("llama-13b@v1", None),
+        ("llama-13b", "v1"),
+        ("llama-13b@v1", "v1"),
+        ("huggyllama/llama-13b@v1", None),
+    ],
 )
 def test_revision_comes_from_the_name_or_the_option(
     cwd: Path, downloads: list[object], name: str, revision: str | None
@@ -157,7 +184,9 @@ def test_unknown_name_hints_at_the_list_of_models(cwd: Path) -> None:
     assert locate_error("zzz")[2] == "`prep models` lists the aliases"
 
 
-@pytest.mark.parametrize("name", ["", "a b/c", "-x/y", "owner/", "öwner/name", "~nobody/x", "a\0b", "x" * 9999])
+@pytest.mark.parametrize(
+    "name", ["", "a b/c", "-x/y", "owner/", "öwner/name", "~nobody/x", "a\0b", "x" * 9999]
+)
 def test_invalid_hub_id_makes_no_request(cwd: Path, downloads: list[object], name: str) -> None:
     assert locate_error(name)[3] == USAGE
     assert downloads == []
@@ -235,7 +264,15 @@ def test_default_checkpoint_lists_several_candidates(cwd: Path) -> None:
 
 
 def test_default_checkpoint_accepts_a_run(cwd: Path) -> None:
-    needed = {"kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": True}
+    needed = {
+        "kind": "hf",
+        "request": "",
+        "plan": "",
+        "config": {},
+        "tensors": {},
+        "prefixed": True,
+        "tied": True,
+    }
     for step in ("9", "10"):
         (cwd / "first" / step).mkdir(parents=True)
         fill(cwd / "first" / step / "state", "_METADATA")

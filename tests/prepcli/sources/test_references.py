@@ -9,7 +9,14 @@ import pytest
 from prepcli.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.remote.object_store import ObjectStoreUrl
-from prepcli.sources.references import BucketUrl, HubRepo, LocalPath, Reference, RunStep, parse_reference
+from prepcli.sources.references import (
+    BucketUrl,
+    HubRepo,
+    LocalPath,
+    Reference,
+    RunStep,
+    parse_reference,
+)
 from tests.prepcli.sources.test_detect import fill
 
 
@@ -39,11 +46,15 @@ def usage_what(name: str, revision: str | None = None, step: int | None = None) 
         ("gs://bucket/x/y/", BucketUrl("gs://bucket/x/y/", ObjectStoreUrl("gs", "bucket", "x/y"))),
     ],
 )
-def test_parse_reference_gives_one_type_per_spelling(cwd: Path, name: str, reference: Reference) -> None:
+def test_parse_reference_gives_one_type_per_spelling(
+    cwd: Path, name: str, reference: Reference
+) -> None:
     assert parse_reference(name) == reference
 
 
-@pytest.mark.parametrize(("name", "model_name"), [("m", "m"), ("gs://bucket/x/y/", "y"), ("s3://bucket", "bucket")])
+@pytest.mark.parametrize(
+    ("name", "model_name"), [("m", "m"), ("gs://bucket/x/y/", "y"), ("s3://bucket", "bucket")]
+)
 def test_reference_names_its_model(cwd: Path, name: str, model_name: str) -> None:
     assert parse_reference(name).model_name == model_name
 

@@ -31,14 +31,20 @@ def test_link_within_the_folder_is_followed(tmp_path: Path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files/vocab.txt").write_text("a")
     (tmp_path / "vocab.txt").symlink_to("files/vocab.txt")
-    assert resolve_small_file(tmp_path / "vocab.txt", tmp_path) == (tmp_path / "files/vocab.txt").resolve()
+    assert (
+        resolve_small_file(tmp_path / "vocab.txt", tmp_path)
+        == (tmp_path / "files/vocab.txt").resolve()
+    )
 
 
 def test_linked_checkpoint_folder_is_resolved(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real/vocab.txt").write_text("a")
     (tmp_path / "m").symlink_to("real")
-    assert resolve_small_file(tmp_path / "m/vocab.txt", tmp_path / "m") == (tmp_path / "real/vocab.txt").resolve()
+    assert (
+        resolve_small_file(tmp_path / "m/vocab.txt", tmp_path / "m")
+        == (tmp_path / "real/vocab.txt").resolve()
+    )
 
 
 def test_linked_subfolder_is_rejected(tmp_path: Path, secret: Path):
@@ -73,7 +79,9 @@ def test_link_into_the_blobs_of_the_model_is_followed(tmp_path: Path):
         ("mine", "../../blobs/0123"),
     ],
 )
-def test_other_links_of_a_snapshot_are_rejected(tmp_path: Path, secret: Path, model: str, target: str):
+def test_other_links_of_a_snapshot_are_rejected(
+    tmp_path: Path, secret: Path, model: str, target: str
+):
     make_snapshot_link(tmp_path, "models--o--other", "../../blobs/0123")
     (tmp_path / "models--o--m").mkdir(exist_ok=True)
     (tmp_path / "models--o--m/secret").write_text("key")
@@ -85,4 +93,7 @@ def test_other_links_of_a_snapshot_are_rejected(tmp_path: Path, secret: Path, mo
 def test_file_outside_the_root_uses_its_own_folder(tmp_path: Path):
     (tmp_path / "item").mkdir()
     (tmp_path / "vocab.txt").write_text("a")
-    assert resolve_small_file(tmp_path / "vocab.txt", tmp_path / "item") == (tmp_path / "vocab.txt").resolve()
+    assert (
+        resolve_small_file(tmp_path / "vocab.txt", tmp_path / "item")
+        == (tmp_path / "vocab.txt").resolve()
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.strided_copies import Region
+from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.sources.tree_tensors import StoredLeaf, TreeFormat, match_foreign_tree
 from trainer.models.axis_map import bind_row
 from trainer.models.families.gpt_neo import FAMILY as GPT_NEO
@@ -33,7 +33,10 @@ FORMATS = {
     "hf-flax variables": (LLAMA, TreeFormat("hf-flax", "params.")),
     "hf-flax without prefix": (LLAMA, TreeFormat("hf-flax", "", None, has_prefix=False)),
     "neo": (GPT_NEO, TreeFormat("hf-flax", "")),
-    "neo without prefix": (GPT_NEO, TreeFormat("hf-flax", "params.params.", None, has_prefix=False)),
+    "neo without prefix": (
+        GPT_NEO,
+        TreeFormat("hf-flax", "params.params.", None, has_prefix=False),
+    ),
     "easylm": (LLAMA, TreeFormat("easylm", "")),
     "easylm in a training state": (LLAMA, TreeFormat("easylm", "params.params.")),
     "easylm stacked": (LLAMA, TreeFormat("easylm", "params.", 0)),
@@ -50,9 +53,14 @@ def make_leaf(*shape: int) -> StoredLeaf:
     )
 
 
-def leaves_of(family: Family, tree_format: TreeFormat, config: Mapping[str, Any] = CONFIG) -> dict[str, StoredLeaf]:
+def leaves_of(
+    family: Family, tree_format: TreeFormat, config: Mapping[str, Any] = CONFIG
+) -> dict[str, StoredLeaf]:
     """Return the leaves of a tree of this format."""
-    axis_maps = {path: bind_row(row, family.sizes(config)) for path, row in tree_format.rows(family, config).items()}
+    axis_maps = {
+        path: bind_row(row, family.sizes(config))
+        for path, row in tree_format.rows(family, config).items()
+    }
     return {
         tree_format.root + path.format(**indices): make_leaf(*axis_map.leaf_shape)
         for path, axis_map in axis_maps.items()
@@ -62,7 +70,9 @@ def leaves_of(family: Family, tree_format: TreeFormat, config: Mapping[str, Any]
 
 def native_shapes(family: Family) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in the native layout, by name."""
-    axis_maps = (bind_row(row, family.sizes(CONFIG)) for row in parameter_rows(family, CONFIG).values())
+    axis_maps = (
+        bind_row(row, family.sizes(CONFIG)) for row in parameter_rows(family, CONFIG).values()
+    )
     return {name: axis_map.source_shape for axis_map in axis_maps for name, _ in axis_map.tensors()}
 
 
@@ -76,7 +86,7 @@ def test_match_detects_format_and_tensors(name: str):
     assert tree.extra_entries == ()
     for tensor in tree.tensors:
         (region,) = tensor.placement
-        assert isinstance(region, Region)
+        assert isinstance(region, ChunkedLocation)
         assert region.axis_map.source_shape == tensor.shape
 
 
@@ -93,7 +103,9 @@ def test_layout_contains_each_tensor_once(name: str):
 def test_match_accepts_boxed_leaves_and_path_aliases():
     leaves = leaves_of(LLAMA, TreeFormat("easylm", ""))
     leaves["lm_head.lm_head.kernel"] = leaves.pop("lm_head.kernel")
-    tree = match_foreign_tree({f"{name}.value": leaf for name, leaf in leaves.items()}, LLAMA, CONFIG, "m")
+    tree = match_foreign_tree(
+        {f"{name}.value": leaf for name, leaf in leaves.items()}, LLAMA, CONFIG, "m"
+    )
     assert {tensor.name for tensor in tree.tensors} == native_shapes(LLAMA).keys()
 
 
@@ -105,12 +117,19 @@ def test_match_keeps_unknown_and_allows_missing_leaves():
     names = {tensor.name for tensor in tree.tensors}
     assert native_shapes(GPT_NEO).keys() - names == {"h.1.ln_1.bias"}
     assert names - native_shapes(GPT_NEO).keys() == {"h.0.extra", "other"}
-    assert [tree.names.display_name(name) for name in ("h.0.extra", "other")] == ["transformer.h.0.extra", "other"]
+    assert [tree.names.display_name(name) for name in ("h.0.extra", "other")] == [
+        "transformer.h.0.extra",
+        "other",
+    ]
 
 
 def test_match_lists_extra_entries():
     leaves = leaves_of(LLAMA, TreeFormat("easylm", "params.params."))
-    leaves |= {"step": make_leaf(), "opt_state.0.mu.x": make_leaf(3), "opt_state.0.nu.x": make_leaf(4)}
+    leaves |= {
+        "step": make_leaf(),
+        "opt_state.0.mu.x": make_leaf(3),
+        "opt_state.0.nu.x": make_leaf(4),
+    }
     tree = match_foreign_tree(leaves, LLAMA, CONFIG, "m")
     assert [(entry.name, entry.nbytes, entry.rule) for entry in tree.extra_entries] == [
         ("step", 4, "training state"),
@@ -121,7 +140,10 @@ def test_match_lists_extra_entries():
 INVALID_LEAVES = {
     "no layout": ({"a.b": make_leaf(2)}, "has no known layout"),
     "nothing": ({}, "has no known layout"),
-    "a leaf of another shape": ({"transformer.wte.embedding": make_leaf(11, 9)}, "has the wrong shape"),
+    "a leaf of another shape": (
+        {"transformer.wte.embedding": make_leaf(11, 9)},
+        "has the wrong shape",
+    ),
     "a leaf in two spellings": (
         {"lm_head.kernel": make_leaf(8, 11), "lm_head.lm_head.kernel": make_leaf(8, 11)},
         "a leaf twice",
@@ -137,7 +159,9 @@ INVALID_LEAVES = {
 @pytest.mark.parametrize("name", INVALID_LEAVES)
 def test_match_rejects_invalid_leaves(name: str):
     changed, what = INVALID_LEAVES[name]
-    known = leaves_of(LLAMA, TreeFormat("easylm", "")) if what not in ("has no known layout",) else {}
+    known = (
+        leaves_of(LLAMA, TreeFormat("easylm", "")) if what not in ("has no known layout",) else {}
+    )
     with pytest.raises(PrepError) as caught:
         match_foreign_tree(known | changed, LLAMA, CONFIG, "m")
     assert what in caught.value.what

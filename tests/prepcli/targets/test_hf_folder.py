@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.hf_folder import copied_files, header_entries, lay_out_weight_files, resized_shape, settings_files
+from prepcli.targets.hf_folder import (
+    copied_files,
+    header_entries,
+    lay_out_weight_files,
+    resized_shape_and_nbytes,
+    settings_files,
+)
 from prepcli.targets.streams import output_rows
 from trainer.models.families.gpt_neo import FAMILY
 
@@ -30,15 +36,24 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
         ((5, 0), 7, ((7, 0), 0)),
     ],
 )
-def test_resized_shape_changes_the_rows(shape: tuple[int, ...], rows: int, expected: tuple[tuple[int, ...], int]):
-    assert resized_shape(tensor("w", *shape), rows) == expected
+def test_resized_shape_changes_the_rows(
+    shape: tuple[int, ...], rows: int, expected: tuple[tuple[int, ...], int]
+):
+    assert resized_shape_and_nbytes(tensor("w", *shape), rows) == expected
 
 
 def test_output_rows_change_for_vocabulary_tensors_only():
-    tensors = [tensor("wte.weight", 131, 4), tensor("lm_head.weight", 131, 4), tensor("ln_f.bias", 131), tensor("s")]
+    tensors = [
+        tensor("wte.weight", 131, 4),
+        tensor("lm_head.weight", 131, 4),
+        tensor("ln_f.bias", 131),
+        tensor("s"),
+    ]
     rows = output_rows(tensors, {"wte.weight", "lm_head.weight"}, vocab_size=136)
     assert rows == {"wte.weight": 136, "lm_head.weight": 136, "ln_f.bias": 131, "s": 1}
-    source = Source("m", Path("m"), FAMILY, {}, TensorNames(FAMILY), tuple(tensors), (), (), (), None)
+    source = Source(
+        "m", Path("m"), FAMILY, {}, TensorNames(FAMILY), tuple(tensors), (), (), (), None
+    )
     assert header_entries(source, tensors[:2], rows=rows) == [
         ("transformer.wte.weight", "float32", (136, 4), 136 * 16),
         ("lm_head.weight", "float32", (136, 4), 136 * 16),
@@ -46,7 +61,10 @@ def test_output_rows_change_for_vocabulary_tensors_only():
 
 
 def test_files_have_the_requested_page_offset():
-    groups = [("a.safetensors", [("x", "float32", (3,), 12), ("y", "float16", (), 2)], 96), ("b.safetensors", [], None)]
+    groups = [
+        ("a.safetensors", [("x", "float32", (3,), 12), ("y", "float16", (), 2)], 96),
+        ("b.safetensors", [], None),
+    ]
     files, places, layouts = lay_out_weight_files(groups)
     assert [file.path for file in files] == ["a.safetensors", "b.safetensors"]
     assert places["x"].offset % 4096 == 96
@@ -60,7 +78,9 @@ def test_settings_have_an_index_for_several_files(tmp_path: Path, count: int):
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
-    _, _, layouts = lay_out_weight_files([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
+    _, _, layouts = lay_out_weight_files(
+        [(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)]
+    )
     below = "hf/" if count == 1 else ""
     files = settings_files(
         {"vocab_size": 3, "é": "ü"},

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
 from prepcli.planning.plan import Contiguous
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
@@ -29,12 +29,16 @@ def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> S
     tensors, offset = [], 8
     for name, array in arrays.items():
         dtype = (dtypes or {}).get(name, "float32")
-        tensors.append(SourceTensor(names.bare_name(name), dtype, array.shape, (Contiguous(0, offset),)))
+        tensors.append(
+            SourceTensor(names.bare_name(name), dtype, array.shape, (Contiguous(0, offset),))
+        )
         offset += tensors[-1].nbytes
     return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
 
 
-def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0) -> OrbaxItemLayout:
+def item_of(
+    source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0
+) -> OrbaxItemLayout:
     table = parameter_rows(source.family, source.config, scan, axis)
     sizes = source.family.sizes(source.config)
     counted = match_tensors(
@@ -65,23 +69,36 @@ def test_make_item_maps_every_tensor_to_a_leaf(config: dict[str, Any], scan: boo
     added = sum(t.nbytes // 131 * 5 for t in source.tensors if t.shape[0] == 131)
     assert sum(leaf.nbytes for leaf in item.leaves) == sum(t.nbytes for t in source.tensors) + added
     for leaf in item.leaves:
-        assert all(extent % chunk == 0 for extent, chunk in zip(leaf.grid.shape, leaf.grid.chunk_shape))
-        assert sum(len(list(box.indices())) for box in leaf.placed_chunks) == math.prod(leaf.grid.chunk_counts)
+        assert all(
+            extent % chunk == 0 for extent, chunk in zip(leaf.grid.shape, leaf.grid.chunk_shape)
+        )
+        assert sum(len(list(box.indices())) for box in leaf.placed_chunks) == math.prod(
+            leaf.grid.chunk_counts
+        )
     names = {leaf.name for leaf in item.leaves}
     assert ("params.layers.attn.q.weight" in names) == scan
     assert ("params.layers.2.attn.q.weight" in names) != scan
 
 
 def test_make_item_stacks_layers_on_the_second_axis():
-    (q,) = [leaf for leaf in item_of(source_of(LLAMA), axis=1).leaves if leaf.name == "params.layers.attn.q.weight"]
+    (q,) = [
+        leaf
+        for leaf in item_of(source_of(LLAMA), axis=1).leaves
+        if leaf.name == "params.layers.attn.q.weight"
+    ]
     assert q.grid.shape == (8, 3, 4, 32)
     assert q.grid.chunk_shape[1] == 1
 
 
 def test_make_item_names_data_files_deterministically():
-    first, second = item_of(source_of(LLAMA), "1,2,4", vocab=136), item_of(source_of(LLAMA), "1,2,4", vocab=136)
+    first, second = (
+        item_of(source_of(LLAMA), "1,2,4", vocab=136),
+        item_of(source_of(LLAMA), "1,2,4", vocab=136),
+    )
     assert first == second
-    assert all(len(Path(file.path).name) == 32 and file.path.startswith("d/") for file in first.files)
+    assert all(
+        len(Path(file.path).name) == 32 and file.path.startswith("d/") for file in first.files
+    )
     assert len({file.path for file in first.files}) == len(first.files)
 
 
@@ -92,7 +109,11 @@ def test_device_nbytes_follows_the_mesh():
     assert item_of(source, "8,1,1").device_nbytes() == total_nbytes
     split = item_of(source, "1,2,4", vocab=136)
     parts = {name: math.prod(spec.shards_per_dim) for name, spec in split.specs.items()}
-    assert split.device_nbytes() == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves) < total_nbytes // 4
+    assert (
+        split.device_nbytes()
+        == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves)
+        < total_nbytes // 4
+    )
     assert item_of(source, "").specs == {}
 
 
@@ -112,14 +133,20 @@ def test_make_item_keeps_dtypes_per_leaf():
 
 def test_make_item_rejects_a_leaf_of_two_dtypes():
     source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
-    with pytest.raises(PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes") as caught:
+    with pytest.raises(
+        PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes"
+    ) as caught:
         item_of(source)
     assert caught.value.why == (
         "model.layers.1.mlp.up_proj.weight is bfloat16, model.layers.0.mlp.up_proj.weight is float32"
     )
     assert "--no-scan" in caught.value.hint
     dtypes = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
-    assert [dtypes[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == ["float32", "bfloat16", "float32"]
+    assert [dtypes[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == [
+        "float32",
+        "bfloat16",
+        "float32",
+    ]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -152,6 +179,10 @@ def test_chunks_have_the_page_offset_of_their_tensor():
 def test_chunks_of_a_region_source_begin_at_pages():
     source = source_of(LLAMA)
     item = item_of(source)
-    stored = replace(source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors))
+    stored = replace(
+        source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors)
+    )
     again = item_of(stored)
-    assert all(box.placement.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks)
+    assert all(
+        box.placement.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks
+    )

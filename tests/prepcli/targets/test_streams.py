@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding
@@ -34,7 +34,10 @@ def cut(true: int, stored: int, *names: str) -> VocabResize:
 
 
 def rows_of(streams: tuple[Stream, ...]) -> list[tuple[str, tuple[int, int], str]]:
-    kinds = ["read" if stream.reads else stream.fill.kind if stream.fill else "nothing" for stream in streams]
+    kinds = [
+        "read" if stream.reads else stream.fill.kind if stream.fill else "nothing"
+        for stream in streams
+    ]
     return [(stream.name, stream.rows, kind) for stream, kind in zip(streams, kinds)]
 
 
@@ -45,7 +48,11 @@ def to(rows: int) -> TensorTarget:
 def test_build_streams_follows_the_order_of_the_source():
     source = source_of(tensor("b", 3, 2), tensor("mask", 1, 1), tensor("a", 4), tensor("scalar"))
     streams = build_streams(source, {"scalar": to(1), "a": to(4), "b": to(3)}, resize=cut(9, 9))
-    assert rows_of(streams) == [("b", (0, 3), "read"), ("a", (0, 4), "read"), ("scalar", (0, 1), "read")]
+    assert rows_of(streams) == [
+        ("b", (0, 3), "read"),
+        ("a", (0, 4), "read"),
+        ("scalar", (0, 1), "read"),
+    ]
     assert [stream.nbytes for stream in streams] == [24, 16, 4]
 
 
@@ -60,7 +67,9 @@ def test_build_streams_follows_the_order_of_the_source():
         (9, 12, 16, [((0, 9), "read"), ((9, 12), "read"), ((12, 16), "mean")]),  # more of it
     ],
 )
-def test_build_streams_splits_true_padding_and_filled_rows(true: int, stored: int, rows: int, expected: list):
+def test_build_streams_splits_true_padding_and_filled_rows(
+    true: int, stored: int, rows: int, expected: list
+):
     source = source_of(tensor("wte", stored, 4))
     streams = build_streams(source, {"wte": to(rows)}, resize=cut(true, stored))
     assert rows_of(streams) == [("wte", *row_range) for row_range in expected]
@@ -91,12 +100,21 @@ def test_build_streams_splits_compared_tensors_alike():
     ]
 
 
-@given(st.integers(1, 20), st.integers(0, 6), st.integers(0, 12), st.lists(st.integers(0, 30), max_size=3))
-def test_build_streams_covers_all_rows_without_gaps(true: int, padding: int, more: int, edges: list[int]):
+@given(
+    st.integers(1, 20),
+    st.integers(0, 6),
+    st.integers(0, 12),
+    st.lists(st.integers(0, 30), max_size=3),
+)
+def test_build_streams_covers_all_rows_without_gaps(
+    true: int, padding: int, more: int, edges: list[int]
+):
     stored, rows = true + padding, true + more
     pieces = tuple((low, low, "") for low in edges)
     streams = build_streams(
-        source_of(tensor("wte", stored, 4, digests=pieces)), {"wte": to(rows)}, resize=cut(true, stored)
+        source_of(tensor("wte", stored, 4, digests=pieces)),
+        {"wte": to(rows)},
+        resize=cut(true, stored),
     )
     assert [streams[0].rows, streams[-1].rows[1]] == [(0, true), rows]
     assert all(a.rows[1] == b.rows[0] for a, b in itertools.pairwise(streams))
@@ -108,8 +126,13 @@ def test_dropped_padding_returns_row_range_and_bytes():
     source = source_of(tensor("wte", 12, 4), tensor("other", 12, 4), tensor("bias", 12))
     targets = {"wte": to(9), "other": to(12), "bias": to(9)}
     dropped = list(dropped_padding(source, targets, resize=cut(9, 12)))
-    assert [(d.name, d.rows, d.nbytes) for d in dropped] == [("wte", (9, 12), 48), ("bias", (9, 12), 12)]
-    assert list(dropped_padding(source, {name: to(12) for name in targets}, resize=cut(9, 12))) == []
+    assert [(d.name, d.rows, d.nbytes) for d in dropped] == [
+        ("wte", (9, 12), 48),
+        ("bias", (9, 12), 12),
+    ]
+    assert (
+        list(dropped_padding(source, {name: to(12) for name in targets}, resize=cut(9, 12))) == []
+    )
 
 
 def test_stream_counts_its_bytes():

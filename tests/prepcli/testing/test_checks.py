@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from prepcli.testing import kit
-from prepcli.testing.checks import CHECKS, check_bfloat16_storage, check_coverage, check_forward, check_step_on_mesh
+from prepcli.testing.checks import (
+    CHECKS,
+    check_bfloat16_storage,
+    check_coverage,
+    check_forward,
+    check_step_on_mesh,
+)
 from prepcli.testing.kit import CheckResult, run_checks
 from prepcli.testing.subject import FamilyUnderTest
 from tests.helpers.slow_cases import slow_except
@@ -48,7 +54,9 @@ def is_fast(case: tuple[str, str]) -> bool:
     return check.run is check_coverage or family in FAST_FAMILIES
 
 
-@pytest.mark.parametrize(("name", "family"), slow_except(((name, f) for f in CONFIGS for name in BY_NAME), is_fast))
+@pytest.mark.parametrize(
+    ("name", "family"), slow_except(((name, f) for f in CONFIGS for name in BY_NAME), is_fast)
+)
 def test_family_passes_check(name: str, family: str, subject):
     check = BY_NAME[name]
     if check.needs_torch:
@@ -65,11 +73,15 @@ def test_configs_cover_all_families_with_odd_sizes():
         assert sizes["heads"] % 2
 
 
-def results_of(wrong: Family, names: list[str], work: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, CheckResult]:
+def results_of(
+    wrong: Family, names: list[str], work: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, CheckResult]:
     """Return the results of the named checks, by name, for a family with a mistake."""
     monkeypatch.setitem(FAMILIES, wrong.name, wrong)
     subject = FamilyUnderTest([ODD_HEADS[wrong.name]], work)
-    return {result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])}
+    return {
+        result.check: result for result in run_checks(subject, [BY_NAME[name] for name in names])
+    }
 
 
 def change_rows(family: Family, rows: dict[str, str | None]) -> Family:
@@ -103,7 +115,9 @@ def test_names_and_shapes_find_missing_row(tmp_path: Path, monkeypatch: pytest.M
     assert result.text.startswith(f"{name}: None, transformers has [24]; ")
 
 
-def test_forward_pass_finds_missing_row_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_forward_pass_finds_missing_row_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wrong = change_rows(FAMILIES["mistral"], {"layers.mlp_norm.scale": None})
     (result,) = results_of(wrong, ["forward pass"], tmp_path, monkeypatch).values()
     assert result.outcome == "failed"
@@ -137,6 +151,8 @@ def test_checks_are_skipped_without_torch(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_step_is_skipped_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.testing.checks.jax.devices", lambda: ["cpu:0"])
-    (result,) = run_checks(FamilyUnderTest([ODD_HEADS["gpt2"]], tmp_path), [BY_NAME["step on a mesh"]])
+    (result,) = run_checks(
+        FamilyUnderTest([ODD_HEADS["gpt2"]], tmp_path), [BY_NAME["step on a mesh"]]
+    )
     assert result.outcome == "skipped"
     assert result.text == "needs 2 devices, jax has 1; set JAX_NUM_CPU_DEVICES=2"

@@ -15,14 +15,21 @@ from prepcli.testing import CHECKS, CheckResult, check_family, torch_transformer
 from prepcli.testing.checks import check_step_on_mesh
 from tests.helpers.tiny_configs import ODD_HEADS
 
-CONVERSIONS = [check for check in CHECKS if not check.needs_torch and check.run is not check_step_on_mesh]
+CONVERSIONS = [
+    check for check in CHECKS if not check.needs_torch and check.run is not check_step_on_mesh
+]
 
 
 def test_check_family_runs_checks_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[CheckResult] = []
     results = check_family({"model_type": "mistral"}, CONVERSIONS, on_result=seen.append)
-    assert [result.check for result in results] == ["coverage", "round trip", "parameters", "forward pass"]
+    assert [result.check for result in results] == [
+        "coverage",
+        "round trip",
+        "parameters",
+        "forward pass",
+    ]
     assert {result.outcome for result in results} == {"passed"}
     assert seen == results
     assert list(tmp_path.iterdir()) == []
@@ -41,7 +48,9 @@ def test_package_imports_neither_torch_nor_transformers():
 def test_checks_hold_with_python_o():
     """Python -O removes assert statements, and a check without them would always pass."""
     for path in (Path(__file__).parents[3] / "prepcli" / "testing").glob("*.py"):
-        assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
+        assert not [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)
+        ], path
 
 
 def test_missing_reference_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):

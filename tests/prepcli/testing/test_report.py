@@ -27,7 +27,9 @@ def config_path(tmp_path: Path) -> Path:
     return path
 
 
-def test_check_family_command_passes_valid_family(config_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_passes_valid_family(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["check-family", str(config_path), *FAST_OPTIONS]) == 0
     out, err = capsys.readouterr()
     assert [line.split("  ")[0] for line in out.splitlines()] == ["mistral", *FAST]
@@ -35,10 +37,25 @@ def test_check_family_command_passes_valid_family(config_path: Path, capsys: pyt
     assert "mistral: vocab 29, layers 2, embed 24" in err
 
 
-def test_check_family_command_compares_with_transformers(config_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_compares_with_transformers(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    assert main(["check-family", str(config_path), "--check", "names and shapes", "--check", "logits", "--json"]) == 0
+    assert (
+        main(
+            [
+                "check-family",
+                str(config_path),
+                "--check",
+                "names and shapes",
+                "--check",
+                "logits",
+                "--json",
+            ]
+        )
+        == 0
+    )
     document = json.loads(capsys.readouterr().out)
     assert [(result["check"], result["outcome"]) for result in document["checks"]] == [
         ("names and shapes", "passed"), ("logits", "passed"),
@@ -63,14 +80,23 @@ def test_broken_row_fails_with_the_reason(
     pytest.importorskip("transformers")
     right = FAMILIES["mistral"]
     row = Parameter("layers mlp embed <- layers.{layers}.mlp.gate.weight: mlp embed")
-    wrong = dataclasses.replace(right, parameters={**right.parameters, "layers.mlp.gate.weight": row})
+    wrong = dataclasses.replace(
+        right, parameters={**right.parameters, "layers.mlp.gate.weight": row}
+    )
     monkeypatch.setitem(FAMILIES, "mistral", wrong)
-    assert main(["check-family", str(config_path), "--check", "coverage", "--check", "names and shapes"]) == 1
+    assert (
+        main(
+            ["check-family", str(config_path), "--check", "coverage", "--check", "names and shapes"]
+        )
+        == 1
+    )
     out, err = capsys.readouterr()
     assert out.splitlines()[1].split()[:2] == ["coverage", "passed"]
     assert "failed" in out.splitlines()[2]
     assert "error: mistral fails 1 of 2 checks" in err
-    assert "names and shapes: model.layers.0.mlp.gate.weight: [20, 24], transformers has None" in err
+    assert (
+        "names and shapes: model.layers.0.mlp.gate.weight: [20, 24], transformers has None" in err
+    )
 
 
 def test_skipped_checks_are_not_passed(
@@ -79,14 +105,22 @@ def test_skipped_checks_are_not_passed(
     monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch", "transformers"])
     assert main(["check-family", str(config_path), "--check", "logits"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line == "logits   skipped  torch and transformers not installed: pip install 'prepcli[hf]' torch"
+    assert (
+        line
+        == "logits   skipped  torch and transformers not installed: pip install 'prepcli[hf]' torch"
+    )
 
 
-def test_check_family_command_warns_about_even_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_warns_about_even_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = tmp_path / "even.json"
     path.write_text(json.dumps(ODD_HEADS["gpt2"] | {"vocab_size": 32}))
     assert main(["check-family", str(path), "--check", "coverage"]) == 0
-    assert "vocab of the tiny model is 32; an odd number finds more mistakes" in capsys.readouterr().err
+    assert (
+        "vocab of the tiny model is 32; an odd number finds more mistakes"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,12 @@ def test_check_family_command_warns_about_even_sizes(tmp_path: Path, capsys: pyt
     ],
 )
 def test_check_family_command_reports_one_error(
-    text: str | None, options: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None,
+    options: list[str],
+    code: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     path = tmp_path / "config.json"
     if text is not None:

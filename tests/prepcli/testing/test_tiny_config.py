@@ -44,11 +44,16 @@ def test_scale_down_keeps_a_tiny_config(name: str):
 
 
 def test_scale_down_increases_too_few_learned_positions():
-    assert scale_down(ODD_HEADS["gpt2"] | {"n_positions": 16})["n_positions"] == module.LEARNED_POSITIONS
+    assert (
+        scale_down(ODD_HEADS["gpt2"] | {"n_positions": 16})["n_positions"]
+        == module.LEARNED_POSITIONS
+    )
 
 
 def test_scale_down_keeps_each_kind_of_layer():
-    config = CONFIGS["gemma-3-1b"] | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}
+    config = CONFIGS["gemma-3-1b"] | {
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5
+    }
     config = {key: value for key, value in config.items() if key != "sliding_window_pattern"}
     tiny = scale_down(config | {"num_hidden_layers": 30})
     assert tiny["layer_types"] == ["sliding_attention", "full_attention"]
@@ -62,5 +67,7 @@ def test_scale_down_removes_large_token_ids():
 
 def test_unknown_size_field_is_a_usage_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(module.SIZE_FIELDS, "mlp", ())
-    with pytest.raises(UsageError, match=r"this config cannot be scaled down - 3,\d+,\d+ elements remain"):
+    with pytest.raises(
+        UsageError, match=r"this config cannot be scaled down - 3,\d+,\d+ elements remain"
+    ):
         scale_down(CONFIGS["llama-7b"])

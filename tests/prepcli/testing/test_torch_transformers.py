@@ -18,7 +18,9 @@ def test_exact_log_rounds_the_exact_logarithm():
     with exact_log():
         logs = torch.log(torch.tensor(values))
     assert logs.dtype == torch.float32
-    np.testing.assert_array_equal(logs.numpy(), np.array([math.log(value) for value in values], np.float32))
+    np.testing.assert_array_equal(
+        logs.numpy(), np.array([math.log(value) for value in values], np.float32)
+    )
 
 
 def test_exact_log_restores_torch_log_after_an_error():

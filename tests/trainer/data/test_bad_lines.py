@@ -43,7 +43,9 @@ def test_bad_lines_up_to_the_limit_are_skipped_and_reported(config: TokenizeConf
 
 
 @pytest.mark.parametrize("limit", [0, 1, N_BAD - 1])
-def test_one_bad_line_more_than_the_limit_is_an_error(config: TokenizeConfig, tmp_path: Path, limit: int):
+def test_one_bad_line_more_than_the_limit_is_an_error(
+    config: TokenizeConfig, tmp_path: Path, limit: int
+):
     with pytest.raises(PrepError) as caught:
         tokenize(change(config, bad_lines=limit))
     bad_numbers = [2, 3, 5, 7, 8]
@@ -63,4 +65,7 @@ def test_limit_is_part_of_the_identity(config: TokenizeConfig):
 def test_invalid_utf8_in_a_line_can_be_skipped(config: TokenizeConfig, tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(GOOD.encode() + b'\n{"text": "\xff"}\n{"text": "x"}')
     _, notes = tokenize(change(config, bad_lines=1, seq_length=2))
-    assert notes[0] == f"skipped {tmp_path}/a.jsonl:2 is not UTF-8 (byte 45 is 0xff: invalid start byte)"
+    assert (
+        notes[0]
+        == f"skipped {tmp_path}/a.jsonl:2 is not UTF-8 (byte 45 is 0xff: invalid start byte)"
+    )

@@ -56,14 +56,26 @@ GEMMA = """\
 """
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA}
 SPECIAL = (
-    *("<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *(
+        "<s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
     *("<start_of_turn>", "<end_of_turn>"),
 )
 CONVERSATIONS = [
     [("user", "Hello there"), ("assistant", "  Hi! It is 日本 time.\n")],
     [("user", "a\n"), ("assistant", "\n\nb"), ("user", "😀"), ("assistant", ""), ("user", "last")],
     [("user", "only a question")],
-    [("user", "x <s> y"), ("assistant", "the é"), ("user", ""), ("assistant", "the end <|im_end|>")],
+    [
+        ("user", "x <s> y"),
+        ("assistant", "the é"),
+        ("user", ""),
+        ("assistant", "the end <|im_end|>"),
+    ],
 ]
 
 
@@ -88,7 +100,12 @@ def write_tokenizer(folder: Path, template: str, **config: Any) -> Path:
     tokenizer.train_from_iterator(["Hello there, it is the end of the time.\n\n" * 20], trainer)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    values = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template, **config}
+    values = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "<|im_end|>"},
+        "chat_template": template,
+        **config,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     return folder
 
@@ -103,14 +120,18 @@ def encode_chat(folder: Path, messages: object, **settings: Any) -> EncodedDocum
     all_settings = ExampleSettings(
         fields="messages", chat_template=load_chat_template(folder), add_eos=False, **settings
     )
-    example = compile_fields(all_settings, vocab=300).build(Record({"messages": messages}, "a.jsonl:3", 1))
+    example = compile_fields(all_settings, vocab=300).build(
+        Record({"messages": messages}, "a.jsonl:3", 1)
+    )
     (document,) = encode_batch([example], load_tokenizer(folder))
     return document
 
 
 @pytest.mark.parametrize("has_markers", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_chat_has_the_ids_and_masks_of_transformers(tmp_path: Path, template: str, has_markers: bool):
+def test_chat_has_the_ids_and_masks_of_transformers(
+    tmp_path: Path, template: str, has_markers: bool
+):
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(write_tokenizer(tmp_path, template) / "tokenizer.json"), bos_token="<s>"
@@ -119,7 +140,11 @@ def test_chat_has_the_ids_and_masks_of_transformers(tmp_path: Path, template: st
     for turns in CONVERSATIONS:
         messages = make_messages(turns)
         expected = reference.apply_chat_template(
-            messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            chat_template=template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         document = encode_chat(tmp_path, messages)
         assert document.weights is not None
@@ -131,15 +156,21 @@ def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
     folder, messages = write_tokenizer(tmp_path, CHATML), make_messages(CONVERSATIONS[0])
     plain = encode_chat(folder, messages)
     settings = ExampleSettings(
-        fields="messages", chat_template=load_chat_template(folder), add_bos=True, bos_id=0, eos_id=2
+        fields="messages",
+        chat_template=load_chat_template(folder),
+        add_bos=True,
+        bos_id=0,
+        eos_id=2,
     )
     builder = compile_fields(settings, vocab=300)
-    (document,) = encode_batch([builder.build(Record({"messages": messages}, "x", 1))], load_tokenizer(folder))
+    (document,) = encode_batch(
+        [builder.build(Record({"messages": messages}, "x", 1))], load_tokenizer(folder)
+    )
     assert plain.weights is not None
     assert document.weights is not None
     assert document.ids.tolist() == [0, *plain.ids, 2]
     assert document.weights.tolist() == [0, *plain.weights, 1]
-    assert (builder.has_weights, builder.max_id) == (True, 2)
+    assert (builder.has_weights, builder.max_extra_token_id) == (True, 2)
 
 
 def test_tokens_that_overlap_a_span_have_loss():
@@ -151,10 +182,14 @@ def test_tokens_that_overlap_a_span_have_loss():
 
 
 def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
+    )
     folder = write_tokenizer(tmp_path, template)
     turns = make_messages([("user", "a"), ("assistant", "b"), ("user", "c")])
-    with pytest.raises(PrepError, match=r"a.jsonl:3: the turns of the assistant cannot be found") as caught:
+    with pytest.raises(
+        PrepError, match=r"a.jsonl:3: the turns of the assistant cannot be found"
+    ) as caught:
         encode_chat(folder, turns)
     assert (
         caught.value.why
@@ -167,13 +202,21 @@ def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
     ("messages", "what", "why"),
     [
         ("hi", "column `messages` is not a list of messages", "it is a string"),
-        (["hi"], "column `messages` is not a list of messages", "message 1 is a string, or has no `role`"),
+        (
+            ["hi"],
+            "column `messages` is not a list of messages",
+            "message 1 is a string, or has no `role`",
+        ),
         (
             [{"from": "human"}],
             "column `messages` is not a list of messages",
             "message 1 is an object, or has no `role`",
         ),
-        ([{"role": "system", "content": "x"}], "tokenizer_config.json cannot render", "System role not supported"),
+        (
+            [{"role": "system", "content": "x"}],
+            "tokenizer_config.json cannot render",
+            "System role not supported",
+        ),
         ([{"role": "user", "content": "\ufdd0"}], "a message is not text", "U+FDD0"),
     ],
 )
@@ -187,7 +230,9 @@ def test_invalid_messages_are_named(tmp_path: Path, messages: object, what: str,
 
 
 def test_messages_column_that_is_missing_is_named(tmp_path: Path):
-    settings = ExampleSettings(fields="messages", chat_template=load_chat_template(write_tokenizer(tmp_path, CHATML)))
+    settings = ExampleSettings(
+        fields="messages", chat_template=load_chat_template(write_tokenizer(tmp_path, CHATML))
+    )
     with pytest.raises(PrepError, match=r"a.jsonl:3: no column `messages`"):
         compile_fields(settings, vocab=300).build(Record({"text": "x"}, "a.jsonl:3", 1))
 
@@ -202,20 +247,31 @@ def test_template_file_comes_before_the_tokenizer_config(tmp_path: Path):
 
 
 def test_default_of_several_templates_is_used(tmp_path: Path):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert load_chat_template(write_tokenizer(tmp_path, "", chat_template=templates)).text == "plain"
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain"},
+    ]
+    assert (
+        load_chat_template(write_tokenizer(tmp_path, "", chat_template=templates)).text == "plain"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tokenizer_config.json", "{}", "has no chat template - looked for chat_template.jinja, and for"),
+        (
+            "tokenizer_config.json",
+            "{}",
+            "has no chat template - looked for chat_template.jinja, and for",
+        ),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
         ("chat_template.jinja", "{% if %}", "chat_template.jinja is not a valid chat template"),
     ],
 )
-def test_missing_or_invalid_template_is_reported(tmp_path: Path, name: str, text: str, message: str):
+def test_missing_or_invalid_template_is_reported(
+    tmp_path: Path, name: str, text: str, message: str
+):
     folder = write_tokenizer(tmp_path, CHATML)
     (folder / name).write_text(text)
     with pytest.raises(PrepError, match=message):

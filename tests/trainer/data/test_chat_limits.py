@@ -14,7 +14,10 @@ from trainer.data.chat_rendering import ChatRenderer
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.models.errors import PrepError
 
-MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes"},
+]
 MAX_MEMORY_NBYTES = 400_000_000  # of Python, and of some values of the largest size
 
 
@@ -30,7 +33,8 @@ DOUBLED_LISTS = (
     "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
 )
 DOUBLED_NAMESPACES = "{% set n0 = namespace(v=1) %}" + "".join(
-    f"{{% set n{number} = namespace(v=[n{number - 1}, n{number - 1}]) %}}" for number in range(1, 60)
+    f"{{% set n{number} = namespace(v=[n{number - 1}, n{number - 1}]) %}}"
+    for number in range(1, 60)
 )
 
 
@@ -125,7 +129,9 @@ def test_hostile_templates_need_little_memory():
         "    except PrepError: pass\n"
         "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert int(result.stdout) * 1024 < MAX_MEMORY_NBYTES
 
 
@@ -160,7 +166,9 @@ def test_hostile_templates_need_little_memory():
 def test_ordinary_template_renders_as_jinja_does(template: str, text: str):
     jinja2 = pytest.importorskip("jinja2")
     assert render(template) == text
-    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    plain = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     plain.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     assert plain.from_string(template).render(messages=MESSAGES) == text
 
@@ -184,7 +192,9 @@ def test_each_rendering_has_its_own_limit():
     assert [renderer.render(MESSAGES, "p")[0] for _ in range(30)] == ["x"] * 30
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"]
+)
 def test_template_is_read_from_regular_files_only(tmp_path: Path, name: str):
     (tmp_path / "chat_template.jinja").write_text("x")
     path = tmp_path / name
@@ -207,5 +217,8 @@ def test_deep_or_large_settings_of_a_template_are_errors(tmp_path: Path):
     with pytest.raises(PrepError, match="too large"):
         load_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
-    with pytest.raises(PrepError, match=r"tokenizer_config.json is not JSON - its JSON is nested more than 100 levels"):
+    with pytest.raises(
+        PrepError,
+        match=r"tokenizer_config.json is not JSON - its JSON is nested more than 100 levels",
+    ):
         load_chat_template(tmp_path)

@@ -17,17 +17,43 @@ from trainer.data.tokenizer import find_tokenizer, load_tokenizer
 from trainer.models.errors import PrepError
 
 WORDS = [
-    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "near", "river", "banks", "while"),
+    *(
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "near",
+        "river",
+        "banks",
+        "while",
+    ),
     *("seven", "wizards", "box", "quietly", "for", "jam"),
 ]
-TEXTS = ["the quick fox", " the  fox\n\tbox ", "日本 é jam", "", "wizards—box", "x" * 50, "a </s> b"]
+TEXTS = [
+    "the quick fox",
+    " the  fox\n\tbox ",
+    "日本 é jam",
+    "",
+    "wizards—box",
+    "x" * 50,
+    "a </s> b",
+]
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True}
 T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "unigram": {"byte_fallback": True},
-    "bpe": {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},  # Llama's
+    "bpe": {
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },  # Llama's
     "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 60},
 }
 
@@ -37,7 +63,11 @@ def trained_model(kind: str) -> bytes:
     """Return a SentencePiece model that is trained with the options of a kind."""
     sentencepiece = pytest.importorskip("sentencepiece")
     generator, model = random.Random(0), io.BytesIO()
-    options = {"vocab_size": 340, "model_type": "bpe" if kind == "bpe" else "unigram", **OPTIONS[kind]}
+    options = {
+        "vocab_size": 340,
+        "model_type": "bpe" if kind == "bpe" else "unigram",
+        **OPTIONS[kind],
+    }
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([" ".join(generator.choices(WORDS, k=12)) for _ in range(400)]),
         model_writer=model,
@@ -48,7 +78,9 @@ def trained_model(kind: str) -> bytes:
     return model.getvalue()
 
 
-def write_model(folder: Path, kind: str, name: str = "tokenizer.model", settings: Any = None) -> Path:
+def write_model(
+    folder: Path, kind: str, name: str = "tokenizer.model", settings: Any = None
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(trained_model(kind))
     if settings is not None:
@@ -65,7 +97,9 @@ def library(kind: str) -> Any:
 def test_sentencepiece_ids_equal_those_of_the_library(tmp_path: Path, kind: str):
     processor = library(kind)
     tokenizer = load_tokenizer(write_model(tmp_path, kind))
-    assert [ids.tolist() for ids in tokenizer.encode(TEXTS)] == [processor.encode(text) for text in TEXTS]
+    assert [ids.tolist() for ids in tokenizer.encode(TEXTS)] == [
+        processor.encode(text) for text in TEXTS
+    ]
     assert tokenizer.max_id == processor.get_piece_size() - 1
     assert tokenizer.digest == xxhash.xxh3_128_hexdigest(trained_model(kind))
     assert tokenizer.path == tmp_path / "tokenizer.model"
@@ -91,7 +125,9 @@ def test_sentencepiece_decodes_what_it_encodes(tmp_path: Path, kind: str):
     tokenizer = load_tokenizer(write_model(tmp_path, kind) / "tokenizer.model")
     ids = tokenizer.encode_prompt("the quick fox 日本")
     assert tokenizer.decode([1, *ids, 2, 999]) == "the quick fox 日本"
-    assert tokenizer.decode(ids[2:], ids[:2]) == "the quick fox 日本"[len(tokenizer.decode(ids[:2])) :]
+    assert (
+        tokenizer.decode(ids[2:], ids[:2]) == "the quick fox 日本"[len(tokenizer.decode(ids[:2])) :]
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,14 +151,23 @@ def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
     assert tokenizer.encode(["the fox"])[0].tolist() == ids
 
 
-@pytest.mark.parametrize(("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)])
-def test_sentencepiece_ids_equal_those_of_transformers(tmp_path: Path, kind: str, name: str, settings: Any):
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)]
+)
+def test_sentencepiece_ids_equal_those_of_transformers(
+    tmp_path: Path, kind: str, name: str, settings: Any
+):
     """Text without special tokens and without runs of spaces, which the two libraries treat differently."""
     transformers = pytest.importorskip("transformers")
     folder = write_model(tmp_path, kind, name, settings)
-    tokenizer, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = (
+        load_tokenizer(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
     texts = ["the quick fox", "日本 é jam", "wizards—box", "x" * 50]
-    assert [ids.tolist() for ids in tokenizer.encode(texts)] == reference(texts, add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in tokenizer.encode(texts)] == reference(
+        texts, add_special_tokens=False
+    )["input_ids"]
     assert tokenizer.encode_prompt(texts[0]) == reference(texts[0])["input_ids"]
 
 
@@ -169,7 +214,9 @@ def test_files_of_other_tokenizers_are_read_by_transformers(tmp_path: Path):
     tokenizer = load_tokenizer(write_wordpiece(tmp_path))
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = ["the quick fox", "dogs and banks", ""]
-    assert [ids.tolist() for ids in tokenizer.encode(texts)] == reference(texts, add_special_tokens=False)["input_ids"]
+    assert [ids.tolist() for ids in tokenizer.encode(texts)] == reference(
+        texts, add_special_tokens=False
+    )["input_ids"]
     assert tokenizer.encode([]) == []
     prompt = tokenizer.encode_prompt("the fox")
     assert prompt == reference("the fox")["input_ids"]
@@ -185,9 +232,14 @@ def test_files_of_other_tokenizers_are_read_by_transformers(tmp_path: Path):
 def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path):
     pytest.importorskip("transformers")
     write_wordpiece(tmp_path)
-    settings = {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["code.MyTokenizer", None]}}
+    settings = {
+        "tokenizer_class": "MyTokenizer",
+        "auto_map": {"AutoTokenizer": ["code.MyTokenizer", None]},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass MyTokenizer: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass MyTokenizer: pass\n"
+    )
     with pytest.raises(PrepError, match="transformers cannot read the tokenizer"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()

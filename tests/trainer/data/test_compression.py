@@ -21,7 +21,9 @@ COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 def test_text_is_decompressed_and_counted_in_bytes_of_the_file(tmp_path: Path, suffix: str):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](TEXT.encode()))
-    chunks = [piece for piece in READERS["text"].read(hash_file(path)) if isinstance(piece, TextChunk)]
+    chunks = [
+        piece for piece in READERS["text"].read(hash_file(path)) if isinstance(piece, TextChunk)
+    ]
     assert "".join(chunk.text for chunk in chunks) == TEXT
     assert len(chunks) > 1
     assert sum(chunk.nbytes for chunk in chunks) == path.stat().st_size
@@ -32,7 +34,9 @@ def test_text_is_decompressed_and_counted_in_bytes_of_the_file(tmp_path: Path, s
 def test_damaged_file_is_named(tmp_path: Path, suffix: str, damage: str):
     data = COMPRESS[suffix](TEXT.encode())
     path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes({"cut": data[:-9], "garbage": b"no compressed bytes", "tail": data + b"more"}[damage])
+    path.write_bytes(
+        {"cut": data[:-9], "garbage": b"no compressed bytes", "tail": data + b"more"}[damage]
+    )
     with pytest.raises(PrepError, match=rf"a.txt{suffix} cannot be decompressed"):
         list(READERS["text"].read(hash_file(path)))
 

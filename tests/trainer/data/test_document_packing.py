@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data import document_packing
-from trainer.data.document_packing import PackedRows, assign_rows, collect_rows, pack_documents, pad_documents
+from trainer.data.document_packing import (
+    PackedRows,
+    assign_rows,
+    collect_rows,
+    pack_documents,
+    pad_documents,
+)
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=30)
 SEQ_LENGTH, WINDOW = st.integers(1, 9), st.integers(1, 12)
@@ -31,7 +37,9 @@ def pieces_of(lengths: list[int], seq_length: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def reference_rows(pieces: list[tuple[int, int]], seq_length: int, window: int) -> list[list[tuple[int, int]]]:
+def reference_rows(
+    pieces: list[tuple[int, int]], seq_length: int, window: int
+) -> list[list[tuple[int, int]]]:
     """Return the pieces of each row: the longest of a window first, each into the row with the least room for it."""
     all_rows: list[list[tuple[int, int]]] = []
     for low in range(0, len(pieces), window):
@@ -71,7 +79,9 @@ def test_rows_are_those_of_best_fit_decreasing(lengths: list[int], seq_length: i
 def test_rows_keep_the_order_of_windows(lengths: list[int], seq_length: int, window: int):
     rows = pack(lengths, seq_length, window)
     numbers = {start: number for number, (start, _) in enumerate(pieces_of(lengths, seq_length))}
-    windows = [{numbers[start] // window for start, _ in rows.pieces(row)} for row in range(rows.n_rows)]
+    windows = [
+        {numbers[start] // window for start, _ in rows.pieces(row)} for row in range(rows.n_rows)
+    ]
     assert all(len(window_numbers) == 1 for window_numbers in windows)
     firsts = [rows.pieces(row)[0][0] for row in range(rows.n_rows)]
     assert firsts == sorted(firsts) or len({*map(min, windows)}) > 1
@@ -81,7 +91,9 @@ def test_rows_keep_the_order_of_windows(lengths: list[int], seq_length: int, win
 @given(LENGTHS, SEQ_LENGTH)
 def test_rows_of_a_document_each_have_all_tokens_in_order(lengths: list[int], seq_length: int):
     rows = collect_rows(pad_documents([np.cumsum(lengths, dtype=np.int64)], seq_length), seq_length)
-    assert [rows.pieces(row) for row in range(rows.n_rows)] == [[piece] for piece in pieces_of(lengths, seq_length)]
+    assert [rows.pieces(row) for row in range(rows.n_rows)] == [
+        [piece] for piece in pieces_of(lengths, seq_length)
+    ]
 
 
 def test_documents_of_many_lengths_fill_almost_all_places():
@@ -91,7 +103,9 @@ def test_documents_of_many_lengths_fill_almost_all_places():
     assert rows.efficiency * rows.n_rows * 512 == lengths.sum()
 
 
-def rows_at_once(ends: npt.NDArray[np.int64], seq_length: int, window: int, *, is_padded: bool) -> list[list[Any]]:
+def rows_at_once(
+    ends: npt.NDArray[np.int64], seq_length: int, window: int, *, is_padded: bool
+) -> list[list[Any]]:
     """Return starts, lengths and row ends, computed from arrays of all documents, as in earlier versions."""
     document_lengths = np.diff(ends, prepend=0)
     counts = -(-document_lengths // seq_length)
@@ -119,7 +133,11 @@ def test_blocks_of_documents_give_the_rows_of_all_at_once(
     found = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
     assert found == rows_at_once(ends, seq_length, window, is_padded=is_padded)
     assert (rows.n_tokens, rows.max_length) == (sum(lengths), max(rows.lengths, default=0))
-    assert (rows.starts.dtype, rows.lengths.dtype, rows.ends.dtype) == (np.int64, np.int32, np.int64)
+    assert (rows.starts.dtype, rows.lengths.dtype, rows.ends.dtype) == (
+        np.int64,
+        np.int32,
+        np.int64,
+    )
 
 
 def test_one_document_of_many_pieces_needs_little_memory():

@@ -126,7 +126,9 @@ def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
     assert contents(rows) == contents(make_rows(tokens, "documents"))
 
 
-def test_rows_that_cannot_be_stored_are_made_in_memory(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_cannot_be_stored_are_made_in_memory(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+):
     def fail(path: Path, *args: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -161,7 +163,9 @@ def test_abandoned_rows_are_removed(config: TokenizeConfig):
 
 def test_processes_share_the_rows(config: TokenizeConfig):
     def tokenize_together(process: ThreadProcess) -> list[object]:
-        tokens = tokenize_in_group(config, process, progress=lambda *counts: None, note=lambda text: None)
+        tokens = tokenize_in_group(
+            config, process, progress=lambda *counts: None, note=lambda text: None
+        )
         assert tokens.rows is not None
         return contents(tokens.rows)
 
@@ -169,7 +173,9 @@ def test_processes_share_the_rows(config: TokenizeConfig):
     assert results == [contents(tokenize(config)[1])] * 3
 
 
-def test_processes_that_make_rows_at_once_agree(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+def test_processes_that_make_rows_at_once_agree(
+    config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+):
     """Without locks, as on some file systems of clusters."""
     tokenize(change(config, packing="none"))
     monkeypatch.setattr("fcntl.flock", lambda *args: None)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.corpus import TEXT, make_tokenizer
+from tests.helpers.corpus import encode as encode_text
 from trainer.data import encode
+from trainer.data.encode import BATCHES_AHEAD, Batch, encode_batches
 from trainer.data.examples import Example, Segment
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.models.errors import PrepError
 
 SEGMENTS = st.lists(
-    st.tuples(st.text() | st.lists(st.integers(0, 2**32 - 1), max_size=3), st.integers(0, 1)), max_size=3
+    st.tuples(st.text() | st.lists(st.integers(0, 2**32 - 1), max_size=3), st.integers(0, 1)),
+    max_size=3,
 )
 
 
@@ -27,7 +33,10 @@ def test_batch_examples_keeps_order_and_bounds_size(sizes: list[int]):
     batches = list(encode.batch_examples(Example((), nbytes) for nbytes in sizes))
     assert [example.nbytes for batch in batches for example in batch] == sizes
     totals = [sum(example.nbytes for example in batch) for batch in batches]
-    assert all(len(batch) == 1 or total <= encode.ENCODE_BATCH_NBYTES for batch, total in zip(batches, totals))
+    assert all(
+        len(batch) == 1 or total <= encode.ENCODE_BATCH_NBYTES
+        for batch, total in zip(batches, totals)
+    )
     assert all(batches)
 
 
@@ -40,10 +49,17 @@ def make_segments(parts: list[tuple[str | list[int], int]]) -> tuple[Segment, ..
 @given(st.lists(st.tuples(SEGMENTS | st.none(), SEGMENTS, st.booleans()), max_size=4))
 def test_encode_batch_has_each_token_once_with_its_weight(
     tokenizer: TextTokenizer,
-    examples: list[tuple[list[tuple[str | list[int], int]] | None, list[tuple[str | list[int], int]], bool]],
+    examples: list[
+        tuple[list[tuple[str | list[int], int]] | None, list[tuple[str | list[int], int]], bool]
+    ],
 ):
     batch = [
-        Example(make_segments(target), 0, source=None if source is None else make_segments(source), ends_document=ends)
+        Example(
+            make_segments(target),
+            0,
+            source=None if source is None else make_segments(source),
+            ends_document=ends,
+        )
         for source, target, ends in examples
     ]
     expected = []
@@ -52,12 +68,19 @@ def test_encode_batch_has_each_token_once_with_its_weight(
             tokens = [
                 (token, weight)
                 for part, weight in parts
-                for token in (tokenizer.encode([part])[0].tolist() if isinstance(part, str) else part)
+                for token in (
+                    tokenizer.encode([part])[0].tolist() if isinstance(part, str) else part
+                )
             ]
             expected.append((tokens, is_end))
     encoded = [
         (
-            list(zip(document.ids, [1] * len(document.ids) if document.weights is None else document.weights)),
+            list(
+                zip(
+                    document.ids,
+                    [1] * len(document.ids) if document.weights is None else document.weights,
+                )
+            ),
             document.ends_document,
         )
         for document in encode.encode_batch(batch, tokenizer)
@@ -73,3 +96,39 @@ def test_encode_batch_has_each_token_once_with_its_weight(
 def test_text_with_weight_1_has_no_weights(tokenizer: TextTokenizer):
     (document,) = encode.encode_batch([Example((Segment(TEXT),), 0)], tokenizer)
     assert document.weights is None
+
+
+def make_batches(count: int, read: list[int]) -> Iterator[Batch]:
+    """Yield batches of one text each, and record their numbers when they are read."""
+    for number in range(count):
+        read.append(number)
+        yield [Example((Segment(f"the cat {number}"),), nbytes=1)]
+
+
+@pytest.mark.parametrize("count", [0, 1, BATCHES_AHEAD, 9])
+def test_encode_batches_keeps_the_order(tokenizer: TextTokenizer, count: int):
+    encoded = [
+        document.ids.tolist()
+        for _, (document,) in encode_batches(make_batches(count, []), tokenizer)
+    ]
+    assert encoded == [encode_text(tokenizer.path, f"the cat {number}") for number in range(count)]
+
+
+def test_encode_batches_reads_a_constant_number_ahead(tokenizer: TextTokenizer):
+    read: list[int] = []
+    batches = encode_batches(make_batches(9, read), tokenizer)
+    for number in range(3):
+        next(batches)
+        assert len(read) == number + 1 + BATCHES_AHEAD
+    batches.close()
+
+
+def test_encode_batches_raises_errors_of_threads(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(batch: Batch, _: TextTokenizer) -> None:
+        raise PrepError(str(batch[0].target[0].content))
+
+    monkeypatch.setattr(encode, "encode_batch", fails)
+    with pytest.raises(PrepError, match="the cat 0"):
+        list(encode_batches(make_batches(9, []), tokenizer))

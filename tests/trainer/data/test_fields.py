@@ -27,7 +27,10 @@ def build(values: dict[str, Any], **settings: Any) -> Example:
 def contents(segments: Any) -> list[tuple[Any, int]]:
     """Return content and weight of segments, with ids as lists."""
     return [
-        (part.content.tolist() if isinstance(part.content, np.ndarray) else part.content, part.weight)
+        (
+            part.content.tolist() if isinstance(part.content, np.ndarray) else part.content,
+            part.weight,
+        )
         for part in segments
     ]
 
@@ -42,7 +45,11 @@ def contents(segments: Any) -> list[tuple[Any, int]]:
         ({"text": {}}, "column `text` is not text", "it is an object"),
         ({"text": True}, "column `text` is not text", "it is a boolean"),
         ({"text": 1.5}, "column `text` is not text", "it is a number"),
-        ({"text": "\ud83d"}, "column `text` is not text", "it has an unpaired surrogate, which is not a character"),
+        (
+            {"text": "\ud83d"},
+            "column `text` is not text",
+            "it has an unpaired surrogate, which is not a character",
+        ),
     ],
 )
 def test_invalid_text_column_is_named(values: dict[str, Any], what: str, why: str):
@@ -90,22 +97,35 @@ def test_decoder_reads_all_fields_in_order_with_their_weights(
     names: list[str] = []
     expected: list[tuple[Any, int]] = [([3], 0)] * add_bos
     for item, is_bracketed in items:
-        columns = [f"column {len(values) + i}" for i in range(len(item) if isinstance(item, list) else 1)]
-        content: Any = {"<|bos|>": [3], "<|eos|>": [4]}.get(item) if isinstance(item, str) else [item]
+        columns = [
+            f"column {len(values) + i}" for i in range(len(item) if isinstance(item, list) else 1)
+        ]
+        content: Any = (
+            {"<|bos|>": [3], "<|eos|>": [4]}.get(item) if isinstance(item, str) else [item]
+        )
         name: str = item if isinstance(item, str) else f"<|{item}|>"
         if isinstance(item, list):
             values |= dict(zip(columns, item))
             name, content = "+".join(columns), separator.join(item)
         elif isinstance(item, bytes):
             values[columns[0]] = item.decode()
-            name, content = f"{{{columns[0]}}}", np.frombuffer(base64.b64decode(item), "<i4").tolist()
+            name, content = (
+                f"{{{columns[0]}}}",
+                np.frombuffer(base64.b64decode(item), "<i4").tolist(),
+            )
         elif isinstance(item, np.ndarray):
             values[columns[0]] = item.tolist()
             name, content = f"{{{columns[0]}}}", item.tolist()
         names.append(f"[{name}]" if is_bracketed else name)
         expected.append((content, 0 if is_bracketed else 1))
     expected += [(last, 1), *[([4], 1)] * add_eos]
-    settings = {"add_bos": add_bos, "add_eos": add_eos, "bos_id": 3, "eos_id": 4, "subfield_separator": separator}
+    settings = {
+        "add_bos": add_bos,
+        "add_eos": add_eos,
+        "bos_id": 3,
+        "eos_id": 4,
+        "subfield_separator": separator,
+    }
     fields = ", ".join([*names, "last"])
     assert contents(build(values, fields=fields, **settings).target) == expected
     by_record = build({**values, "how": fields}, fields_from_example="how", **settings)
@@ -116,18 +136,41 @@ def test_decoder_reads_all_fields_in_order_with_their_weights(
 
 def test_encoder_joins_texts_between_tokens():
     values = {"a": "long", "b": "text", "c": [5, 6], "d": "short", "e": "er"}
-    settings = {"has_encoder": True, "bos_id": 3, "add_bos": True, "eos_id": 7, "subfield_separator": "_"}
-    example = build(values, fields="[a, b], d, [{c}], [<|9|>, a], e", source_prefix="sum: ", **settings)
-    assert contents(example.source) == [([3], 0), ("sum: long_text", 1), ([5, 6], 1), ([9], 1), ("long", 1), ([7], 1)]
+    settings = {
+        "has_encoder": True,
+        "bos_id": 3,
+        "add_bos": True,
+        "eos_id": 7,
+        "subfield_separator": "_",
+    }
+    example = build(
+        values, fields="[a, b], d, [{c}], [<|9|>, a], e", source_prefix="sum: ", **settings
+    )
+    assert contents(example.source) == [
+        ([3], 0),
+        ("sum: long_text", 1),
+        ([5, 6], 1),
+        ([9], 1),
+        ("long", 1),
+        ([7], 1),
+    ]
     assert contents(example.target) == [([3], 0), ("short_er", 1), ([7], 1)]
 
 
 def test_prepended_text_is_part_of_the_first_field():
     values = {"a": "what?", "b": "that"}
-    assert contents(build(values, fields="[a], b", prepend_text="Q: ").target) == [("Q: what?", 0), ("that", 1)]
+    assert contents(build(values, fields="[a], b", prepend_text="Q: ").target) == [
+        ("Q: what?", 0),
+        ("that", 1),
+    ]
     chunks = [TextChunk("one", 3, True, False), TextChunk("two", 3, False, True)]
-    builder = compile_fields(ExampleSettings(prepend_text="Q: ", bos_id=3, add_bos=True), vocab=VOCAB)
-    assert [contents(builder.build(chunk).target) for chunk in chunks] == [[([3], 0), ("Q: one", 1)], [("two", 1)]]
+    builder = compile_fields(
+        ExampleSettings(prepend_text="Q: ", bos_id=3, add_bos=True), vocab=VOCAB
+    )
+    assert [contents(builder.build(chunk).target) for chunk in chunks] == [
+        [([3], 0), ("Q: one", 1)],
+        [("two", 1)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +180,16 @@ def test_prepended_text_is_part_of_the_first_field():
         ("<|eos|>, a", {}, "the model's config.json has no eos_token_id"),
         ("<|100|>, a", {}, "<|100|> is not in the vocabulary of 100 tokens without padding"),
         ("<|5|>, a", {"prepend_text": "Q: "}, "its first field must be a text"),
-        ("a", {"has_encoder": True}, "the model has an encoder, so it needs source columns in brackets"),
+        (
+            "a",
+            {"has_encoder": True},
+            "the model has an encoder, so it needs source columns in brackets",
+        ),
     ],
 )
-def test_fields_that_do_not_fit_the_model_are_rejected(fields: str, settings: dict[str, Any], why: str):
+def test_fields_that_do_not_fit_the_model_are_rejected(
+    fields: str, settings: dict[str, Any], why: str
+):
     with pytest.raises(PrepError) as caught:
         compile_fields(ExampleSettings(fields=fields, **settings), vocab=VOCAB)
     assert caught.value.code == USAGE
@@ -154,24 +203,36 @@ def test_fields_that_do_not_fit_the_model_are_rejected(fields: str, settings: di
 @pytest.mark.parametrize(
     ("value", "what", "why"),
     [
-        ("*", "has no token ids", "Only base64 data is allowed"),
-        ("AAAA", "has no token ids", "its base64 decodes to 3 bytes, which is not a multiple of 4"),
-        (None, "has no token ids", "it is null"),
-        (["a"], "has no token ids", "it is a list of other values"),
-        ([1.5], "has no token ids", "it is a list of other values"),
-        ([True], "has no token ids", "it is a list of other values"),
-        ([[1], [2, 3]], "has no token ids", "inhomogeneous"),
-        ([[1]], "has no token ids", "it is a list of other values"),
-        ([2**70], "has no token ids", "it is a list of other values"),
-        ([1, 100], "has the token id 100", "the vocabulary without padding has 100 tokens"),
-        ([-1, 3], "has the token id -1", "the vocabulary without padding has 100 tokens"),
-        (encode_base64([5, 1000]), "has the token id 1,000", "the vocabulary without padding has 100 tokens"),
+        ("*", " has no token ids", "Only base64 data is allowed"),
+        (
+            "AAAA",
+            " has no token ids",
+            "its base64 decodes to 3 bytes, which is not a multiple of 4",
+        ),
+        (None, " has no token ids", "it is null"),
+        (["a"], " has no token ids", "it is a list of other values"),
+        ([1.5], " has no token ids", "it is a list of other values"),
+        ([True], " has no token ids", "it is a list of other values"),
+        ([[1], [2, 3]], " has no token ids", "inhomogeneous"),
+        ([[1]], " has no token ids", "it is a list of other values"),
+        ([2**70], " has no token ids", "it is a list of other values"),
+        (
+            [1, 100],
+            ": token id 100 is out of range",
+            "the vocabulary without padding has 100 tokens",
+        ),
+        ([-1, 3], ": token id -1 is out of range", "the vocabulary without padding has 100 tokens"),
+        (
+            encode_base64([5, 1000]),
+            ": token id 1,000 is out of range",
+            "the vocabulary without padding has 100 tokens",
+        ),
     ],
 )
 def test_invalid_ids_column_is_named(value: Any, what: str, why: str):
     with pytest.raises(PrepError) as caught:
         build({"ids": value}, fields="{ids}")
-    assert caught.value.what == f"{PLACE}: column `ids` {what}"
+    assert caught.value.what == f"{PLACE}: column `ids`{what}"
     assert why in caught.value.why
 
 

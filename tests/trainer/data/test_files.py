@@ -24,7 +24,10 @@ def test_hash_file_fails_for_empty_file(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(PrepError) as caught:
         hash_file(tmp_path / "a.txt")
-    assert (caught.value.what, caught.value.why) == (f"{tmp_path}/a.txt is empty", "looked for text, found 0 bytes")
+    assert (caught.value.what, caught.value.why) == (
+        f"{tmp_path}/a.txt is empty",
+        "looked for text, found 0 bytes",
+    )
 
 
 @pytest.mark.parametrize("data_type", ["text", "json", "csv"])

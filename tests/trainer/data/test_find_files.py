@@ -21,7 +21,16 @@ from trainer.recipe.text_fields import DataType
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("b.txt", "a.txt", "sub/c.txt", "a.jsonl", "note.md", ".hidden.txt", ".git/d.txt", "x[1].txt"):
+    for name in (
+        "b.txt",
+        "a.txt",
+        "sub/c.txt",
+        "a.jsonl",
+        "note.md",
+        ".hidden.txt",
+        ".git/d.txt",
+        "x[1].txt",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(name)
@@ -43,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
         ("text", ["x[1].txt"], ["x[1].txt"]),
     ],
 )
-def test_find_files_returns_files_in_order(folder: Path, data_type: DataType, paths: list[str], names: list[str]):
+def test_find_files_returns_files_in_order(
+    folder: Path, data_type: DataType, paths: list[str], names: list[str]
+):
     files = find_files([str(folder / path) for path in paths], data_type)
     assert [str(path.relative_to(folder)) for path in files] == names
 
@@ -57,8 +68,16 @@ def test_find_files_counts_linked_file_once(folder: Path):
 @pytest.mark.parametrize(
     ("path", "data_type", "why"),
     [
-        ("none", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
-        ("*.csv", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
+        (
+            "none",
+            "text",
+            "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob",
+        ),
+        (
+            "*.csv",
+            "text",
+            "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob",
+        ),
         ("sub", "json", "looked for *.jsonl; found c.txt"),
         ("many", "text", "looked for *.txt; found 0.md, 1.md, 2.md …"),
         ("empty", "text", "looked for *.txt; found nothing"),
@@ -80,7 +99,10 @@ def test_find_files_fails_for_unreadable_folder():
         for path in (Path(folder), Path(folder, "sub")):  # the first is readable, the second is not
             path.mkdir(exist_ok=True)
             path.chmod(0o755 if path == Path(folder) else 0)
-        with unprivileged(), pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
+        with (
+            unprivileged(),
+            pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"),
+        ):
             find_files([folder], "text")
 
 
@@ -116,7 +138,10 @@ def test_suffixes_tell_the_type(names: list[str], file_type: DataType):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a.txt", "b.md"], "the type of b.md is unknown - known suffixes: .txt, .jsonl, .csv, .tsv"),
+        (
+            ["a.txt", "b.md"],
+            "the type of b.md is unknown - known suffixes: .txt, .jsonl, .csv, .tsv",
+        ),
         (["a.parquet.gz"], "the type of a.parquet.gz is unknown"),
         (["a.txt", "b.csv"], "the data files have several types - a.txt is text, b.csv is csv"),
     ],
@@ -164,20 +189,26 @@ def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert find_files([str(tmp_path)], "auto") == tuple(tmp_path / "train" / name for name in names)
     assert find_files([str(tmp_path)], "arrow", Selection(split="test"))[0].parent.name == "test"
-    assert find_files([str(tmp_path / "test")], "auto") == tuple(tmp_path / "test" / name for name in names)
+    assert find_files([str(tmp_path / "test")], "auto") == tuple(
+        tmp_path / "test" / name for name in names
+    )
     with pytest.raises(PrepError, match="has no split `dev` - its splits: train, test"):
         find_files([str(tmp_path)], "auto", Selection(split="dev"))
     check_selection([str(tmp_path)], Selection(split="dev"))
     check_selection(["hf://datasets/o/n"], Selection("en", "dev", "main"))
 
 
-@pytest.mark.parametrize("selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")])
+@pytest.mark.parametrize(
+    "selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")]
+)
 def test_part_of_plain_files_is_an_error(tmp_path: Path, selection: Selection):
     with pytest.raises(PrepError, match="no path of the data is a dataset"):
         check_selection([str(tmp_path)], selection)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"_data_files": 3}', '{"_data_files": [{"filename": "../a"}]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"_data_files": 3}', '{"_data_files": [{"filename": "../a"}]}']
+)
 def test_malformed_saved_dataset_is_an_error(tmp_path: Path, text: str):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(PrepError, match=r"state\.json is malformed"):
@@ -189,7 +220,9 @@ def test_split_outside_of_a_saved_dataset_is_refused(tmp_path: Path, split: str)
     write_dataset(tmp_path / "private", ["data.arrow"])
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": [split]}))
-    with pytest.raises(PrepError, match=r"dataset_dict\.json names .* - it is not (inside|a file name)"):
+    with pytest.raises(
+        PrepError, match=r"dataset_dict\.json names .* - it is not (inside|a file name)"
+    ):
         find_files([str(tmp_path / "saved")], "auto")
 
 
@@ -202,7 +235,9 @@ def test_nul_in_a_file_name_of_a_saved_dataset_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
 def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_text("[" * 100_000)
-    with pytest.raises(PrepError, match=rf"{name} is malformed - its JSON is nested more than 100 levels deep"):
+    with pytest.raises(
+        PrepError, match=rf"{name} is malformed - its JSON is nested more than 100 levels deep"
+    ):
         find_files([str(tmp_path)], "auto")
 
 
@@ -213,5 +248,7 @@ def test_library_datasets_writes_the_files_that_are_read(tmp_path: Path):
     parts.save_to_disk(str(tmp_path / "saved"), num_shards={"train": 2, "test": 1})
     saved = tokenize_quietly(make_config(tmp_path, tmp_path / "saved", type="auto", fields="text"))
     part.to_json(str(tmp_path / "a.jsonl"))
-    lines = tokenize_quietly(make_config(tmp_path, tmp_path / "a.jsonl", type="auto", fields="text"))
+    lines = tokenize_quietly(
+        make_config(tmp_path, tmp_path / "a.jsonl", type="auto", fields="text")
+    )
     assert saved.ids.tolist() == lines.ids.tolist()

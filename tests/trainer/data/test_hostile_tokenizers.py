@@ -29,7 +29,9 @@ def replace_by(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 def write_parts(folder: Path, parts: dict[str, Any]) -> Path:
     """Write a tokenizer of three words with some other parts; return its file."""
-    plain = json.loads(Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).to_str())
+    plain = json.loads(
+        Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).to_str()
+    )
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(plain | parts))
     return path
@@ -37,7 +39,10 @@ def write_parts(folder: Path, parts: dict[str, Any]) -> Path:
 
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "[X]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
     "special_tokens": {},
 }
@@ -45,7 +50,12 @@ PANICS = {
     "fixed length of 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "broken map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": BROKEN_MAP}},
     "backtracking": {
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "(a+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
     },
 }
 
@@ -67,12 +77,16 @@ def test_unknown_token_of_a_template_is_an_error(tmp_path: Path):
 
 
 def test_panic_of_a_decoder_is_an_error(tmp_path: Path):
-    path = write_parts(tmp_path, {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 2**62}})
+    path = write_parts(
+        tmp_path, {"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 2**62}}
+    )
     with pytest.raises(PrepError, match=r"tokenizer.json cannot decode"):
         load_tokenizer(path).decode([0, 1])
 
 
-def test_interrupt_in_the_library_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_interrupt_in_the_library_stays_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     tokenizer = load_tokenizer(write_parts(tmp_path, {}))
 
     def interrupt(*args: object) -> None:
@@ -86,11 +100,17 @@ def test_interrupt_in_the_library_stays_an_interrupt(tmp_path: Path, monkeypatch
 GROWTH = {
     "long replacement": replace_by({"String": "a"}, "x" * 1_000_000),
     "long replacement of a pattern": replace_by({"Regex": "."}, "x" * 1_000_000),
-    "sequence": {"type": "Sequence", "normalizers": [replace_by({"String": "a"}, "aa") for _ in range(60)]},
+    "sequence": {
+        "type": "Sequence",
+        "normalizers": [replace_by({"String": "a"}, "aa") for _ in range(60)],
+    },
     "nested sequences": {
         "type": "Sequence",
         "normalizers": [
-            {"type": "Sequence", "normalizers": [replace_by({"String": "a"}, "aaaa") for _ in range(10)]}
+            {
+                "type": "Sequence",
+                "normalizers": [replace_by({"String": "a"}, "aaaa") for _ in range(10)],
+            }
             for _ in range(3)
         ],
     },
@@ -114,7 +134,9 @@ def test_ordinary_normalizers_take_long_texts(tmp_path: Path):
         {"type": "NFKC"},
         {"type": "Lowercase"},
     ]
-    tokenizer = load_tokenizer(write_parts(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": steps}}))
+    tokenizer = load_tokenizer(
+        write_parts(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": steps}})
+    )
     (ids,) = tokenizer.encode(["a " * 2_000_000])
     assert ids.tolist() == [2]
 
@@ -146,9 +168,15 @@ def test_settings_beside_a_tokenizer_are_regular_files(
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("[" * 100_000, "its JSON is nested more than 100 levels"), ("{", "Expecting"), ("[]", "it is \\[\\]")],
+    [
+        ("[" * 100_000, "its JSON is nested more than 100 levels"),
+        ("{", "Expecting"),
+        ("[]", "it is \\[\\]"),
+    ],
 )
-def test_invalid_settings_beside_a_sentencepiece_model_are_errors(tmp_path: Path, text: str, why: str):
+def test_invalid_settings_beside_a_sentencepiece_model_are_errors(
+    tmp_path: Path, text: str, why: str
+):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(PrepError, match=f"tokenizer_config.json is not .* - {why}"):

@@ -36,14 +36,23 @@ def byte_level_bpe() -> Tokenizer:
 def sentencepiece_bpe() -> Tokenizer:
     """Return a tokenizer with the decoder of LLaMA's, which decodes a run of bytes at once."""
     words = ["<unk>", SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", "\u4e2d", *BYTES]
-    model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
-    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model = models.BPE(
+        {word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    parts = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     return with_special_tokens(model, decoders.Sequence(parts))
 
 
 def unigram() -> Tokenizer:
     words = ["<unk>", SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}c", "\u4e2d"]
-    return with_special_tokens(models.Unigram([(word, -1.0) for word in words], 0), decoders.Metaspace())
+    return with_special_tokens(
+        models.Unigram([(word, -1.0) for word in words], 0), decoders.Metaspace()
+    )
 
 
 def sentencepiece_library() -> SentencePieceCodec:
@@ -53,13 +62,21 @@ def sentencepiece_library() -> SentencePieceCodec:
     types = model_pb2.ModelProto.SentencePiece
     words = (SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", f"{SPACE}{SPACE}c", "\u4e2d")
     proto = model_pb2.ModelProto()
-    for word, kind in (("<unk>", types.UNKNOWN), ("<s>", types.CONTROL), *((word, types.NORMAL) for word in words)):
+    for word, kind in (
+        ("<unk>", types.UNKNOWN),
+        ("<s>", types.CONTROL),
+        *((word, types.NORMAL) for word in words),
+    ):
         proto.pieces.add(piece=word, score=-1.0, type=kind)
-    return SentencePieceCodec(sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()))
+    return SentencePieceCodec(
+        sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    )
 
 
 def word_level() -> Tokenizer:
-    return with_special_tokens(models.WordLevel({"<unk>": 0, "a": 1, "bc": 2, ".": 3}, "<unk>"), None)
+    return with_special_tokens(
+        models.WordLevel({"<unk>": 0, "a": 1, "bc": 2, ".": 3}, "<unk>"), None
+    )
 
 
 def word_piece() -> Tokenizer:
@@ -69,18 +86,23 @@ def word_piece() -> Tokenizer:
 
 
 BUILDERS: dict[str, Callable[[], Tokenizer]] = {
-    function.__name__: function for function in (byte_level_bpe, sentencepiece_bpe, unigram, word_level, word_piece)
+    function.__name__: function
+    for function in (byte_level_bpe, sentencepiece_bpe, unigram, word_level, word_piece)
 }
 
 
 @cache
 def make_tokenizer(kind: str) -> TextTokenizer:
     """Return a tokenizer of a kind."""
-    codec = sentencepiece_library() if kind == "sentencepiece_library" else FastCodec(BUILDERS[kind]())
+    codec = (
+        sentencepiece_library() if kind == "sentencepiece_library" else FastCodec(BUILDERS[kind]())
+    )
     return TextTokenizer(Path("tokenizer.json"), "", codec.max_id, codec)
 
 
-def decode_in_pieces(tokenizer: TextTokenizer, chunks: list[list[int]], preceding_ids: list[int]) -> list[str]:
+def decode_in_pieces(
+    tokenizer: TextTokenizer, chunks: list[list[int]], preceding_ids: list[int]
+) -> list[str]:
     """Return the piece of each chunk, and the rest of the text."""
     decoder = IncrementalDecoder(tokenizer.codec.decode, tokenizer.codec.token, preceding_ids)
     return [*map(decoder.push, chunks), decoder.finish()]
@@ -94,16 +116,25 @@ def test_pieces_add_up_to_the_text_of_all_tokens(kind: str, data: st.DataObject)
     chunks = data.draw(st.lists(st.lists(ids, min_size=1, max_size=4), max_size=12), "chunks")
     preceding_ids = data.draw(st.lists(ids, max_size=5), "preceding ids")
     pieces = decode_in_pieces(tokenizer, chunks, preceding_ids)
-    assert "".join(pieces) == tokenizer.decode([token_id for chunk in chunks for token_id in chunk], preceding_ids)
+    assert "".join(pieces) == tokenizer.decode(
+        [token_id for chunk in chunks for token_id in chunk], preceding_ids
+    )
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20))
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20)
+)
 def test_characters_of_several_bytes_are_never_split(text: str):
     """Each token is one byte."""
-    tokenizer, pre_tokenizer = make_tokenizer("byte_level_bpe"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer, pre_tokenizer = (
+        make_tokenizer("byte_level_bpe"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    )
     chars = "".join(piece for piece, _ in pre_tokenizer.pre_tokenize_str(text))
     ids = [tokenizer.codec.token_id(char) for char in chars]
-    pieces = decode_in_pieces(tokenizer, [[token_id] for token_id in ids if token_id is not None], [])
+    pieces = decode_in_pieces(
+        tokenizer, [[token_id] for token_id in ids if token_id is not None], []
+    )
     assert (len(ids), "".join(pieces)) == (len(text.encode()), text)
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -122,6 +153,6 @@ def test_text_arrives_with_its_token():
 def test_spaces_before_a_word_are_kept():
     tokenizer = make_tokenizer("sentencepiece_library")
     ids = [tokenizer.codec.token_id(token) for token in ("b", SPACE, f"{SPACE}a")]
-    assert decode_in_pieces(tokenizer, [[token_id] for token_id in ids if token_id is not None], []) == [
-        *("b", "", "  a", "")
-    ]
+    assert decode_in_pieces(
+        tokenizer, [[token_id] for token_id in ids if token_id is not None], []
+    ) == [*("b", "", "  a", "")]

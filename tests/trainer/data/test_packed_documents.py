@@ -13,11 +13,15 @@ from tests.trainer.data.test_packing import make_tokens
 from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import split_holdout
 
-DOCUMENTS = st.lists(st.lists(st.integers(1, 60000), max_size=15), min_size=1, max_size=15).filter(any)
+DOCUMENTS = st.lists(st.lists(st.integers(1, 60000), max_size=15), min_size=1, max_size=15).filter(
+    any
+)
 PACKINGS = st.sampled_from(["documents", "none"])
 
 
-def make_dataset(documents: list[list[int]], seq_length: int, packing: str, seed: int = 0) -> DocumentDataset:
+def make_dataset(
+    documents: list[list[int]], seq_length: int, packing: str, seed: int = 0
+) -> DocumentDataset:
     """Return all rows of documents, with random loss weights."""
     tokens = make_tokens(documents, seq_length)
     weights = np.random.default_rng(seed).integers(0, 2, tokens.n_tokens).astype(np.uint8)
@@ -52,7 +56,16 @@ def test_batches_have_each_piece_once(documents: list[list[int]], seq_length: in
             assert (np.diff(columns) == 1).all()
             if "positions" in batch:
                 assert batch["positions"][row, columns].tolist() == [*range(len(columns))]
-            pieces.append([*zip(*(batch[name][row, columns].tolist() for name in ("tokens", "targets", "weights")))])
+            pieces.append(
+                [
+                    *zip(
+                        *(
+                            batch[name][row, columns].tolist()
+                            for name in ("tokens", "targets", "weights")
+                        )
+                    )
+                ]
+            )
     assert sorted(pieces) == sorted(expected_pieces(dataset))
     assert not any(array[segment_ids == 0].any() for array in batch.values())
 

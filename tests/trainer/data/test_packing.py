@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.packing import PackedDataset, split_holdout
+from trainer.data.packing import (
+    Arrays,
+    ColumnSpecs,
+    ConcatenatedDataset,
+    PackedDataset,
+    RowIndices,
+    split_holdout,
+)
 from trainer.data.store import MappedTokens
 from trainer.models.errors import PrepError
 
@@ -88,7 +95,11 @@ def test_split_holdout_keeps_blocks_in_order(n: int, holdout: float):
     train, evaluation = split_holdout(blocks, holdout)
     assert evaluation is not None
     assert evaluation.n_rows == round(n * holdout)
-    rows = [row for part in (train, evaluation) for row in part.get_batch(range(part.n_rows))["tokens"].tolist()]
+    rows = [
+        row
+        for part in (train, evaluation)
+        for row in part.get_batch(range(part.n_rows))["tokens"].tolist()
+    ]
     assert rows == reference_blocks([list(range(n * 3))], 3)
 
 
@@ -107,7 +118,9 @@ def test_split_holdout_rejects_empty_part(holdout: float, what: str, why: str):
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_packed_dataset_returns_int32_tokens(dtype: str):
-    blocks = PackedDataset(make_tokens([[*range(65526, 65536), 9]], 2, dtype), first_row=1, n_rows=4)
+    blocks = PackedDataset(
+        make_tokens([[*range(65526, 65536), 9]], 2, dtype), first_row=1, n_rows=4
+    )
     tokens = blocks.get_batch([3, 0, 3])["tokens"]
     assert tokens.dtype == np.int32
     assert type(tokens) is np.ndarray
@@ -137,3 +150,27 @@ def test_packed_dataset_targets_are_next_tokens(seq_length: int, rows: list[int]
     has_target = batch["weights"] == 1
     assert (batch["targets"][has_target] == batch["tokens"][has_target] + 1).all()
     assert has_target.sum() == (seq_length - 1) * sum(row >= 0 for row in rows)
+
+
+class Numbers:
+    """A dataset whose rows are consecutive numbers."""
+
+    first_row, seq_length = 0, 1
+
+    def __init__(self, first: int, n_rows: int) -> None:
+        self.first, self.n_rows = first, n_rows
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        return {"tokens": (1, np.dtype(np.int32))}
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        return {"tokens": np.array([[self.first + row] for row in rows], np.int32)}
+
+
+def test_concatenated_dataset_has_the_rows_of_its_parts():
+    dataset = ConcatenatedDataset({"a": Numbers(100, 3), "b": Numbers(200, 2)})
+    assert dataset.n_rows == 5
+    assert dataset.get_batch([4, 0, -1, 2, 3])["tokens"].ravel().tolist() == [201, 100, 0, 102, 200]
+    with pytest.raises(IndexError):
+        dataset.get_batch([5])

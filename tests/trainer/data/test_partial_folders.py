@@ -14,12 +14,16 @@ from trainer.data import partial_folders
 from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
 
 IDENTITY = "0" * 32
-PRINT_NAME = f"from trainer.data.partial_folders import partial_name; print(partial_name('{IDENTITY}'))"
+PRINT_NAME = (
+    f"from trainer.data.partial_folders import partial_name; print(partial_name('{IDENTITY}'))"
+)
 
 
 def name_of_ended_process() -> str:
     """Return a name that another process, which has ended, took."""
-    return subprocess.run([sys.executable, "-c", PRINT_NAME], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", PRINT_NAME], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_partial_names_of_a_process_differ():
@@ -30,7 +34,12 @@ def test_partial_names_of_a_process_differ():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [(f"{IDENTITY}.partial", True), (IDENTITY, False), ("model-init.partial", False), ("lock", False)],
+    [
+        (f"{IDENTITY}.partial", True),
+        (IDENTITY, False),
+        ("model-init.partial", False),
+        ("lock", False),
+    ],
 )
 def test_folders_without_owner(tmp_path: Path, name: str, expected: bool):
     (tmp_path / name).mkdir()
@@ -44,7 +53,9 @@ def test_folder_is_abandoned_when_its_process_has_ended(tmp_path: Path):
         assert has_ended(tmp_path / name)
 
 
-def test_folder_of_an_earlier_process_with_this_id_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_of_an_earlier_process_with_this_id_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(partial_folders, "_start_time", lambda pid: 1)
     name = partial_name(IDENTITY)
     monkeypatch.setattr(partial_folders, "_start_time", lambda pid: 2)
@@ -67,7 +78,9 @@ def test_folder_of_another_host_is_abandoned_after_a_day(
     assert not has_ended(folder)
 
 
-def test_folder_that_another_process_removes_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_that_another_process_removes_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as other_host:
         other_host.setattr(partial_folders, "machine_id", lambda: "abc")
         folder = tmp_path / partial_name(IDENTITY)

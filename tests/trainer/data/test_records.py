@@ -16,7 +16,10 @@ from trainer.models.errors import PrepError
 
 def write_files(folder: Path) -> list[Path]:
     """Write two files of three and two lines."""
-    return [write_json(folder / "a.jsonl", ["a", "b", "c"]), write_json(folder / "b.jsonl", ["d", "e"])]
+    return [
+        write_json(folder / "a.jsonl", ["a", "b", "c"]),
+        write_json(folder / "b.jsonl", ["d", "e"]),
+    ]
 
 
 def settings(limit: int) -> RecordSettings:
@@ -27,11 +30,15 @@ def settings(limit: int) -> RecordSettings:
 def read_texts(paths: list[Path], limit: int) -> list[object]:
     """Return the texts of the examples of files."""
     builder = compile_fields(ExampleSettings(fields="text"), vocab=9)
-    examples = read_examples([hash_file(path) for path in paths], "json", builder, settings=settings(limit), note=print)
+    examples = read_examples(
+        [hash_file(path) for path in paths], "json", builder, settings=settings(limit), note=print
+    )
     return [segment.content for example in examples for segment in example.target]
 
 
-@pytest.mark.parametrize(("limit", "texts"), [(0, "abcde"), (2, "ab"), (3, "abc"), (4, "abcd"), (9, "abcde")])
+@pytest.mark.parametrize(
+    ("limit", "texts"), [(0, "abcde"), (2, "ab"), (3, "abc"), (4, "abcd"), (9, "abcde")]
+)
 def test_read_examples_stops_at_the_limit(tmp_path: Path, limit: int, texts: str):
     assert read_texts(write_files(tmp_path), limit) == [*texts]
 
@@ -53,5 +60,8 @@ def test_limit_counts_a_long_text_once(tmp_path: Path, monkeypatch: pytest.Monke
     files = [hash_file(tmp_path / name) for name in ("a.txt", "b.txt")]
     builder = compile_fields(ExampleSettings(), vocab=9)
     examples = list(read_examples(files, "text", builder, settings=settings(1), note=print))
-    assert "".join(str(part.content) for example in examples for part in example.target) == "word\n" * 50
+    assert (
+        "".join(str(part.content) for example in examples for part in example.target)
+        == "word\n" * 50
+    )
     assert len(examples) > 1

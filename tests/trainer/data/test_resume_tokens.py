@@ -64,12 +64,19 @@ def make_records_config(folder: Path, **changes: Any) -> TokenizeConfig:
     """Return a config of three files of prompts and answers, with invalid lines."""
     rng = random.Random(0)
     for name in "abc" if not (folder / "a.jsonl").exists() else "":
-        rows = [[" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(2)] for _ in range(LINES_PER_FILE)]
-        lines = [f'{{"question": "{question}", "answer": "{answer}"}}\n' for question, answer in rows]
+        rows = [
+            [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(2)]
+            for _ in range(LINES_PER_FILE)
+        ]
+        lines = [
+            f'{{"question": "{question}", "answer": "{answer}"}}\n' for question, answer in rows
+        ]
         lines.insert(rng.randint(0, LINES_PER_FILE), "{\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
     paths = [folder / f"{name}.jsonl" for name in "abc"]
-    return make_config(folder, *paths, **{"type": "json", "fields": FIELDS, "bad_lines": 3} | changes)
+    return make_config(
+        folder, *paths, **{"type": "json", "fields": FIELDS, "bad_lines": 3} | changes
+    )
 
 
 def read_store(config: TokenizeConfig) -> dict[str, bytes]:
@@ -78,7 +85,9 @@ def read_store(config: TokenizeConfig) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(store.iterdir())}
 
 
-def tokenize(config: TokenizeConfig, notes: list[str] | None = None, stop_after: int | None = None) -> list[int]:
+def tokenize(
+    config: TokenizeConfig, notes: list[str] | None = None, stop_after: int | None = None
+) -> list[int]:
     """Tokenize, and stop at a call of the progress; return the bytes done at each call before."""
     done: list[int] = []
 

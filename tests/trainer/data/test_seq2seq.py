@@ -29,7 +29,10 @@ def truncate(ids: list[int], max_length: int) -> list[int]:
 
 @given(PAIRS, st.integers(2, 9), st.integers(2, 9), st.data())
 def test_seq2seq_dataset_matches_reference(
-    pairs: list[tuple[list[int], list[int]]], source_length: int, seq_length: int, data: st.DataObject
+    pairs: list[tuple[list[int], list[int]]],
+    source_length: int,
+    seq_length: int,
+    data: st.DataObject,
 ):
     tokens = make_tokens([text for pair in pairs for text in pair], seq_length)
     dataset = seq2seq_dataset(tokens, source_length, decoder_start_id=START, eos_id=END)
@@ -66,7 +69,8 @@ def test_seq2seq_dataset_truncates_without_eos():
 
 def test_seq2seq_dataset_has_the_weights_of_targets():
     tokens = replace(
-        make_tokens([[3], [6, 7], [4, 5], [8, 9, 2]], 2), weights=np.array([1, 0, 1, 1, 1, 1, 0, 0], np.uint8)
+        make_tokens([[3], [6, 7], [4, 5], [8, 9, 2]], 2),
+        weights=np.array([1, 0, 1, 1, 1, 1, 0, 0], np.uint8),
     )
     batch = seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=None).get_batch([1, -1, 0])
     assert batch["weights"].tolist() == [[1, 0], [0, 0], [0, 1]]
@@ -76,13 +80,17 @@ def test_target_ids_are_whole_and_have_loss():
     tokens = make_tokens([[3], [6, 7, 8], [4, 5], [8, 9, 2]], 2)
     dataset = seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END)
     assert [dataset.target_ids(row).tolist() for row in (0, 1)] == [[6, 7, 8], [8, 9, 2]]
-    weighted = replace(dataset, tokens=replace(tokens, weights=np.array([1, 0, 1, 1, 1, 1, 1, 0, 1], np.uint8)))
+    weighted = replace(
+        dataset, tokens=replace(tokens, weights=np.array([1, 0, 1, 1, 1, 1, 1, 0, 1], np.uint8))
+    )
     assert [weighted.target_ids(row).tolist() for row in (0, 1)] == [[7, 8], [8, 2]]
 
 
 def test_split_holdout_takes_last_pairs():
     tokens = make_tokens([[n] for n in range(20)], 3)
-    train, evaluation = split_holdout(seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END), 0.2)
+    train, evaluation = split_holdout(
+        seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END), 0.2
+    )
     assert evaluation is not None
     assert (train.n_rows, evaluation.n_rows) == (8, 2)
     assert evaluation.get_batch([0, 1])["source"].tolist() == [[16, 0], [18, 0]]
@@ -100,7 +108,13 @@ def write_pairs(folder: Path) -> Path:
 def test_tokenize_files_reads_pairs(tmp_path: Path):
     path = write_pairs(tmp_path)
     config = make_config(
-        tmp_path, path, type="json", fields="[t], [s], s", source_length=4, has_encoder=True, source_prefix="do: "
+        tmp_path,
+        path,
+        type="json",
+        fields="[t], [s], s",
+        source_length=4,
+        has_encoder=True,
+        source_prefix="do: ",
     )
     notes: list[str] = []
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
@@ -114,8 +128,14 @@ def test_tokenize_files_reads_pairs(tmp_path: Path):
 
 def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
     path = write_pairs(tmp_path)
-    config = make_config(tmp_path, path, type="json", fields="[t], s", source_length=4, has_encoder=True)
-    changed = [change(config, source_length=9), change(config, fields="[s], t"), change(config, source_prefix="do: ")]
+    config = make_config(
+        tmp_path, path, type="json", fields="[t], s", source_length=4, has_encoder=True
+    )
+    changed = [
+        change(config, source_length=9),
+        change(config, fields="[s], t"),
+        change(config, source_prefix="do: "),
+    ]
     identities = [tokenize_quietly(variant).identity for variant in (config, *changed)]
     assert identities[0] == identities[1]
     assert len({*identities}) == 3
@@ -133,7 +153,12 @@ def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
 def test_tokenize_files_rejects_invalid_pairs(tmp_path: Path, line: str, what: str, hint: str):
     (tmp_path / "a.jsonl").write_text(line)
     config = make_config(
-        tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4, has_encoder=True
+        tmp_path,
+        tmp_path / "a.jsonl",
+        type="json",
+        fields="[t], s",
+        source_length=4,
+        has_encoder=True,
     )
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(config)

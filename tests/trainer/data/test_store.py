@@ -20,12 +20,25 @@ def test_store_reads_back_what_was_written(tmp_path: Path, dtype: str, code: str
     build_store(tmp_path / NAME, dtype, fill)
     meta = store.read_meta(tmp_path / NAME)
     tokens = store.map_tokens(tmp_path / NAME, meta, 2)
-    assert (meta.identity, meta.dtype, meta.n_tokens, meta.n_documents, meta.max_id) == (NAME, dtype, 5, 3, 7)
+    assert (meta.identity, meta.dtype, meta.n_tokens, meta.n_documents, meta.max_id) == (
+        NAME,
+        dtype,
+        5,
+        3,
+        7,
+    )
     files = {path.name: path.read_bytes() for path in (tmp_path / NAME).glob("*.bin")}
     assert meta.digests == {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
     assert (tokens.ids.tolist(), tokens.ends.tolist()) == ([1, 2, 3, 7, 5], [4, 4, 5])
-    assert (tokens.n_tokens, tokens.n_documents, tokens.n_blocks, tokens.identity) == (5, 3, 2, NAME)
-    assert (tmp_path / NAME / "tokens.bin").read_bytes() == np.array([1, 2, 3, 7, 5], code).tobytes()
+    assert (tokens.n_tokens, tokens.n_documents, tokens.n_blocks, tokens.identity) == (
+        5,
+        3,
+        2,
+        NAME,
+    )
+    assert (tmp_path / NAME / "tokens.bin").read_bytes() == np.array(
+        [1, 2, 3, 7, 5], code
+    ).tobytes()
     assert (tmp_path / NAME / "documents.bin").read_bytes() == np.array([4, 4, 5], "<u8").tobytes()
 
 
@@ -62,7 +75,9 @@ def test_flipped_bit_is_detected(tmp_path: Path, name: str):
     data = bytearray((folder / name).read_bytes())
     data[3] ^= 4
     (folder / name).write_bytes(data)
-    with pytest.raises(store.DamagedStoreError, match=rf"{name} differs from the digest that meta\.json records"):
+    with pytest.raises(
+        store.DamagedStoreError, match=rf"{name} differs from the digest that meta\.json records"
+    ):
         store.read_meta(folder)
 
 
@@ -82,7 +97,9 @@ def test_digests_that_another_process_checked_are_not_checked_again(tmp_path: Pa
 def test_cut_off_weights_are_detected(tmp_path: Path):
     build_store(tmp_path / NAME, "uint16", fill, has_weights=True)
     (tmp_path / NAME / "weights.bin").write_bytes(b"1")
-    with pytest.raises(store.DamagedStoreError, match=r"weights\.bin has 1 bytes, meta\.json records 5"):
+    with pytest.raises(
+        store.DamagedStoreError, match=r"weights\.bin has 1 bytes, meta\.json records 5"
+    ):
         store.read_meta(tmp_path / NAME)
 
 
@@ -111,5 +128,7 @@ def test_store_with_invalid_meta_is_rejected(tmp_path: Path, change: dict[str, o
     build_store(folder, "uint16", fill)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | change))
-    with pytest.raises(PrepError, match=r"meta\.json has invalid values or belongs to another store"):
+    with pytest.raises(
+        PrepError, match=r"meta\.json has invalid values or belongs to another store"
+    ):
         store.read_meta(folder)

@@ -38,7 +38,10 @@ def identity(**changes: Any) -> str:
         ({"eos_id": None}, "e84760fb2b0248eba564c25e6d0810ad"),
         ({"type": "json", "fields": "text"}, "bea09ba10bfd281250553682122eaf0b"),
         ({"type": "json", "fields": "my text"}, "417eea8b52d4274a93a0ca48d67f57d2"),
-        ({"type": "json", "fields": "[a], [b], c", "has_encoder": True}, "f42182989a392ce0099c15c2d783bc13"),
+        (
+            {"type": "json", "fields": "[a], [b], c", "has_encoder": True},
+            "f42182989a392ce0099c15c2d783bc13",
+        ),
         (
             {"type": "json", "fields": "[a], c", "has_encoder": True, "source_prefix": "do: "},
             "7c3c283b6c803123420db07927ad73a9",
@@ -82,13 +85,17 @@ def test_identity_depends_on_all_settings_of_examples():
     assert len({identity(**variant) for variant in VARIANTS}) == len(VARIANTS)
 
 
-@pytest.mark.parametrize("change", [{"bos_id": 4}, {"source_length": 9}, {"eos_id": 0, "add_bos": False}])
+@pytest.mark.parametrize(
+    "change", [{"bos_id": 4}, {"source_length": 9}, {"eos_id": 0, "add_bos": False}]
+)
 def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
     assert identity(**JSON) == identity(**{**JSON, **change})
 
 
 def test_identity_ignores_the_file_of_a_chat_template():
-    assert identity(**JSON, chat_template=TEMPLATE) == identity(**JSON, chat_template=replace(TEMPLATE, file="other"))
+    assert identity(**JSON, chat_template=TEMPLATE) == identity(
+        **JSON, chat_template=replace(TEMPLATE, file="other")
+    )
 
 
 def test_identity_has_the_document_limit_only_with_skipped_lines():

@@ -10,8 +10,8 @@ import pytest
 
 from tests.helpers.token_stores import NAME
 from trainer.data import store_journal
+from trainer.data.examples import FileStart, ReadPosition
 from trainer.data.partial_folders import partial_name
-from trainer.data.read_position import FileStart, ReadPosition
 from trainer.data.store_journal import JOURNAL_FILE, StoreJournal, read_journal
 from trainer.data.store_writer import TokenWriter, build_store
 
@@ -42,7 +42,11 @@ def interrupted_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def continued(folder: Path, dtype: str = "uint16") -> tuple[int, int, list[str]]:
     """Complete a store without more tokens; return the tokens and examples it began with, and its files."""
     begun: list[tuple[int, int]] = []
-    build_store(folder / NAME, dtype, lambda writer: begun.append((writer.n_tokens, writer.position.n_examples)))
+    build_store(
+        folder / NAME,
+        dtype,
+        lambda writer: begun.append((writer.n_tokens, writer.position.n_examples)),
+    )
     return *begun[0], sorted(path.name for path in (folder / NAME).iterdir())
 
 
@@ -65,9 +69,15 @@ def test_changed_bytes_end_the_restored_tokens(
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", JOURNAL_FILE])
-def test_cut_off_files_end_the_restored_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_cut_off_files_end_the_restored_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     partial = interrupted_store(tmp_path, monkeypatch)
-    sizes = {"tokens.bin": 11, "documents.bin": 23, JOURNAL_FILE: (partial / JOURNAL_FILE).stat().st_size - 1}
+    sizes = {
+        "tokens.bin": 11,
+        "documents.bin": 23,
+        JOURNAL_FILE: (partial / JOURNAL_FILE).stat().st_size - 1,
+    }
     (partial / name).write_bytes((partial / name).read_bytes()[: sizes[name]])
     assert continued(tmp_path)[:2] == (4, 2)
 

@@ -49,7 +49,11 @@ def test_store_keeps_loss_weights(tmp_path: Path):
 
 def test_store_without_weights_has_the_files_of_earlier_versions(tmp_path: Path):
     build_store(tmp_path / NAME, "uint16", fill)
-    assert {path.name for path in (tmp_path / NAME).iterdir()} == {"tokens.bin", "documents.bin", "meta.json"}
+    assert {path.name for path in (tmp_path / NAME).iterdir()} == {
+        "tokens.bin",
+        "documents.bin",
+        "meta.json",
+    }
     meta = json.loads((tmp_path / NAME / "meta.json").read_text())
     assert [*meta] == ["identity", "dtype", "n_tokens", "n_documents", "max_id", "digests"]
     assert [*meta["digests"]] == ["tokens.bin", "documents.bin"]
@@ -86,7 +90,9 @@ def test_lock_cache_fails_if_folder_cannot_be_created(tmp_path: Path):
 def test_lock_cache_waits_for_other_process(tmp_path: Path):
     notes: list[str] = []
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdin
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"

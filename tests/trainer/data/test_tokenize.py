@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.corpus import EOS, TEXT, change, encode, make_config, make_tokenizer, tokenize_quietly, write_json
+from tests.helpers.corpus import (
+    EOS,
+    TEXT,
+    change,
+    encode,
+    make_config,
+    make_tokenizer,
+    tokenize_quietly,
+    write_json,
+)
 from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
 from trainer.data.readers import text_file
@@ -81,9 +90,13 @@ def tokenize_error(config: TokenizeConfig) -> PrepError:
 @pytest.mark.parametrize("eos_id", [None, EOS])
 def test_tokenize_files_concatenates_documents_with_eos(tmp_path: Path, eos_id: int | None):
     texts = [TEXT, "", "the hat\n", "日本" * 5]
-    config = make_config(tmp_path, write_json(tmp_path / "a.jsonl", texts), type="json", eos_id=eos_id)
+    config = make_config(
+        tmp_path, write_json(tmp_path / "a.jsonl", texts), type="json", eos_id=eos_id
+    )
     tokens = tokenize_quietly(config)
-    documents_ids = [encode(config.tokenizer, text) + [EOS] * (eos_id is not None) for text in texts]
+    documents_ids = [
+        encode(config.tokenizer, text) + [EOS] * (eos_id is not None) for text in texts
+    ]
     ids = [*chain(*documents_ids)]
     assert tokens.ids.tolist() == ids
     assert tokens.ends.tolist() == [sum(map(len, documents_ids[: i + 1])) for i in range(4)]
@@ -105,7 +118,9 @@ def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
     reports: list[tuple[int, ...]] = []
-    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
+    tokens = tokenize_files(
+        config, progress=lambda *counts: reports.append(counts), note=lambda text: None
+    )
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
     assert tokens.ends.tolist() == [tokens.n_tokens]
     assert len(reports) > 5
@@ -119,7 +134,9 @@ def test_second_run_uses_the_cache(tmp_path: Path):
     config = make_config(tmp_path, tmp_path / "a.txt")
     first = tokenize_quietly(config)
     notes, calls = [], []
-    again = tokenize_files(change(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append)
+    again = tokenize_files(
+        change(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append
+    )
     n = first.n_tokens
     assert again.ids.tolist() == first.ids.tolist()
     assert calls == []
@@ -138,7 +155,9 @@ def test_damaged_store_is_built_again(tmp_path: Path, name: str):
     before = read_files(folder)
     (folder / name).write_bytes(bytes([before[name][0] ^ 1]) + before[name][1:])
     notes: list[str] = []
-    assert tokenize_files(config, progress=lambda *sizes: None, note=notes.append).ids.tolist() == ids
+    assert (
+        tokenize_files(config, progress=lambda *sizes: None, note=notes.append).ids.tolist() == ids
+    )
     assert read_files(folder) == before
     assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [folder.name]
     assert notes[0].startswith(f"the tokens in {folder} are damaged ({name} ")
@@ -190,15 +209,23 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
         change(config, paths=(str(two_columns),), fields="body"),
     ]
     assert len({tokenize_quietly(variant).identity for variant in variants}) == len(variants)
-    same = [change(config, seq_length=3), change(config, vocab=400), change(config, paths=(str(path), str(path)))]
-    assert {tokenize_quietly(variant).identity for variant in same} == {tokenize_quietly(config).identity}
+    same = [
+        change(config, seq_length=3),
+        change(config, vocab=400),
+        change(config, paths=(str(path), str(path))),
+    ]
+    assert {tokenize_quietly(variant).identity for variant in same} == {
+        tokenize_quietly(config).identity
+    }
 
 
 @pytest.mark.parametrize("moment", ["first", "last", "synced"])
 def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
-    done = subprocess.run([sys.executable, "-c", KILL_SCRIPT, moment, str(tmp_path)], check=False, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_SCRIPT, moment, str(tmp_path)], check=False, capture_output=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [path.suffix for path in stores(config)] == [".partial"]
     tokens = tokenize_quietly(config)
@@ -248,8 +275,12 @@ def test_ids_beyond_the_vocabulary_are_rejected(tmp_path: Path):
     assert f"id {top} (" in error.what
     assert f"has {top} tokens; the tokenizer has ids up to 2" in error.why
     assert stores(config) == []
-    assert tokenize_quietly(change(config, vocab=top + 1)).n_tokens  # larger ids that the text does not use are allowed
-    assert tokenize_error(change(config, vocab=top)).what == error.what  # the store in the cache is checked as well
+    assert tokenize_quietly(
+        change(config, vocab=top + 1)
+    ).n_tokens  # larger ids that the text does not use are allowed
+    assert (
+        tokenize_error(change(config, vocab=top)).what == error.what
+    )  # the store in the cache is checked as well
 
 
 def test_eos_id_beyond_the_vocabulary_is_rejected(tmp_path: Path):
@@ -260,7 +291,9 @@ def test_eos_id_beyond_the_vocabulary_is_rejected(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("text", "eos_id", "n"), [("cat", EOS, 2), ("\ufeff", None, 0)])
-def test_data_shorter_than_one_block_is_rejected(tmp_path: Path, text: str, eos_id: int | None, n: int):
+def test_data_shorter_than_one_block_is_rejected(
+    tmp_path: Path, text: str, eos_id: int | None, n: int
+):
     (tmp_path / "a.txt").write_text(text)
     error = tokenize_error(make_config(tmp_path, tmp_path / "a.txt", eos_id=eos_id))
     assert error.what == "the data is shorter than one block"
@@ -277,7 +310,9 @@ def test_invalid_data_leaves_no_store(tmp_path: Path):
 
 def test_ids_beyond_uint16_use_uint32(tmp_path: Path):
     (tmp_path / "a.txt").write_text(TEXT)
-    tokens = tokenize_quietly(make_config(tmp_path, tmp_path / "a.txt", eos_id=70_000, vocab=70_001))
+    tokens = tokenize_quietly(
+        make_config(tmp_path, tmp_path / "a.txt", eos_id=70_000, vocab=70_001)
+    )
     assert tokens.ids.dtype == "uint32"
     assert tokens.ids[-1] == 70_000
 
@@ -296,16 +331,26 @@ def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
     path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
     config = make_config(tmp_path, path, type="json", max_examples=2)
     reports: list[tuple[int, ...]] = []
-    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
+    tokens = tokenize_files(
+        config, progress=lambda *counts: reports.append(counts), note=lambda text: None
+    )
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
     assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
 
 
 def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"ids": [7, 8], "a": "the cat", "b": "the hat"}\n{"ids": [], "a": "cat", "b": "the mat"}\n')
+    path.write_text(
+        '{"ids": [7, 8], "a": "the cat", "b": "the hat"}\n{"ids": [], "a": "cat", "b": "the mat"}\n'
+    )
     config = make_config(
-        tmp_path, path, type="json", fields="[{ids}, <|9|>, a], b", bos_id=1, add_bos=True, seq_length=2
+        tmp_path,
+        path,
+        type="json",
+        fields="[{ids}, <|9|>, a], b",
+        bos_id=1,
+        add_bos=True,
+        seq_length=2,
     )
     notes: list[str] = []
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
@@ -322,7 +367,9 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
 def test_data_without_any_loss_is_rejected(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": "the cat sat on the mat, the cat", "b": ""}\n')
-    error = tokenize_error(make_config(tmp_path, path, type="json", fields="[a], b", eos_id=None, seq_length=2))
+    error = tokenize_error(
+        make_config(tmp_path, path, type="json", fields="[a], b", eos_id=None, seq_length=2)
+    )
     assert error.what == "the data has no token to train on"
 
 

@@ -64,20 +64,27 @@ def test_check_in_vocab_rejects_id_beyond_vocab(path: Path):
     with pytest.raises(PrepError) as caught:
         text_tokenizer.check_in_vocab(max_id, max_id)
     token = Tokenizer.from_file(str(path)).id_to_token(max_id)
-    assert caught.value.what == f"id {max_id} ({token!r}) of {path} is not in the model's vocabulary"
     assert (
-        caught.value.why == f"the vocabulary without padding has {max_id} tokens; the tokenizer has ids up to {max_id}"
+        caught.value.what == f"id {max_id} ({token!r}) of {path} is not in the model's vocabulary"
+    )
+    assert (
+        caught.value.why
+        == f"the vocabulary without padding has {max_id} tokens; the tokenizer has ids up to {max_id}"
     )
 
 
 def test_load_tokenizer_fails_without_file(tmp_path: Path):
-    with pytest.raises(PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json or a Sent"):
+    with pytest.raises(
+        PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json or a Sent"
+    ):
         load_tokenizer(tmp_path / "none")
 
 
 def test_load_tokenizer_lists_similar_files(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").touch()
-    with pytest.raises(PrepError, match=r"has no tokenizer - looked for .*; found tokenizer_config.json"):
+    with pytest.raises(
+        PrepError, match=r"has no tokenizer - looked for .*; found tokenizer_config.json"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -102,7 +109,9 @@ def test_encode_prompt_adds_special_tokens(path: Path):
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<|begin|>"])
     begin = tokenizer.token_to_id("<|begin|>")
-    tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", begin)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<|begin|> $A", None, [("<|begin|>", begin)]
+    )
     tokenizer.save(str(path))
     text_tokenizer = load_tokenizer(path)
     assert text_tokenizer.encode_prompt("the cat") == [begin, *encode(path, "the cat")]

@@ -63,7 +63,9 @@ class ThreadGroup:
         return self.shared.place("broadcast", name, self.index).get(timeout=MAX_S)
 
 
-def compare(facts: list[dict[str, str]], warnings: list[str] | None = None) -> tuple[list[PrepError | None], list[str]]:
+def compare(
+    facts: list[dict[str, str]], warnings: list[str] | None = None
+) -> tuple[list[PrepError | None], list[str]]:
     """Compare the facts of threads; return the error of each, and the names that the first has gathered."""
     shared, barriers = Shared(len(facts)), threading.Barrier(len(facts))
     groups = [ThreadGroup(index, shared, barriers) for index in range(len(facts))]
@@ -87,7 +89,12 @@ def test_check_agreement_exchanges_digests_of_equal_facts():
 
 
 def test_check_agreement_names_differences_in_every_process():
-    lines = [{"jax": "1", "seed": "1"}, {"jax": "1", "seed": "2"}, {"jax": "1", "seed": "1"}, {"jax": "2", "seed": "1"}]
+    lines = [
+        {"jax": "1", "seed": "1"},
+        {"jax": "1", "seed": "2"},
+        {"jax": "1", "seed": "1"},
+        {"jax": "2", "seed": "1"},
+    ]
     errors, _ = compare(lines)
     for error in errors:
         assert error is not None

@@ -40,7 +40,9 @@ def is_running(pid: int) -> bool:
 
 
 def test_failed_process_is_reported_with_its_last_line():
-    with pytest.raises(PrepError, match=r"the compilation failed - exit code 1: .*No module named 'nowhere'"):
+    with pytest.raises(
+        PrepError, match=r"the compilation failed - exit code 1: .*No module named 'nowhere'"
+    ):
         run_compile_process("nowhere.at_all", "{}", 1)
 
 
@@ -66,7 +68,9 @@ def test_phases_are_reported_again_while_they_last(endless: str, tmp_path: Path)
 
 
 def test_limit_ends_the_process_and_names_its_phase(endless: str, tmp_path: Path):
-    with pytest.raises(PrepError, match=r"the step was not compiled within 0\.01 s - its last phase was `") as caught:
+    with pytest.raises(
+        PrepError, match=r"the step was not compiled within 0\.01 s - its last phase was `"
+    ) as caught:
         run_compile_process(endless, f'"{tmp_path / "pid"}"', 1, CompileWatch(limit_s=0.01))
     assert "--compile-timeout" in caught.value.hint
 

@@ -43,7 +43,9 @@ class FakeDevice:
     device_kind: str = "fake"
 
 
-def make_devices(count: int, *, per_host: int = 4, per_slice: int | None = None, platform: str = "gpu") -> list[Any]:
+def make_devices(
+    count: int, *, per_host: int = 4, per_slice: int | None = None, platform: str = "gpu"
+) -> list[Any]:
     """Return devices in the order of their ids."""
     slice_indices = [None if per_slice is None else i // per_slice for i in range(count)]
     return [FakeDevice(i, i // per_host, slice_indices[i], platform) for i in range(count)]
@@ -57,11 +59,18 @@ def slice_numbers(grid: np.ndarray, per_slice: int) -> np.ndarray:
 @pytest.mark.parametrize("has_index", [True, False])
 @pytest.mark.parametrize(
     ("mesh", "slices"),
-    [("!2,8,1", {"dp": 2}), ("!4,2,2", {"dp": 2}), ("!1,16,1", {"fsdp": 4}), ("!4,4,1", {"dp": 2, "fsdp": 2})],
+    [
+        ("!2,8,1", {"dp": 2}),
+        ("!4,2,2", {"dp": 2}),
+        ("!1,16,1", {"fsdp": 4}),
+        ("!4,4,1", {"dp": 2, "fsdp": 2}),
+    ],
 )
 def test_runs_along_an_axis_share_a_slice(mesh: str, slices: dict[str, int], has_index: bool):
     parsed, count = parse_mesh(mesh), math.prod(slices.values())
-    grid = arrange_devices(parsed, make_devices(16, per_slice=16 // count if has_index else None), slices)
+    grid = arrange_devices(
+        parsed, make_devices(16, per_slice=16 // count if has_index else None), slices
+    )
     assert grid.shape == parsed.sizes
     assert sorted(device.id for device in grid.flat) == list(range(16))
     numbers = slice_numbers(grid, 16 // count)
@@ -70,7 +79,9 @@ def test_runs_along_an_axis_share_a_slice(mesh: str, slices: dict[str, int], has
             -1, slices.get(axis, 1), size // slices.get(axis, 1)
         )
         assert (runs == runs[..., :1]).all(), "a run crosses slices"
-        assert all(len(set(row[:, 0])) == slices.get(axis, 1) for row in runs), "a slice comes twice"
+        assert all(len(set(row[:, 0])) == slices.get(axis, 1) for row in runs), (
+            "a slice comes twice"
+        )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +129,9 @@ def test_recipes_build_their_mesh_on_every_topology(path: Path):
     for topology in TOPOLOGIES:
         devices = cached_tpus(topology)
         if len(devices) != mesh.n_devices:
-            with pytest.raises(UsageError, match=rf"needs {mesh.n_devices} devices, there (are|is) {len(devices)}"):
+            with pytest.raises(
+                UsageError, match=rf"needs {mesh.n_devices} devices, there (are|is) {len(devices)}"
+            ):
                 make_sharding_context(mesh, devices=devices)
         else:
             device_mesh = make_sharding_context(mesh, devices=devices).device_mesh
@@ -128,7 +141,9 @@ def test_recipes_build_their_mesh_on_every_topology(path: Path):
     assert built == ["v4", "v5e", "v5p", "v6e", "tpu7x"]
 
 
-@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if len(make_tpu_devices(name)) <= 256])
+@pytest.mark.parametrize(
+    "topology", [name for name in TOPOLOGIES if len(make_tpu_devices(name)) <= 256]
+)
 def test_every_mesh_is_built_on_every_topology(topology: str):
     devices = cached_tpus(topology)
     for mesh in meshes_of(len(devices)):
@@ -137,7 +152,9 @@ def test_every_mesh_is_built_on_every_topology(topology: str):
         assert len({device.id for device in grid.flat}) == len(devices)
 
 
-@pytest.mark.parametrize("topology", ["v4:4x8x8", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x8", "v6e:16x16", "tpu7x:4x4x4"])
+@pytest.mark.parametrize(
+    "topology", ["v4:4x8x8", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x8", "v6e:16x16", "tpu7x:4x4x4"]
+)
 def test_meshes_without_a_split_have_the_order_of_jax(topology: str):
     devices, unsplit = cached_tpus(topology), 0
     for mesh in meshes_of(len(devices)):
@@ -173,6 +190,8 @@ def test_cpus_have_the_order_of_jax():
 
 def test_tpus_of_several_slices_need_slices_in_the_recipe():
     devices = make_devices(16, per_slice=8, platform="tpu")
-    with pytest.raises(UsageError, match=r"`cluster.dcn_mesh` has 1 slice - the devices are in 2") as caught:
+    with pytest.raises(
+        UsageError, match=r"`cluster.dcn_mesh` has 1 slice - the devices are in 2"
+    ) as caught:
         arrange_devices(parse_mesh("2,8,1"), devices)
     assert "cluster.dcn_mesh=dp:2" in caught.value.hint

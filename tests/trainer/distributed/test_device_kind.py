@@ -15,7 +15,9 @@ from trainer.models.mesh import parse_mesh
 
 def device(platform: str, version: str = "", **attributes: Any) -> Any:
     """Return an object with the attributes of a JAX device."""
-    return SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version), **attributes)
+    return SimpleNamespace(
+        platform=platform, client=SimpleNamespace(platform_version=version), **attributes
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,8 +25,14 @@ def device(platform: str, version: str = "", **attributes: Any) -> Any:
     [
         (device("cpu"), DeviceKind("cpu")),
         (device("tpu"), DeviceKind("tpu")),
-        (device("gpu", "PJRT C API\ncuda 12090", compute_capability="9.0"), DeviceKind("cuda", (9, 0))),
-        (device("gpu", "PJRT C API\ncuda 12090", compute_capability="12.1"), DeviceKind("cuda", (12, 1))),
+        (
+            device("gpu", "PJRT C API\ncuda 12090", compute_capability="9.0"),
+            DeviceKind("cuda", (9, 0)),
+        ),
+        (
+            device("gpu", "PJRT C API\ncuda 12090", compute_capability="12.1"),
+            DeviceKind("cuda", (12, 1)),
+        ),
         (device("gpu", "PJRT C API\ncuda 12090"), DeviceKind("cuda")),
         (device("gpu", "PJRT C API\nrocm 60300", compute_capability="gfx90a"), DeviceKind("rocm")),
     ],

@@ -10,7 +10,11 @@ import pytest
 
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.devices import PLATFORM_HINT, all_devices, local_devices
-from trainer.distributed.sharding import ShardingContext, local_device_sharding, make_sharding_context
+from trainer.distributed.sharding import (
+    ShardingContext,
+    local_device_sharding,
+    make_sharding_context,
+)
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
 
@@ -45,7 +49,11 @@ def test_missing_platform_is_one_error(
     monkeypatch.setattr(jax, "local_devices", fail)
     with pytest.raises(PrepError) as caught:
         USERS_OF_DEVICES[number]()
-    assert (caught.value.what, caught.value.why, caught.value.hint) == ("JAX found no devices", why, PLATFORM_HINT)
+    assert (caught.value.what, caught.value.why, caught.value.hint) == (
+        "JAX found no devices",
+        why,
+        PLATFORM_HINT,
+    )
 
 
 def test_devices_are_those_of_jax() -> None:

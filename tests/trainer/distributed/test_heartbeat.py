@@ -37,11 +37,15 @@ def test_monitor_names_a_process_without_any_heartbeat():
     watched = monitor()
     ends = [watched.check({0: beat(second)}, float(second)) for second in range(12)]
     assert ends[:11] == [None] * 11
-    assert ends[11] == JobEnd("lost", 1, "process 1 is lost", "no heartbeat for 11 s; no heartbeat of it arrived")
+    assert ends[11] == JobEnd(
+        "lost", 1, "process 1 is lost", "no heartbeat for 11 s; no heartbeat of it arrived"
+    )
 
 
 def test_monitor_knows_the_places_of_silent_processes():
-    watched = HeartbeatMonitor(2, timeout_s=10.0, step_timeout_s=0.0, start_s=0.0, places={1: "node1, pid 7"})
+    watched = HeartbeatMonitor(
+        2, timeout_s=10.0, step_timeout_s=0.0, start_s=0.0, places={1: "node1, pid 7"}
+    )
     ends = [watched.check({0: beat(second)}, float(second)) for second in range(12)]
     reason = "no heartbeat for 11 s; no heartbeat of it arrived"
     assert ends[11] == JobEnd("lost", 1, "process 1 (node1, pid 7) is lost", reason)
@@ -67,7 +71,9 @@ def test_monitor_names_the_process_behind_in_a_stuck_step():
 
 def test_monitor_names_a_step_in_which_all_are_stuck():
     watched = monitor(step_timeout_s=20.0)
-    ends = [watched.check({0: beat(second), 1: beat(second)}, float(second)) for second in range(22)]
+    ends = [
+        watched.check({0: beat(second), 1: beat(second)}, float(second)) for second in range(22)
+    ]
     assert ends[21] is not None
     assert ends[21].what == "`step 3` is stuck"
 
@@ -75,7 +81,9 @@ def test_monitor_names_a_step_in_which_all_are_stuck():
 @pytest.mark.parametrize("phase", ["load", "compile", "evaluate 3", "save 3"])
 def test_monitor_limits_only_steps(phase: str):
     watched = monitor(step_timeout_s=20.0)
-    assert all(watched.check({0: beat(s, phase), 1: beat(s, phase)}, float(s)) is None for s in range(60))
+    assert all(
+        watched.check({0: beat(s, phase), 1: beat(s, phase)}, float(s)) is None for s in range(60)
+    )
 
 
 def test_heartbeat_and_end_survive_json():

@@ -20,7 +20,9 @@ def test_processes_per_host_counts_those_of_one_machine(monkeypatch: pytest.Monk
     assert run_processes(3, hosts.processes_per_host) == [2] * 3
 
 
-def test_machine_id_depends_on_kernel_and_host_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_machine_id_depends_on_kernel_and_host_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     ids = [hosts.machine_id()]
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "container")
     ids.append(hosts.machine_id())
@@ -30,7 +32,9 @@ def test_machine_id_depends_on_kernel_and_host_name(tmp_path: Path, monkeypatch:
     assert hosts.machine_id() == ids[-1]
 
 
-@pytest.mark.parametrize(("num_shared", "writers"), [(4, [True, False, False, False]), (2, [True, False, True, False])])
+@pytest.mark.parametrize(
+    ("num_shared", "writers"), [(4, [True, False, False, False]), (2, [True, False, True, False])]
+)
 def test_one_process_writes_each_folder(tmp_path: Path, num_shared: int, writers: list[bool]):
     """Processes after the first `num_shared` ones have a folder of their own."""
 

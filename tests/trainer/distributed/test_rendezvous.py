@@ -18,7 +18,10 @@ from trainer.models.process_address import ProcessAddress
 
 
 def meet(
-    processes: Sequence[tuple[int, int]], timeout_s: float, *, before: Callable[[int], None] | None = None
+    processes: Sequence[tuple[int, int]],
+    timeout_s: float,
+    *,
+    before: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Let processes, as (index, count), meet; return the error of each, or an empty text.
 
@@ -32,15 +35,26 @@ def meet(
         futures = [pool.submit(meet_as, *processes[0], port=port, timeout_s=timeout_s)]
         if before is not None:
             before(port)
-        futures += [pool.submit(meet_as, *process, port=port, timeout_s=timeout_s) for process in processes[1:]]
+        futures += [
+            pool.submit(meet_as, *process, port=port, timeout_s=timeout_s)
+            for process in processes[1:]
+        ]
         return [future.result() for future in futures]
 
 
 def meet_as(
-    index: int, count: int, *, port: int, timeout_s: float = MAX_S, job: str = "", settings_digest: str = ""
+    index: int,
+    count: int,
+    *,
+    port: int,
+    timeout_s: float = MAX_S,
+    job: str = "",
+    settings_digest: str = "",
 ) -> str:
     """Meet the other processes as one of them; return its error, or an empty text."""
-    address = ProcessAddress(index, count, f"127.0.0.1:{port}", job=job, settings_digest=settings_digest)
+    address = ProcessAddress(
+        index, count, f"127.0.0.1:{port}", job=job, settings_digest=settings_digest
+    )
     try:
         meet_processes(address, timeout_s)
     except PrepError as error:
@@ -75,7 +89,9 @@ def test_meet_processes_refuses_a_second_process_of_an_index():
 
 def test_meet_processes_refuses_other_counts():
     errors = meet([(0, 3), (1, 2)], MAX_S)
-    assert all("process 0 expects 3, and process 1 at 127.0.0.1 expects 2" in error for error in errors)
+    assert all(
+        "process 0 expects 3, and process 1 at 127.0.0.1 expects 2" in error for error in errors
+    )
 
 
 def test_meet_processes_ignores_other_connections():

@@ -56,7 +56,9 @@ MESHES = ["8,1,1", "1,8,1", "1,2,4", "2,2,2"]
 ROWS, LENGTH = 8, 16
 
 
-def mean_loss(params: Tree, batch: Any, tiny: TinyTransformer, forward_config: ForwardConfig) -> jax.Array:
+def mean_loss(
+    params: Tree, batch: Any, tiny: TinyTransformer, forward_config: ForwardConfig
+) -> jax.Array:
     """Compute the weighted mean loss."""
     sums = transformer.loss_sums(params, batch, tiny.model, forward_config)
     return sums.loss / sums.weight
@@ -79,7 +81,9 @@ def one_device_results(name: str) -> tuple[float, dict[str, np.ndarray]]:
     return loss_and_gradients(name, ShardingContext())
 
 
-def loss_and_gradients(name: str, sharding: ShardingContext, **options: Any) -> tuple[float, dict[str, np.ndarray]]:
+def loss_and_gradients(
+    name: str, sharding: ShardingContext, **options: Any
+) -> tuple[float, dict[str, np.ndarray]]:
     """Compute the mean loss and the gradient of each tensor on a mesh."""
     config = CONFIGS[name]
     tiny = tiny_transformer(config)
@@ -91,7 +95,9 @@ def loss_and_gradients(name: str, sharding: ShardingContext, **options: Any) -> 
             key: jax.device_put(array, sharding.activation_sharding(array.shape, "batch", "seq"))
             for key, array in batch.items()
         }
-    forward_config = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=sharding, **options)
+    forward_config = ForwardConfig(
+        head_chunk_size=4, remat_policy="nothing_saveable", sharding=sharding, **options
+    )
     run = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config)))
     loss, gradients = run(params, batch)
     return float(loss), tiny.tensors_from_params(gradients)
@@ -136,7 +142,13 @@ RULES = {
         r"re:^layers\.mlp\.router=none",
         "embed=dp",
     ),
-    "activations": ("act:batch=dp", "act:seq=fsdp|none", "act:embed=mp", "act:heads=none", "act:vocab=mp+fsdp"),
+    "activations": (
+        "act:batch=dp",
+        "act:seq=fsdp|none",
+        "act:embed=mp",
+        "act:heads=none",
+        "act:vocab=mp+fsdp",
+    ),
     "whole batch": ("act:batch=none", "act:residual_seq=dp+fsdp|none", "act:mlp=fsdp|none"),
     "changed preset": ("flaxlm:2,2", "kv_heads=none", "re:^final_norm=none", "act:embed=none"),
     **{name: (name,) for name in PRESETS},
@@ -146,7 +158,12 @@ RULES = {
 @pytest.mark.parametrize(
     ("rules", "name", "mesh"),
     slow_except(
-        [(rules, name, mesh) for rules in RULES for name in CONFIGS for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")],
+        [
+            (rules, name, mesh)
+            for rules in RULES
+            for name in CONFIGS
+            for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")
+        ],
         (
             ("dp", "llama", "2,2,2"),
             ("inner", "llama", "1,2,4"),
@@ -161,9 +178,13 @@ def test_loss_and_gradients_do_not_depend_on_rules(rules: str, name: str, mesh: 
 
 
 def test_batch_keeps_its_axes_with_rules_that_use_them():
-    sharding = ShardingContext(parse_mesh("2,2,2"), merge_rules(("heads=fsdp|mp", "mlp=dp+mp", "vocab=dp")))
+    sharding = ShardingContext(
+        parse_mesh("2,2,2"), merge_rules(("heads=fsdp|mp", "mlp=dp+mp", "vocab=dp"))
+    )
     shapes = {"heads": (8, 16, 4, 8), "mlp": (8, 16, 64), "vocab": (8, 16, 64)}
-    dims = {name: ("batch", "seq", name, "head_dim")[: len(shape)] for name, shape in shapes.items()}
+    dims = {
+        name: ("batch", "seq", name, "head_dim")[: len(shape)] for name, shape in shapes.items()
+    }
     specs = {name: sharding._activation_spec(shape, dims[name]) for name, shape in shapes.items()}
     assert {name: spec.mesh_axes[:3] for name, spec in specs.items() if spec} == {
         "heads": (("dp", "fsdp"), (), ("mp",)),
@@ -181,13 +202,17 @@ def test_results_do_not_depend_on_rules_of_experts(rule: str):
     check_equals_one_device("mixtral", "1,2,4", [rule], ffn_chunk_size=4)
 
 
-def check_equals_one_device(name: str, mesh: str, rules: Sequence[str] = (), **options: Any) -> None:
+def check_equals_one_device(
+    name: str, mesh: str, rules: Sequence[str] = (), **options: Any
+) -> None:
     """Compare loss and gradients on a mesh with those of one device."""
     sharding = make_sharding_context(parse_mesh(mesh), merge_rules(rules))
     loss, gradients = loss_and_gradients(name, sharding, **options)
     expected_loss, expected = one_device_results(name)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    errors = {tensor: relative_error(gradients[tensor], gradient) for tensor, gradient in expected.items()}
+    errors = {
+        tensor: relative_error(gradients[tensor], gradient) for tensor, gradient in expected.items()
+    }
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
 
 
@@ -197,17 +222,27 @@ def lowered_and_compiled() -> tuple[str, str]:
     tiny, sharding = tiny_transformer(CONFIGS["llama"]), make_sharding_context(parse_mesh("1,2,4"))
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf))
+            path: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf)
+            )
             for path, leaf in tiny.model.leaves.items()
         }
     )
     batch_sharding = sharding.activation_sharding((ROWS, LENGTH), "batch", "seq")
     batch = {
         key: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=batch_sharding)
-        for key, dtype in {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}.items()
+        for key, dtype in {
+            "tokens": jnp.int32,
+            "targets": jnp.int32,
+            "weights": jnp.float32,
+        }.items()
     }
-    forward_config = ForwardConfig(remat_policy="nothing_saveable", head_chunk_size=4, sharding=sharding)
-    lowered = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config))).lower(params, batch)
+    forward_config = ForwardConfig(
+        remat_policy="nothing_saveable", head_chunk_size=4, sharding=sharding
+    )
+    lowered = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config))).lower(
+        params, batch
+    )
     return lowered.as_text(), lowered.compile().as_text() or ""
 
 
@@ -258,14 +293,18 @@ def test_jax_partition_spec_names_mesh_axes():
         spec = sharding.param_spec(leaves[path])
         assert spec
         assert jax_partition_spec(spec) == jax_spec
-    token_sharding = make_sharding_context(parse_mesh("2,2,2")).activation_sharding((8, 16), "batch", "seq")
+    token_sharding = make_sharding_context(parse_mesh("2,2,2")).activation_sharding(
+        (8, 16), "batch", "seq"
+    )
     assert token_sharding
     assert token_sharding.spec == PartitionSpec(("dp", "fsdp"), None)
 
 
 def test_indivisible_kv_heads_are_not_split():
     sharding = ShardingContext(parse_mesh("1,2,4"))
-    spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"])
+    spec = sharding.param_spec(
+        tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"]
+    )
     assert spec
     assert spec.shards_per_dim == (1, 1, 1, 2)
     assert [fallback.dim for fallback in spec.fallbacks] == ["kv_heads"]
@@ -294,7 +333,10 @@ def test_indivisible_batch_is_rejected():
 
 def test_indivisible_residual_tokens_are_not_split():
     sharding = make_sharding_context(parse_mesh("1,2,4"))
-    shardings = [sharding.activation_sharding((8, length, 32), "batch", "residual_seq", "embed") for length in (16, 15)]
+    shardings = [
+        sharding.activation_sharding((8, length, 32), "batch", "residual_seq", "embed")
+        for length in (16, 15)
+    ]
     assert [named and named.spec for named in shardings] == [
         PartitionSpec("fsdp", "mp", None),
         PartitionSpec("fsdp", None, None),
@@ -312,7 +354,11 @@ def test_open_axis_takes_remaining_devices(mesh: str):
     sharding = make_sharding_context(parse_mesh(mesh))
     assert sharding.device_mesh
     assert dict(sharding.device_mesh.shape) == {"dp": 1, "fsdp": 4, "mp": 2}
-    assert (sharding.data_parallel_size, sharding.num_shards("heads", 8), sharding.num_shards("seq", 8)) == (4, 2, 1)
+    assert (
+        sharding.data_parallel_size,
+        sharding.num_shards("heads", 8),
+        sharding.num_shards("seq", 8),
+    ) == (4, 2, 1)
     if mesh.startswith("!"):
         assert sharding.device_mesh.devices.flatten().tolist() == jax.devices()
 
@@ -328,7 +374,9 @@ def test_mesh_takes_the_given_devices(mesh: str):
 
 def test_custom_rules_replace_default_rules():
     sharding = make_sharding_context(parse_mesh("1,4,2"), merge_rules(["heads=none", "embed=none"]))
-    spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])
+    spec = sharding.param_spec(
+        tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"]
+    )
     assert spec
     assert spec.shards_per_dim == (1, 1, 1, 1)
     assert sharding.num_shards("heads", 4) == 1
@@ -339,7 +387,10 @@ def test_context_without_mesh_places_nothing():
     assert sharding.constrain(x, "batch", "seq") is x
     assert (sharding.data_parallel_size, sharding.num_shards("heads", 8)) == (1, 1)
     assert sharding.replicated_sharding() is None
-    assert sharding.param_sharding(tiny_transformer(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
+    assert (
+        sharding.param_sharding(tiny_transformer(CONFIGS["llama"]).model.leaves["embed.tokens"])
+        is None
+    )
 
 
 def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
@@ -347,7 +398,9 @@ def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("Unable to initialize backend 'foo'\nand more")
 
     monkeypatch.setattr(jax, "devices", raise_no_devices)
-    with pytest.raises(PrepError, match="JAX found no devices - Unable to initialize backend 'foo' - "):
+    with pytest.raises(
+        PrepError, match="JAX found no devices - Unable to initialize backend 'foo' - "
+    ):
         make_sharding_context(parse_mesh("1,1,1"))
 
 

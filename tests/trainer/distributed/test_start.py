@@ -81,7 +81,9 @@ def test_check_coordinator_host_allows_loopback_on_one_host(hosts: int | None):
 
 def test_check_coordinator_host_names_the_loopback_address(monkeypatch: pytest.MonkeyPatch):
     resolve_to(monkeypatch, "127.0.1.1")
-    with pytest.raises(PrepError, match=r"the host n001 of process 0 has the loopback address 127\.0\.1\.1"):
+    with pytest.raises(
+        PrepError, match=r"the host n001 of process 0 has the loopback address 127\.0\.1\.1"
+    ):
         check_coordinator_host(address("n001:99", hosts=2, host=1))
     check_coordinator_host(address("n001:99", hosts=2, host=0))  # its own name there
     resolve_to(monkeypatch, "127.0.1.1", "10.0.0.1")
@@ -90,7 +92,11 @@ def test_check_coordinator_host_names_the_loopback_address(monkeypatch: pytest.M
 
 def test_start_processes_keeps_connected_processes():
     process = subprocess.run(
-        [sys.executable, "-c", CONNECTED, str(free_port())], capture_output=True, text=True, check=True, timeout=MAX_S
+        [sys.executable, "-c", CONNECTED, str(free_port())],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=MAX_S,
     )
     assert "jax is connected as process 0 of 1, and the test says otherwise" in process.stdout
 
@@ -99,7 +105,9 @@ def test_start_processes_refuses_a_second_start():
     """The devices stay those of the first job, whose connection has ended."""
     port = str(free_port())
     processes = [
-        subprocess.Popen([sys.executable, "-c", TWICE, port, index], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TWICE, port, index], stdout=subprocess.PIPE, text=True
+        )
         for index in "01"
     ]
     outputs = [process.communicate(timeout=MAX_S)[0] for process in processes]

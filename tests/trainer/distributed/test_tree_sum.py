@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from trainer.distributed.tree_sum import square_sums, sum_in_tree, sum_over_devices
+from trainer.distributed.tree_sum import fixed_order_psum, square_sums, sum_in_tree
 
 ONE = jnp.int32(1)
 
@@ -18,7 +18,9 @@ ONE = jnp.int32(1)
 def random_parts(num_parts: int, *shape: int) -> np.ndarray:
     """Return float32 arrays whose sum depends on the order of the additions."""
     random = np.random.default_rng(0)
-    return (random.normal(size=(num_parts, *shape)) * 10 ** random.uniform(-4, 4, (num_parts, *shape))).astype("f4")
+    return (
+        random.normal(size=(num_parts, *shape)) * 10 ** random.uniform(-4, 4, (num_parts, *shape))
+    ).astype("f4")
 
 
 def numpy_tree_sum(parts: np.ndarray) -> np.ndarray:
@@ -31,9 +33,13 @@ def numpy_tree_sum(parts: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("num_parts", [1, 2, 8, 32])
 def test_sum_in_tree_adds_neighbors_first(num_parts: int):
     parts = random_parts(num_parts, 64)
-    total = jax.jit(partial(sum_in_tree, lambda part: {"x": part["x"]}))({"x": jnp.asarray(parts)}, one=ONE)
+    total = jax.jit(partial(sum_in_tree, lambda part: {"x": part["x"]}))(
+        {"x": jnp.asarray(parts)}, one=ONE
+    )
     np.testing.assert_array_equal(total["x"], numpy_tree_sum(parts))
-    assert num_parts < 8 or not np.array_equal(total["x"], parts.sum(0)), "the order does not matter here"
+    assert num_parts < 8 or not np.array_equal(total["x"], parts.sum(0)), (
+        "the order does not matter here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,13 +59,17 @@ def test_sum_over_devices_is_the_tree_sum(shape: tuple[int, ...], spec: Partitio
     parts = random_parts(8, *shape)
 
     def reduce(part: jax.Array) -> jax.Array:
-        return sum_over_devices(part[0], spec, dict(mesh.shape))
+        return fixed_order_psum(part[0], spec, dict(mesh.shape))
 
     rows = PartitionSpec(("dp", "fsdp"))
-    total = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=spec, check_vma=False))(parts)
+    total = jax.jit(
+        jax.shard_map(reduce, mesh=mesh, in_specs=rows, out_specs=spec, check_vma=False)
+    )(parts)
     np.testing.assert_array_equal(total, numpy_tree_sum(parts))
 
 
 def test_square_sums_of_rows():
     rows = random_parts(3, 50)
-    np.testing.assert_allclose(square_sums(jnp.asarray(rows), one=ONE), np.square(rows).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        square_sums(jnp.asarray(rows), one=ONE), np.square(rows).sum(1), rtol=1e-5
+    )

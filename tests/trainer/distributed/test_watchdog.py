@@ -34,7 +34,11 @@ class Texts:
 
     def read_by_index(self, key: str) -> dict[int, str]:
         self._require_up(key)
-        return {int(name.split("/")[1]): text for name, text in [*self.texts.items()] if name.startswith(f"{key}/")}
+        return {
+            int(name.split("/")[1]): text
+            for name, text in [*self.texts.items()]
+            if name.startswith(f"{key}/")
+        }
 
     def _require_up(self, key: str) -> None:
         if not self.is_up.is_set():
@@ -56,7 +60,9 @@ class Job:
             dog.close()
 
 
-def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: False, *, timeout_s: float = MAX_S) -> Job:
+def start_job(
+    num_started: int = 3, is_broken: Callable[[], bool] = lambda: False, *, timeout_s: float = MAX_S
+) -> Job:
     job = Job()
     job.is_up.set()
     for index in range(num_started):
@@ -67,7 +73,11 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
             job.reported[index].set()
 
         settings = WatchSettings(timeout_s, 0.0, {index: f"host-{index}"})
-        job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
+        job.dogs.append(
+            Watchdog(
+                Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end
+            )
+        )
     for dog in job.dogs:
         dog.start()
     return job
@@ -85,7 +95,10 @@ def test_watchdogs_quote_the_error_of_a_failed_process():
     job.dogs[1].end_job(JobEnd("failed", 1, "process 1 (host-1) failed", "no space left"))
     assert all(job.reported[index].wait(MAX_S) for index in (0, 2))
     job.close()
-    assert {index: end.why for index, end in job.ends.items()} == {0: "no space left", 2: "no space left"}
+    assert {index: end.why for index, end in job.ends.items()} == {
+        0: "no space left",
+        2: "no space left",
+    }
 
 
 def test_process_0_fails_after_the_others_have_read_it():
@@ -112,7 +125,9 @@ def test_watchdog_names_a_process_0_that_never_decided():
         reported.set()
 
     settings = WatchSettings(TIMEOUT_S, 0.0, {0: "node0, pid 7", 1: "node1, pid 8"})
-    dog = Watchdog(Texts(1, {}, threading.Event()), settings, is_broken=lambda: False, on_end=on_end)
+    dog = Watchdog(
+        Texts(1, {}, threading.Event()), settings, is_broken=lambda: False, on_end=on_end
+    )
     dog.start()
     assert reported.wait(MAX_S)
     dog.close()
@@ -136,7 +151,9 @@ def test_failed_process_reports_its_own_error_without_an_answer():
     settings = WatchSettings(TIMEOUT_S, 0.0, {1: "node1, pid 8"})
     dog = Watchdog(texts, settings, is_broken=lambda: not is_up.is_set(), on_end=ends.append)
     dog.start()
-    main = threading.Thread(target=dog.end_job, args=(JobEnd("failed", 1, "process 1 failed", "disk"),), daemon=True)
+    main = threading.Thread(
+        target=dog.end_job, args=(JobEnd("failed", 1, "process 1 failed", "disk"),), daemon=True
+    )
     main.start()
     main.join(MAX_S)
     assert not main.is_alive(), "the main thread can report the error"

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files.reading import open_regular_file, read_complete_lines, read_regular_file, resolve_named_path
+from trainer.files.reading import (
+    open_regular_file,
+    read_complete_lines,
+    read_regular_file,
+    resolve_named_path,
+)
 from trainer.models.errors import PrepError
 
 
@@ -62,7 +67,9 @@ def test_resolve_named_path_stays_inside(name: str):
     assert resolve_named_path(Path("data"), name, Path("data/list.json")) == Path("data") / name
 
 
-@pytest.mark.parametrize("name", ["../private", "a/../../b", "/etc/passwd", "", ".", "a\0b", 7, None])
+@pytest.mark.parametrize(
+    "name", ["../private", "a/../../b", "/etc/passwd", "", ".", "a\0b", 7, None]
+)
 def test_resolve_named_path_refuses_paths_outside(name: object):
     with pytest.raises(PrepError, match=r"data/list\.json names"):
         resolve_named_path(Path("data"), name, Path("data/list.json"))

@@ -66,7 +66,10 @@ def test_write_file_keeps_the_old_file_when_the_disk_is_full(tmp_path: Path):
         "try:\n    write_file(Path(sys.argv[1]), bytes(5000))\n"
         "except OSError as error:\n    sys.exit(error.errno)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == errno.EFBIG
+    assert (
+        subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode
+        == errno.EFBIG
+    )
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["page.html"]
 

@@ -14,14 +14,18 @@ from trainer.generation.sampling import Sampling, sample_tokens, warp_logits
 from trainer.models.errors import USAGE, PrepError
 
 VOCAB = 12
-LOGITS = st.integers(-20, 20).map(lambda quarters: quarters / 4)  # exact in float32, with frequent ties
+LOGITS = st.integers(-20, 20).map(
+    lambda quarters: quarters / 4
+)  # exact in float32, with frequent ties
 
 
 def token_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Compute the probability of each token by the algorithm of transformers' warpers, in float64."""
     scores = logits.astype(np.float64) / sampling.temperature
     if sampling.top_k:
-        scores = np.where(scores < np.sort(scores)[-min(sampling.top_k, len(scores))], -np.inf, scores)
+        scores = np.where(
+            scores < np.sort(scores)[-min(sampling.top_k, len(scores))], -np.inf, scores
+        )
     if sampling.top_p < 1:
         order = np.argsort(scores, kind="stable")
         is_removed = np.cumsum(softmax(scores[order])) <= 1 - sampling.top_p + 1e-9
@@ -43,9 +47,13 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     top_p=st.sampled_from([1e-6, 0.1, 0.35, 0.6, 0.9, 0.999, 1.0]),
 )
 @settings(max_examples=150, deadline=None)
-def test_warp_logits_matches_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float):
+def test_warp_logits_matches_probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+):
     sampling = Sampling(temperature, top_k, top_p)
-    row = np.full(VOCAB, -1e30, np.float32)  # padded like a vocabulary, so that all examples have one shape
+    row = np.full(
+        VOCAB, -1e30, np.float32
+    )  # padded like a vocabulary, so that all examples have one shape
     row[: len(logits)] = logits
     expected = token_probabilities(row, sampling)
     warped = np.asarray(warp_logits(jnp.asarray(row[None]), sampling))[0]
@@ -58,7 +66,8 @@ def test_top_k_keeps_ties_with_kth_token():
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.5, top_k=4), Sampling(2.0, top_p=0.7), Sampling(1.5, 6, 0.8)]
+    "sampling",
+    [Sampling(1.0), Sampling(0.5, top_k=4), Sampling(2.0, top_p=0.7), Sampling(1.5, 6, 0.8)],
 )
 def test_sampled_frequencies_match_probabilities(sampling: Sampling):
     """A chi-square statistic with at most 11 degrees of freedom exceeds 40 in 1 of 30,000 cases."""
@@ -79,7 +88,9 @@ def test_sample_depends_on_seed_row_number_and_step_only():
     row_numbers = jnp.arange(6, dtype=jnp.int32)
 
     def sample(seed: int, step: int) -> list[int]:
-        return sample_tokens(logits, row_numbers, jnp.int32(step), Sampling(1.0, seed=seed)).tolist()
+        return sample_tokens(
+            logits, row_numbers, jnp.int32(step), Sampling(1.0, seed=seed)
+        ).tolist()
 
     tokens = sample(0, 0)
     assert tokens == sample(0, 0)
@@ -91,7 +102,9 @@ def test_sample_depends_on_seed_row_number_and_step_only():
     assert padded.tolist() == tokens, "samples must not depend on padding of the vocabulary"
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 0.5), (1e-30, 0.5), (1e-300, 1.0), (1.0, 1e-300)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(0.0, 0.5), (1e-30, 0.5), (1e-300, 1.0), (1.0, 1e-300)]
+)
 def test_tiny_temperature_or_top_p_takes_most_likely(temperature: float, top_p: float):
     """Values that underflow in float32 behave like 0."""
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((50, VOCAB)), jnp.float32)
@@ -120,7 +133,12 @@ def test_warp_logits_matches_transformers():
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(3).standard_normal((40, VOCAB)).astype(np.float32) * 2
-    for temperature, top_k, top_p in [(0.7, 5, 0.9), (1.3, 12, 0.4), (1.0, 2, 0.99), (3.0, 12, 0.95)]:
+    for temperature, top_k, top_p in [
+        (0.7, 5, 0.9),
+        (1.3, 12, 0.4),
+        (1.0, 2, 0.99),
+        (3.0, 12, 0.95),
+    ]:
         scores = torch.tensor(logits) / temperature
         for warper in (process.TopKLogitsWarper(top_k), process.TopPLogitsWarper(top_p)):
             scores = warper(None, scores)

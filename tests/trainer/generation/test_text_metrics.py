@@ -28,7 +28,10 @@ def test_rouge_is_the_mean_f_measure():
 
 def test_bleu_is_that_of_the_corpus():
     sacrebleu = pytest.importorskip("sacrebleu")
-    assert score_texts(["bleu"], TEXTS, REFERENCES)["bleu"] == sacrebleu.corpus_bleu(TEXTS, [REFERENCES]).score
+    assert (
+        score_texts(["bleu"], TEXTS, REFERENCES)["bleu"]
+        == sacrebleu.corpus_bleu(TEXTS, [REFERENCES]).score
+    )
     assert score_texts(["bleu"], REFERENCES[:1], REFERENCES[:1])["bleu"] == pytest.approx(100)
 
 
@@ -36,7 +39,9 @@ def test_metrics_of_no_texts_are_nan():
     assert math.isnan(score_texts(["exact_match"], [], [])["exact_match"])
 
 
-@pytest.mark.parametrize(("metric", "module"), [("rouge", "rouge_score.rouge_scorer"), ("bleu", "sacrebleu")])
+@pytest.mark.parametrize(
+    ("metric", "module"), [("rouge", "rouge_score.rouge_scorer"), ("bleu", "sacrebleu")]
+)
 def test_missing_package_names_the_extra(metric: str, module: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PrepError) as raised:

@@ -49,7 +49,9 @@ def prefilled_logits(tiny: TinyTransformer, params: Tree, tokens: Array) -> Arra
             logits, cache = step(cache, column[:, None], start_slots)
             return cache, logits
 
-        return jnp.concatenate([logits[None], lax.scan(decode_one, cache, tokens[:, PREFILL_LENGTH:].T)[1]])
+        return jnp.concatenate(
+            [logits[None], lax.scan(decode_one, cache, tokens[:, PREFILL_LENGTH:].T)[1]]
+        )
 
     return compute(params, tokens)
 
@@ -64,9 +66,13 @@ def random_params(name: str) -> tuple[TinyTransformer, Tree]:
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ("mistral", "gemma2")))
 def test_ring_logits_equal_those_of_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny, params = random_params(name)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 29, (len(START_SLOTS), LENGTH), dtype=np.int32))
+    tokens = jnp.asarray(
+        np.random.default_rng(1).integers(0, 29, (len(START_SLOTS), LENGTH), dtype=np.int32)
+    )
     logits = prefilled_logits(tiny, params, tokens)
-    whole_logits = jax.jit(lambda params, row: transformer.compute_logits(params, row, tiny.model, ForwardConfig()))
+    whole_logits = jax.jit(
+        lambda params, row: transformer.compute_logits(params, row, tiny.model, ForwardConfig())
+    )
     for row, start in enumerate(START_SLOTS):
         whole = whole_logits(params, tokens[row : row + 1, start:])
         expected = whole[0, PREFILL_LENGTH - 1 - start :, : tiny.model.true_vocab_size]
@@ -82,7 +88,9 @@ def test_ring_tokens_equal_those_of_full_cache(name: str, monkeypatch: pytest.Mo
 
     def generate() -> list[list[int]]:
         config = GenerationConfig(20)
-        return Generator(params, tiny.model, forward_config=ForwardConfig(), generation_config=config).generate(prompts)
+        return Generator(
+            params, tiny.model, forward_config=ForwardConfig(), generation_config=config
+        ).generate(prompts)
 
     tokens = generate()
     use_full_cache(monkeypatch)
@@ -93,7 +101,9 @@ def test_cache_of_mistral_does_not_grow_with_length():
     tiny, _ = random_params("mistral")
 
     def cache_nbytes(length: int) -> int:
-        cache = jax.eval_shape(lambda: decode.init_kv_cache(tiny.model, (2, length), ForwardConfig()))
+        cache = jax.eval_shape(
+            lambda: decode.init_kv_cache(tiny.model, (2, length), ForwardConfig())
+        )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
     assert cache_nbytes(100_000) == cache_nbytes(100) < cache_nbytes(4) * 2
@@ -102,12 +112,17 @@ def test_cache_of_mistral_does_not_grow_with_length():
 @pytest.mark.parametrize("name", slow_except(("gemma3_text", "t5"), ("gemma3_text",)))
 def test_prefill_in_tiles_generates_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny = tiny_transformer(GOLDEN[name])
-    params, prompts = tiny.params_from_tensors(random_tensors(GOLDEN[name])), [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 7]]
+    params, prompts = (
+        tiny.params_from_tensors(random_tensors(GOLDEN[name])),
+        [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 7]],
+    )
     encoder_inputs = ([[0]] * len(prompts), prompts) if name == "t5" else (prompts,)
 
     def generate() -> list[list[int]]:
         config = GenerationConfig(6)
-        generator = Generator(params, tiny.model, forward_config=ForwardConfig(), generation_config=config)
+        generator = Generator(
+            params, tiny.model, forward_config=ForwardConfig(), generation_config=config
+        )
         return generator.generate(*encoder_inputs)
 
     dense = generate()
@@ -121,8 +136,14 @@ def test_prefill_memory_is_linear_in_the_prompt():
 
     def temp_nbytes(length: int) -> int:
         batch = jax.eval_shape(lambda: _make_prompt_batch([[1] * length], length, 1, 1, 0))
-        options: dict[str, Any] = {"model": tiny.model, "forward_config": ForwardConfig(), "generation_config": config}
-        compiled = jax.jit(partial(decode.prefill, count=length, **options)).lower(params, batch).compile()
+        options: dict[str, Any] = {
+            "model": tiny.model,
+            "forward_config": ForwardConfig(),
+            "generation_config": config,
+        }
+        compiled = (
+            jax.jit(partial(decode.prefill, count=length, **options)).lower(params, batch).compile()
+        )
         memory = compiled.memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes

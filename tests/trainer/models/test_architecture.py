@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.tiny_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
-from trainer.models.architecture import ACTIVATIONS, FULL_ATTENTION, MAX_WINDOW, NO_SOFTCAP, ArchConfig, window_period
+from trainer.models.architecture import (
+    ACTIVATIONS,
+    FULL_ATTENTION,
+    MAX_WINDOW,
+    NO_SOFTCAP,
+    ArchConfig,
+    window_period,
+)
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
@@ -25,14 +32,29 @@ def arch_config_of(config: dict[str, Any]) -> ArchConfig:
 @given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
 def test_window_period_is_shortest_repeating_prefix(windows: list[int]):
     found_period = window_period(windows)
-    repeats = [n for n in range(1, len(windows) + 1) if [windows[i % n] for i in range(len(windows))] == windows]
+    repeats = [
+        n
+        for n in range(1, len(windows) + 1)
+        if [windows[i % n] for i in range(len(windows))] == windows
+    ]
     assert found_period == min(repeats)
 
 
 def test_defaults_equal_transformers():
-    gpt2, neo, llama = (arch_config_of({"model_type": name}) for name in ("gpt2", "gpt_neo", "llama"))
-    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.has_gated_mlp) == ("layer", 1e-5, "gelu_new", False)
-    assert (gpt2.attn_scale, gpt2.sliding_windows, gpt2.max_positions) == (64**-0.5, (FULL_ATTENTION,) * 12, 1024)
+    gpt2, neo, llama = (
+        arch_config_of({"model_type": name}) for name in ("gpt2", "gpt_neo", "llama")
+    )
+    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.has_gated_mlp) == (
+        "layer",
+        1e-5,
+        "gelu_new",
+        False,
+    )
+    assert (gpt2.attn_scale, gpt2.sliding_windows, gpt2.max_positions) == (
+        64**-0.5,
+        (FULL_ATTENTION,) * 12,
+        1024,
+    )
     assert (neo.norm, neo.norm_eps, neo.activation, neo.has_gated_mlp, neo.attn_scale) == (
         "layer",
         1e-5,
@@ -42,10 +64,19 @@ def test_defaults_equal_transformers():
     )
     assert neo.sliding_windows == (FULL_ATTENTION, 256) * 12
     assert (neo.max_positions, neo.rope, neo.init_std) == (2048, None, 0.02)
-    assert (llama.norm, llama.norm_eps, llama.activation, llama.has_gated_mlp) == ("rms", 1e-6, "silu", True)
+    assert (llama.norm, llama.norm_eps, llama.activation, llama.has_gated_mlp) == (
+        "rms",
+        1e-6,
+        "silu",
+        True,
+    )
     assert (llama.attn_scale, llama.sliding_windows) == (128**-0.5, (FULL_ATTENTION,) * 32)
     assert llama.rope
-    assert (llama.rope.rotary_dim, llama.rope.theta, llama.rope.rope_type) == (128, 10_000, "default")
+    assert (llama.rope.rotary_dim, llama.rope.theta, llama.rope.rope_type) == (
+        128,
+        10_000,
+        "default",
+    )
 
 
 def test_attn_scale_uses_head_dim_of_config():
@@ -114,19 +145,33 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def test_sliding_windows_follow_config_of_each_family():
     assert arch_config_of(MISTRAL).sliding_windows == (5, 5)
     assert arch_config_of({"model_type": "mistral"}).sliding_windows == (4096,) * 32
-    assert arch_config_of(MISTRAL | {"sliding_window": None}).sliding_windows == (FULL_ATTENTION,) * 2
+    assert (
+        arch_config_of(MISTRAL | {"sliding_window": None}).sliding_windows == (FULL_ATTENTION,) * 2
+    )
     assert arch_config_of({"model_type": "mixtral"}).sliding_windows == (FULL_ATTENTION,) * 32
     assert arch_config_of({"model_type": "phi3"}).sliding_windows == (FULL_ATTENTION,) * 32
-    upper = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
+    upper = {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    }
     assert arch_config_of(QWEN2 | upper).sliding_windows == (FULL_ATTENTION, 9, 9)
-    assert arch_config_of(QWEN2 | upper | {"use_sliding_window": False}).sliding_windows == (FULL_ATTENTION,) * 3
-    assert arch_config_of(QWEN2 | upper | {"layer_types": [SLIDING, FULL, FULL]}).sliding_windows == (
+    assert (
+        arch_config_of(QWEN2 | upper | {"use_sliding_window": False}).sliding_windows
+        == (FULL_ATTENTION,) * 3
+    )
+    assert arch_config_of(
+        QWEN2 | upper | {"layer_types": [SLIDING, FULL, FULL]}
+    ).sliding_windows == (
         9,
         FULL_ATTENTION,
         FULL_ATTENTION,
     )
     assert arch_config_of(GEMMA2).sliding_windows == (5, FULL_ATTENTION, 5)
-    assert arch_config_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).sliding_windows == (
+    assert arch_config_of(
+        {"model_type": "gemma3_text", "num_hidden_layers": 7}
+    ).sliding_windows == (
         *[4096] * 5,
         FULL_ATTENTION,
         4096,
@@ -136,7 +181,12 @@ def test_sliding_windows_follow_config_of_each_family():
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("kinds", [[FULL, FULL], [SLIDING, FULL], [SLIDING, SLIDING]])
 def test_uniform_windows_ignore_layer_types(name: str, kinds: list[str]):
-    config = {"model_type": name, "num_hidden_layers": 2, "sliding_window": 5, "use_sliding_window": True}
+    config = {
+        "model_type": name,
+        "num_hidden_layers": 2,
+        "sliding_window": 5,
+        "use_sliding_window": True,
+    }
     assert arch_config_of(config | {"layer_types": kinds}).sliding_windows == (5, 5)
 
 
@@ -150,7 +200,9 @@ def test_sliding_window_is_bounded_below_int32():
 
 
 def test_gemma3_has_global_and_local_rope():
-    arch = arch_config_of({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    arch = arch_config_of(
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    )
     assert arch.rope
     assert arch.local_rope
     assert (arch.rope.theta, arch.rope.rope_type, arch.rope.factor) == (1e6, "linear", 8.0)
@@ -162,33 +214,57 @@ def test_gemma3_has_global_and_local_rope():
 
 def test_read_softcap_default_and_null():
     plain = arch_config_of({"model_type": "gemma2"})
-    assert (plain.attn_logit_softcap, plain.final_logit_softcap, plain.attn_scale, plain.embed_scale) == (
+    assert (
+        plain.attn_logit_softcap,
+        plain.final_logit_softcap,
+        plain.attn_scale,
+        plain.embed_scale,
+    ) == (
         50.0,
         30.0,
         256**-0.5,
         48.0,
     )
-    uncapped = arch_config_of(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    uncapped = arch_config_of(
+        GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    )
     assert (uncapped.attn_logit_softcap, uncapped.final_logit_softcap) == (NO_SOFTCAP, NO_SOFTCAP)
     assert arch_config_of({"model_type": "gemma3_text"}).final_logit_softcap == NO_SOFTCAP
 
 
 def test_more_defaults_equal_transformers():
-    neox, mixtral, phi3 = (arch_config_of({"model_type": name}) for name in ("gpt_neox", "mixtral", "phi3"))
+    neox, mixtral, phi3 = (
+        arch_config_of({"model_type": name}) for name in ("gpt_neox", "mixtral", "phi3")
+    )
     assert neox.rope
-    assert (neox.rope.rotary_dim, neox.activation, neox.block_type, neox.norm_eps) == (24, "gelu", "parallel", 1e-5)
+    assert (neox.rope.rotary_dim, neox.activation, neox.block_type, neox.norm_eps) == (
+        24,
+        "gelu",
+        "parallel",
+        1e-5,
+    )
     assert mixtral.rope
     assert (mixtral.rope.theta, mixtral.norm_eps, mixtral.experts_per_token) == (1e6, 1e-5, 2)
     assert (phi3.norm_eps, phi3.max_positions) == (1e-5, 4096)
     assert arch_config_of({"model_type": "gptj"}).rope == Rope(64, 1e4, 2048)
     opt = arch_config_of({"model_type": "opt"})
-    assert (opt.block_type, opt.has_final_norm, opt.position_offset, opt.max_positions) == ("pre", True, 2, 2048)
+    assert (opt.block_type, opt.has_final_norm, opt.position_offset, opt.max_positions) == (
+        "pre",
+        True,
+        2,
+        2048,
+    )
     assert not arch_config_of({"model_type": "qwen3_moe"}).norm_topk_prob
-    assert arch_config_of({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
+    assert (
+        arch_config_of({"model_type": "gemma", "hidden_act": "gelu"}).activation
+        == "gelu_pytorch_tanh"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("field", ["clip_qkv", "use_qk_norm", "alibi", "no_rope_layers", "use_bidirectional_attention"])
+@pytest.mark.parametrize(
+    "field", ["clip_qkv", "use_qk_norm", "alibi", "no_rope_layers", "use_bidirectional_attention"]
+)
 def test_every_family_rejects_unsupported_fields(name: str, field: str):
     plain = {"model_type": name}
     assert arch_config_of(plain | {field: None}) == arch_config_of(plain)
@@ -206,13 +282,19 @@ def test_every_family_rejects_unsupported_fields(name: str, field: str):
         (LLAMA | {"embedding_multiplier": 12.0}, "embedding_multiplier"),
         (GPT2 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         (GPT2 | {"attention_types": [[["global", "local"], 1]]}, "attention_types"),
-        ({"model_type": "gptj", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),
+        (
+            {"model_type": "gptj", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_parameters",
+        ),
         ({"model_type": "opt", "rope_theta": 500.0}, "rope_theta"),
         (GPT2 | {"hidden_act": "relu"}, "hidden_act"),
         (LLAMA | {"activation_function": "gelu"}, "activation_function"),
         (GEMMA2 | {"hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation"),
-        ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": ["gelu"]}, "hidden_activation"),
+        (
+            {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": ["gelu"]},
+            "hidden_activation",
+        ),
         (MISTRAL | {"attention_bias": True}, "attention_bias"),
         (QWEN2 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
         (GEMMA2 | {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
@@ -222,8 +304,17 @@ def test_every_family_rejects_unsupported_fields(name: str, field: str):
         (GEMMA2 | {"sliding_window": None, "layer_types": [SLIDING, FULL, SLIDING]}, "layer_types"),
         (GEMMA2 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "rope_parameters"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            },
+            "rope_parameters",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}},
+            "rope_parameters",
+        ),
         ({"model_type": "gemma3_text", "rope_scaling": "linear"}, "rope_scaling"),
         (QWEN2 | {"max_window_layers": "2"}, "max_window_layers"),
         (
@@ -234,14 +325,20 @@ def test_every_family_rejects_unsupported_fields(name: str, field: str):
             {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
             "by `decoder_sparse_step` layer 0 of 24 has a dense MLP",
         ),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "by `mlp_only_layers` layer 3 of 24 has a dense MLP"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [3]},
+            "by `mlp_only_layers` layer 3 of 24 has a dense MLP",
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "no"}, "it must be a list of layers"),
         (LLAMA | {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
         (
             {"model_type": "gptj", "n_embd": 64, "n_head": 8, "rotary_dim": 16},
             "rotary_dim rotates 16 elements of a head",
         ),
-        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads is 3, it must divide num_attention_heads"),
+        (
+            LLAMA | {"num_key_value_heads": 3},
+            "num_key_value_heads is 3, it must divide num_attention_heads",
+        ),
         (LLAMA | {"num_key_value_heads": 4}, "num_key_value_heads is 4"),
         (LLAMA | {"hidden_size": 1, "head_dim": None}, "hidden_size 1 is too small for 2"),
         (GPT2 | {"n_head": 3}, "3 attention heads do not divide"),
@@ -263,7 +360,10 @@ def test_every_family_rejects_unsupported_fields(name: str, field: str):
         ({"model_type": "t5", "relative_attention_num_buckets": 3}, "3 buckets"),
         ({"model_type": "t5", "relative_attention_max_distance": 16}, "distances up to 16"),
         ({"model_type": "t5", "relative_attention_max_distance": 1 << 40}, "to 1,048,576"),
-        ({"model_type": "t5", "relative_attention_max_distance": "128"}, "relative_attention_max_distance"),
+        (
+            {"model_type": "t5", "relative_attention_max_distance": "128"},
+            "relative_attention_max_distance",
+        ),
     ],
 )
 def test_arch_config_error_names_field(config: dict[str, Any], field: str):
@@ -272,24 +372,63 @@ def test_arch_config_error_names_field(config: dict[str, Any], field: str):
 
 
 def test_layer_types_with_full_attention_are_accepted():
-    assert arch_config_of(LLAMA | {"layer_types": [FULL, FULL], "logit_scale": 1.0}) == arch_config_of(LLAMA)
+    assert arch_config_of(
+        LLAMA | {"layer_types": [FULL, FULL], "logit_scale": 1.0}
+    ) == arch_config_of(LLAMA)
 
 
 def test_read_activation_accepts_equivalent_name():
     assert arch_config_of(GPT2 | {"hidden_act": "gelu_pytorch_tanh"}) == arch_config_of(GPT2)
     gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
     assert arch_config_of(gemma) == arch_config_of({"model_type": "gemma"})
-    assert arch_config_of(LLAMA | {"hidden_act": "swish", "activation_function": None}).activation == "swish"
+    assert (
+        arch_config_of(LLAMA | {"hidden_act": "swish", "activation_function": None}).activation
+        == "swish"
+    )
 
 
 # Fields of the config classes of transformers that do not change the logits
 HARMLESS = {
-    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type"),
-    *("return_dict", "transformers_version", "use_cache", "chunk_size_feed_forward", "router_aux_loss_coef"),
-    *("activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "dropout_rate"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "is_decoder",
+        "label2id",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "problem_type",
+    ),
+    *(
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+        "chunk_size_feed_forward",
+        "router_aux_loss_coef",
+    ),
+    *(
+        "activation_dropout",
+        "attention_dropout",
+        "attn_pdrop",
+        "classifier_dropout",
+        "dropout",
+        "dropout_rate",
+    ),
     *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *(
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
     "_sliding_window_pattern",  # transformers writes it but never reads it
     "pretraining_tp",  # the number of slices of a matrix product
     "reorder_and_upcast_attn",  # scores in float32; the trainer always computes them so
@@ -328,6 +467,10 @@ def test_every_transformers_field_is_read_or_rejected(name: str):
     written = json.loads(configs.for_model(name).to_json_string(use_diff=False))
     plain = {"model_type": name, "use_sliding_window": True}
     assert interpret(written) == interpret({"model_type": name}) is not None
-    changed = {field: {**plain, field: changed_value(value)} for field, value in written.items() if field not in plain}
+    changed = {
+        field: {**plain, field: changed_value(value)}
+        for field, value in written.items()
+        if field not in plain
+    }
     ignored = {field for field, config in changed.items() if interpret(config) == interpret(plain)}
     assert ignored - {field for family, field in INERT_ALONE if family == name} <= HARMLESS

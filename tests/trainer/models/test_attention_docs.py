@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.models.attention_kernels import KERNEL_SPECS, KernelSpec
-from trainer.models.attention_needs import Feature
+from trainer.models.attention_needs import AttentionFeature
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "attention.md"
 
@@ -28,7 +28,10 @@ def table_lines() -> Iterator[str]:
         "platforms": [", ".join(spec.platforms) or "all" for spec in specs],
         "dtypes": [", ".join(spec.dtypes) for spec in specs],
         "head widths": [head_widths(spec) for spec in specs],
-        **{str(feature): ["yes" if feature in spec.features else "" for spec in specs] for feature in Feature},
+        **{
+            str(feature): ["yes" if feature in spec.features else "" for spec in specs]
+            for feature in AttentionFeature
+        },
     }
     yield from (f"| {' | '.join([name, *cells])} |" for name, cells in rows.items())
 

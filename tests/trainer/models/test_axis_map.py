@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.models.axis_map import Factor, TensorIndex, bind_row, parse_row
+from trainer.models.axis_map import SizedAxis, TensorIndex, bind_row, parse_row
 from trainer.models.errors import PrepError
 
-SIZES = {"layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 6, "embed": 8, "qkv": 3, "blocks": 2, "slot": 2}
+SIZES = {
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 6,
+    "embed": 8,
+    "qkv": 3,
+    "blocks": 2,
+    "slot": 2,
+}
 
 FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
     "embed <- norm: embed": ((8,), (8,), ["norm"]),
@@ -22,7 +31,11 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
     "embed <- h.{layers}.n: embed": ((8,), (8,), ["h.0.n", "h.1.n", "h.2.n"]),
     "layers <- h.{layers}.s:": ((3,), (), ["h.0.s", "h.1.s", "h.2.s"]),
     "blocks embed <- h.{blocks slot=1}.n: embed": ((2, 8), (8,), ["h.1.n", "h.3.n"]),
-    "blocks slot embed <- h.{blocks slot}.n: embed": ((2, 2, 8), (8,), ["h.0.n", "h.1.n", "h.2.n", "h.3.n"]),
+    "blocks slot embed <- h.{blocks slot}.n: embed": (
+        (2, 2, 8),
+        (8,),
+        ["h.0.n", "h.1.n", "h.2.n", "h.3.n"],
+    ),
     "layers embed <- h.{layers@local}.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
     "layers embed <- h.{ layers @ local }.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
     "layers blocks <- h.{layers}.e.{blocks}:": (
@@ -49,7 +62,10 @@ def test_bind_row_returns_shapes_and_names_of_each_form(text: str):
 
 @pytest.mark.parametrize(
     ("parts", "start", "length"),
-    [(">heads head_dim|kv_heads head_dim|1", 0, 24), ("heads head_dim|>kv_heads head_dim|1", 24, 12)],
+    [
+        (">heads head_dim|kv_heads head_dim|1", 0, 24),
+        ("heads head_dim|>kv_heads head_dim|1", 24, 12),
+    ],
 )
 def test_unequal_parts_are_consecutive_in_dim(parts: str, start: int, length: int):
     marked = parts.split(">")[1].split("|")[0]
@@ -58,24 +74,32 @@ def test_unequal_parts_are_consecutive_in_dim(parts: str, start: int, length: in
 
 
 def test_fixed_atom_selects_one_of_equal_parts():
-    (_, dim) = bind_row(parse_row("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES).source_dims
-    assert dim.factors == (Factor("qkv", 3, 2), Factor("heads", 4), Factor("head_dim", 6))
+    (_, dim) = bind_row(
+        parse_row("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES
+    ).source_dims
+    assert dim.factors == (SizedAxis("qkv", 3, 2), SizedAxis("heads", 4), SizedAxis("head_dim", 6))
     assert (dim.extent, dim.start, dim.selected_extent) == (72, 0, 72)
 
 
 def test_bind_row_pads_leaf_only():
-    row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16})
+    row = bind_row(
+        parse_row("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16}
+    )
     assert (row.leaf_shape, row.source_shape) == ((16, 8), (11, 8))
 
 
 def test_atom_only_in_braces_is_unscanned():
     row = bind_row(parse_row("embed <- h.{layers}.e.{blocks slot=0}.n: embed"), SIZES)
-    assert [f.atom for f in row.stacked_factors] == ["layers", "blocks"] == [f.atom for f in row.unscanned_factors]
+    assert (
+        [f.atom for f in row.stacked_factors]
+        == ["layers", "blocks"]
+        == [f.atom for f in row.unscanned_factors]
+    )
     assert bind_row(parse_row("layers embed <- h.{layers}.n: embed"), SIZES).unscanned_factors == ()
 
 
 def test_tensor_index_counts_last_atom_fastest():
-    tensor_index = TensorIndex((Factor("blocks", 2), Factor("slot", 3, 1)))
+    tensor_index = TensorIndex((SizedAxis("blocks", 2), SizedAxis("slot", 3, 1)))
     assert [tensor_index.resolve({"blocks": i}) for i in range(2)] == [1, 4]
 
 

@@ -35,7 +35,11 @@ def test_chunk_shape_does_not_split_small_leaf(embed, chunk):
 @pytest.mark.parametrize(
     ("dims", "shape", "chunk"),
     [
-        ("vocab embed", (50264, 2048), (488, 2048)),  # 512 rows fit; 488 is the largest divisor of 50264 below that
+        (
+            "vocab embed",
+            (50264, 2048),
+            (488, 2048),
+        ),  # 512 rows fit; 488 is the largest divisor of 50264 below that
         ("layers mlp embed", (24, 8192, 2048), (1, 512, 2048)),
         ("mlp layers embed", (8192, 24, 2048), (512, 1, 2048)),
         ("layers embed", (24, 2048), (1, 2048)),
@@ -68,6 +72,12 @@ def test_chunk_shape_without_mesh_is_largest_that_fits(rows, columns):
 def test_chunk_shape_takes_stacked_dims():
     dims, shape = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
     spec = partition_spec(dims, shape, parse_mesh("1,1,4"), PARAM_RULES)
-    assert chunk_shape(dims, shape, spec=spec, itemsize=4, stacked_dims=("blocks",)) == (1, 8, 1 << 18)
-    without_mesh = chunk_shape(dims, shape, spec=None, itemsize=4, stacked_dims=("blocks", "experts"))
+    assert chunk_shape(dims, shape, spec=spec, itemsize=4, stacked_dims=("blocks",)) == (
+        1,
+        8,
+        1 << 18,
+    )
+    without_mesh = chunk_shape(
+        dims, shape, spec=None, itemsize=4, stacked_dims=("blocks", "experts")
+    )
     assert without_mesh == (1, 1, 1 << 20)

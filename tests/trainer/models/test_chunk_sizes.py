@@ -24,5 +24,7 @@ def test_chunk_length_is_at_most_the_sequence(chunk_size: int, expected: int):
         (1 << 20, 2, 8, 512),
     ],
 )
-def test_block_has_a_quarter_of_the_mean_rows(num_tokens: int, top_k: int, num_experts: int, expected: int):
+def test_block_has_a_quarter_of_the_mean_rows(
+    num_tokens: int, top_k: int, num_experts: int, expected: int
+):
     assert expert_block_length(num_tokens, top_k, num_experts) == expected

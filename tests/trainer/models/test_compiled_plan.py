@@ -40,10 +40,26 @@ def test_collectives_count_the_bytes_of_results():
 
 
 def test_program_without_collectives_has_none():
-    assert read_collectives("ENTRY %main (p0: f32[4]) -> f32[4] {\n  ROOT %p0 = f32[4]{0} parameter(0)\n}\n") == ()
+    assert (
+        read_collectives(
+            "ENTRY %main (p0: f32[4]) -> f32[4] {\n  ROOT %p0 = f32[4]{0} parameter(0)\n}\n"
+        )
+        == ()
+    )
 
 
 def test_plan_survives_json():
-    plan = CompiledPlan("v5p:8x8x4", "blockwise", False, 100, 20, 21, 19, 1.5, 300, (Collective("all-gather", 2, 64),))
+    plan = CompiledPlan(
+        "v5p:8x8x4",
+        "blockwise",
+        False,
+        100,
+        20,
+        21,
+        19,
+        1.5,
+        300,
+        (Collective("all-gather", 2, 64),),
+    )
     assert plan.peak_nbytes == 100 + 20 + 2
     assert CompiledPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -41,19 +41,29 @@ def test_field_without_a_value_takes_its_type_only(field: str, value: object, ki
 
 
 def test_field_without_a_value_can_be_set():
-    values = {"tie_word_embeddings": True, "pad_token_id": 0, "attention_dropout": 0.1, "eos_token_id": [1, 2]}
+    values = {
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "attention_dropout": 0.1,
+        "eos_token_id": [1, 2],
+    }
     assert override_fields(LLAMA, values) == LLAMA | values
 
 
 def test_rate_that_the_config_has_as_an_integer_takes_a_number():
     config = LLAMA | {"attention_dropout": 0, "rope_theta": 10000}
-    assert override_fields(config, {"attention_dropout": 0.1, "rope_theta": 5e5})["rope_theta"] == 5e5
+    assert (
+        override_fields(config, {"attention_dropout": 0.1, "rope_theta": 5e5})["rope_theta"] == 5e5
+    )
 
 
 @pytest.mark.parametrize("before", [1, [1, 2]])
 @pytest.mark.parametrize("after", [3, [3, 4]])
 def test_end_token_may_be_one_or_a_list(before: object, after: object):
-    assert override_fields(LLAMA | {"eos_token_id": before}, {"eos_token_id": after})["eos_token_id"] == after
+    assert (
+        override_fields(LLAMA | {"eos_token_id": before}, {"eos_token_id": after})["eos_token_id"]
+        == after
+    )
 
 
 @pytest.mark.parametrize("base", [10000, 12345.5])

@@ -7,13 +7,14 @@ import pytest
 from trainer.models.coordinator_address import coordinator_address
 from trainer.models.decimal_text import parse_decimal
 from trainer.models.launchers import OPEN_MPI
-from trainer.recipe.value_translations import translate_value
+from trainer.recipe.other_trainers import translate_value
 
 MANY_DIGITS = "9" * 5000
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("0", 0), ("0017", 17), ("", None), ("-1", None), ("٣", None), (MANY_DIGITS, None)]
+    ("text", "number"),
+    [("0", 0), ("0017", 17), ("", None), ("-1", None), ("٣", None), (MANY_DIGITS, None)],
 )
 def test_parse_decimal_returns_short_numbers(text: str, number: int | None) -> None:
     assert parse_decimal(text) == number
@@ -25,6 +26,9 @@ def test_profile_of_many_digits_stays_text() -> None:
 
 
 def test_variables_of_many_digits_are_ignored() -> None:
-    uri = {"OMPI_MCA_orte_hnp_uri": f"{MANY_DIGITS}.0;tcp://10.96.0.1:34911", "JAX_COORDINATOR_PORT": MANY_DIGITS}
+    uri = {
+        "OMPI_MCA_orte_hnp_uri": f"{MANY_DIGITS}.0;tcp://10.96.0.1:34911",
+        "JAX_COORDINATOR_PORT": MANY_DIGITS,
+    }
     address, _ = coordinator_address(OPEN_MPI, uri, default_port=11111)
     assert address.startswith("10.96.0.1:")

@@ -19,7 +19,11 @@ def test_cpu_head_chunk_shares_its_tokens_among_rows(num_rows: int, head: int):
     assert default_chunk_sizes(CPU, length=512, num_rows=num_rows).head == head
 
 
-@pytest.mark.parametrize("device", [DeviceKind("tpu"), DeviceKind("cuda", (9, 0)), DeviceKind("rocm"), ANY_ACCELERATOR])
+@pytest.mark.parametrize(
+    "device", [DeviceKind("tpu"), DeviceKind("cuda", (9, 0)), DeviceKind("rocm"), ANY_ACCELERATOR]
+)
 def test_accelerator_sizes_do_not_depend_on_the_batch(device: DeviceKind):
     for length, num_rows in ((2, 1), (32768, 64)):
-        assert default_chunk_sizes(device, length=length, num_rows=num_rows) == ChunkSizes(512, 512, head=512)
+        assert default_chunk_sizes(device, length=length, num_rows=num_rows) == ChunkSizes(
+            512, 512, head=512
+        )

@@ -36,9 +36,21 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
-TPU = {"TPU_WORKER_HOSTNAMES": "w-0,w-1,w-2,w-3", "TPU_WORKER_ID": "2", "TPU_SKIP_MDS_QUERY": "true"}
-TWO_SLICES = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "w-0:8080"}
-POD = {"KUBERNETES_SERVICE_HOST": "10.8.0.1", "JOB_COMPLETION_INDEX": "1", "HOSTNAME": "run-worker-0-1"}
+TPU = {
+    "TPU_WORKER_HOSTNAMES": "w-0,w-1,w-2,w-3",
+    "TPU_WORKER_ID": "2",
+    "TPU_SKIP_MDS_QUERY": "true",
+}
+TWO_SLICES = {
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "w-0:8080",
+}
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.8.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "run-worker-0-1",
+}
 
 
 def numbers(environ: dict[str, str]) -> tuple[str, int, int] | None:
@@ -67,7 +79,11 @@ def test_detect_launcher_reads_environment(environ: dict[str, str], expected: tu
     "environ",
     [
         {},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "71"},  # the batch script, which runs once
+        {
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": "0",
+            "SLURM_JOB_ID": "71",
+        },  # the batch script, which runs once
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {"JAX_NUM_PROCESSES": "1"},
         {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"},
@@ -85,10 +101,15 @@ def test_detect_launcher_reads_places_of_slurm_tasks():
 
 
 @pytest.mark.parametrize(
-    ("tasks_per_node", "node", "local_count"), [("2(x3),1", "3", 1), ("2(x3),1", "1", 2), ("", "0", None)]
+    ("tasks_per_node", "node", "local_count"),
+    [("2(x3),1", "3", 1), ("2(x3),1", "1", 2), ("", "0", None)],
 )
-def test_detect_launcher_counts_tasks_of_the_node(tasks_per_node: str, node: str, local_count: int | None):
-    process = detect_launcher(SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": node})
+def test_detect_launcher_counts_tasks_of_the_node(
+    tasks_per_node: str, node: str, local_count: int | None
+):
+    process = detect_launcher(
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": node}
+    )
     assert process is not None
     assert process.local_count == local_count
 
@@ -112,7 +133,10 @@ def test_detect_launcher_ignores_others_than_requested():
         ({"JAX_PROCESS_ID": "1"}, "JAX_PROCESS_ID is set, and JAX_NUM_PROCESSES is not"),
         ({"JAX_NUM_PROCESSES": "many", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=many is invalid"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS is set, and SLURM_PROCID is not"),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}, "the indices of 4 processes are 0 to 3"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"},
+            "the indices of 4 processes are 0 to 3",
+        ),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is not"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_HOSTNAMES is set, and TPU_WORKER_ID is not"),
         (TPU | {"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_SLICE_ID is not"),
@@ -132,7 +156,11 @@ def test_detect_launcher_refuses_incomplete_variables(environ: dict[str, str], m
     [
         ("SLURM", SLURM | {"SLURM_STEP_ID": "2"}, "SLURM job 71.2"),
         ("Open MPI", OPEN_MPI, "Open MPI job 1531576320"),
-        ("Open MPI", OPEN_MPI | {"PMIX_NAMESPACE": "prterun-n1-8@1"}, "Open MPI job prterun-n1-8@1"),
+        (
+            "Open MPI",
+            OPEN_MPI | {"PMIX_NAMESPACE": "prterun-n1-8@1"},
+            "Open MPI job prterun-n1-8@1",
+        ),
         ("Kubernetes", POD | {"JOBSET_NAME": "run"}, "JobSet run"),
         ("Kubernetes", POD, ""),
         ("JAX_NUM_PROCESSES", JAX | SLURM, ""),  # another launcher's job

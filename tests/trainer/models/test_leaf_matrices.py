@@ -48,7 +48,11 @@ def test_matrix_axes_group_attention_heads(dims: str, axes: MatrixAxes | None):
 @pytest.mark.parametrize("config", ALL_CONFIGS, ids=lambda config: config["model_type"])
 def test_every_matrix_of_a_layer_has_two_dims(config: dict[str, Any]):
     leaves = param_leaves(FAMILIES[config["model_type"]], config, False)
-    in_layers = [leaf for leaf in leaves.values() if "layers" in leaf.path.split(".") and leaf.role == "matrix"]
+    in_layers = [
+        leaf
+        for leaf in leaves.values()
+        if "layers" in leaf.path.split(".") and leaf.role == "matrix"
+    ]
     assert in_layers
     assert all(map(is_layer_matrix, in_layers))
     assert not any(is_layer_matrix(leaf) for leaf in leaves.values() if leaf not in in_layers)

@@ -32,7 +32,9 @@ def tensor_shapes(config: dict[str, Any], lora: LoraConfig) -> dict[str, tuple[i
     return {name: row.source_shape for row in rows for name, _ in row.tensors()}
 
 
-@pytest.mark.parametrize("config", ALL_CONFIGS, ids=[config["model_type"] for config in ALL_CONFIGS])
+@pytest.mark.parametrize(
+    "config", ALL_CONFIGS, ids=[config["model_type"] for config in ALL_CONFIGS]
+)
 def test_every_family_has_the_default_targets(config: dict[str, Any]):
     family = FAMILIES[config["model_type"]]
     names = {projection.name for projection in select_targets(family, config, DEFAULT_TARGETS)}
@@ -41,7 +43,9 @@ def test_every_family_has_the_default_targets(config: dict[str, Any]):
     assert all(leaf.extent("lora_rank") == 4 for leaf in leaves.values())
 
 
-@pytest.mark.parametrize("config", ALL_CONFIGS, ids=[config["model_type"] for config in ALL_CONFIGS])
+@pytest.mark.parametrize(
+    "config", ALL_CONFIGS, ids=[config["model_type"] for config in ALL_CONFIGS]
+)
 def test_adapters_have_the_dims_of_their_weights(config: dict[str, Any]):
     family = FAMILIES[config["model_type"]]
     sizes, rows = family.sizes(config), parameter_rows(family, config)
@@ -68,7 +72,9 @@ def test_projections_in_one_tensor_share_an_adapter():
     assert shapes["h.0.attn.c_attn.lora_A.weight"] == (4, 32)
     assert shapes["h.0.attn.c_attn.lora_B.weight"] == (96, 4)
     adapters = build_adapters(FAMILIES["gpt2"], GPT2, LORA)
-    assert adapters.shared == {f"layers.attn.{name}.lora_a": "layers.attn.q.lora_a" for name in "kv"}
+    assert adapters.shared == {
+        f"layers.attn.{name}.lora_a": "layers.attn.q.lora_a" for name in "kv"
+    }
     assert "layers.attn.k.lora_a" not in adapters.leaves
 
 
@@ -88,19 +94,25 @@ def test_adapters_of_unstacked_layers_share_within_a_layer():
         (FAMILY_CONFIGS["t5"], DEFAULT_TARGETS, ["SelfAttention.q", "SelfAttention.v"]),
     ],
 )
-def test_module_suffixes_select_only_the_targets(config: dict[str, Any], targets: tuple[str, ...], suffixes: list[str]):
+def test_module_suffixes_select_only_the_targets(
+    config: dict[str, Any], targets: tuple[str, ...], suffixes: list[str]
+):
     lora = LoraConfig(4, 8.0, targets)
     assert module_suffixes(FAMILIES[config["model_type"]], config, lora) == suffixes
 
 
 def test_unknown_target_is_an_error_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"'mlp.gate'.*attn.q, attn.k, attn.v, attn.o, mlp.up, mlp.down"):
+    with pytest.raises(
+        UsageError, match=r"'mlp.gate'.*attn.q, attn.k, attn.v, attn.o, mlp.up, mlp.down"
+    ):
         build_adapters(FAMILIES["gpt2"], GPT2, LoraConfig(4, 8.0, ("attn.q", "mlp.gate")))
 
 
 def test_experts_have_no_adapters():
     config = FAMILY_CONFIGS["mixtral"]
-    assert {p.name for p in projections(FAMILIES["mixtral"], config)} == {f"attn.{name}" for name in "qkvo"}
+    assert {p.name for p in projections(FAMILIES["mixtral"], config)} == {
+        f"attn.{name}" for name in "qkvo"
+    }
 
 
 def test_scaling_divides_alpha_by_the_rank_or_its_root():
@@ -109,7 +121,8 @@ def test_scaling_divides_alpha_by_the_rank_or_its_root():
 
 
 @pytest.mark.parametrize(
-    ("target", "meant"), [("v_porj", "attn.v"), ("q_proj", "attn.q"), ("atn.o", "attn.o"), ("gate_prj", "mlp.gate")]
+    ("target", "meant"),
+    [("v_porj", "attn.v"), ("q_proj", "attn.q"), ("atn.o", "attn.o"), ("gate_prj", "mlp.gate")],
 )
 def test_unknown_target_is_named_with_the_one_that_was_meant(target: str, meant: str):
     with pytest.raises(UsageError) as caught:

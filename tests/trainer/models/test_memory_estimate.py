@@ -18,11 +18,15 @@ from trainer.models.registry import FAMILIES
 from trainer.models.rules import DEFAULT_RULES
 
 MIB = 1 << 20
-SMALL, DEEP, LLAMA_13B, MIXTRAL = (MODEL_CONFIGS[name] for name in ("small", "deep", "13b", "mixtral"))
+SMALL, DEEP, LLAMA_13B, MIXTRAL = (
+    MODEL_CONFIGS[name] for name in ("small", "deep", "13b", "mixtral")
+)
 ATTENTION = ("q", "k", "v", "attention_output")
 
 
-def make_inputs(family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any) -> MemoryInputs:
+def make_inputs(
+    family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any
+) -> MemoryInputs:
     """Return the inputs of the estimate of a family's config."""
     family = FAMILIES[family_name]
     return MemoryInputs(
@@ -34,7 +38,9 @@ def make_inputs(family_name: str, config: Mapping[str, Any], mesh: str = "", **o
     )
 
 
-def estimate(family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any) -> MemoryEstimate:
+def estimate(
+    family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any
+) -> MemoryEstimate:
     """Estimate the memory of a family's config."""
     return estimate_memory(make_inputs(family_name, config, mesh, **options))
 
@@ -53,17 +59,26 @@ def test_estimate_is_close_to_xla_plan(point: MemoryPoint):
         ("gemma2", {}, "o", 26),
     ],
 )
-def test_outputs_of_blocks_are_saved_for_norms(family: str, config: Mapping[str, Any], name: str, num_arrays: int):
+def test_outputs_of_blocks_are_saved_for_norms(
+    family: str, config: Mapping[str, Any], name: str, num_arrays: int
+):
     plain, named = (
-        make_inputs(family, config, seq_length=64, remat_policy=policy) for policy in ("nothing_saveable", (name,))
+        make_inputs(family, config, seq_length=64, remat_policy=policy)
+        for policy in ("nothing_saveable", (name,))
     )
     difference = estimate_memory(named).saved - estimate_memory(plain).saved
     assert difference == num_arrays * 64 * plain.embed_size * 4
 
 
 def test_offload_moves_inputs_of_layers_out_of_the_peak():
-    options: dict[str, Any] = {"seq_length": 4096, "attention_tile": (512, 512), "remat_policy": ATTENTION}
-    kept, offloaded = (estimate("llama", DEEP, **options, offload=place) for place in ("none", "residuals"))
+    options: dict[str, Any] = {
+        "seq_length": 4096,
+        "attention_tile": (512, 512),
+        "remat_policy": ATTENTION,
+    }
+    kept, offloaded = (
+        estimate("llama", DEEP, **options, offload=place) for place in ("none", "residuals")
+    )
     inputs_nbytes = 8 * 4096 * 512 * 4
     assert (kept.offloaded, offloaded.offloaded) == (0, inputs_nbytes)
     assert kept.peak - offloaded.peak == inputs_nbytes
@@ -88,7 +103,9 @@ def test_experts_need_rows_of_one_chunk_and_save_nothing():
     """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
     options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}
     two, four = (
-        estimate("mixtral", MIXTRAL | {"num_experts_per_tok": top_k}, **options, ffn_chunk_size=1024)
+        estimate(
+            "mixtral", MIXTRAL | {"num_experts_per_tok": top_k}, **options, ffn_chunk_size=1024
+        )
         for top_k in (2, 4)
     )
     assert 2 * 2 * 1024 * 512 * 4 <= four.layer - two.layer <= 3 * 2 * 1024 * 512 * 4
@@ -117,7 +134,8 @@ def test_mesh_splits_state_and_activations():
 
 def test_bfloat16_halves_part_of_saved_activations():
     float32, bfloat16 = (
-        estimate("llama", DEEP, micro_batch_size=8, seq_length=1024, itemsize=itemsize) for itemsize in (4, 2)
+        estimate("llama", DEEP, micro_batch_size=8, seq_length=1024, itemsize=itemsize)
+        for itemsize in (4, 2)
     )
     assert 0.5 < bfloat16.saved / float32.saved < 0.8
     assert bfloat16.scores == float32.scores, "scores are float32"
@@ -125,9 +143,16 @@ def test_bfloat16_halves_part_of_saved_activations():
 
 
 def test_remat_policies_are_ordered_by_saved_bytes():
-    policies = ("everything_saveable", "none", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+    policies = (
+        "everything_saveable",
+        "none",
+        "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "nothing_saveable",
+    )
     saved = [
-        estimate("llama", DEEP, micro_batch_size=4, seq_length=1024, remat_policy=policy).saved for policy in policies
+        estimate("llama", DEEP, micro_batch_size=4, seq_length=1024, remat_policy=policy).saved
+        for policy in policies
     ]
     assert saved == sorted(saved, reverse=True)
     assert len({*saved}) == len(policies)
@@ -159,7 +184,10 @@ def test_fsdp_gathers_the_lm_head_twice(itemsize: int, nbytes: int):
 
 def test_layers_of_a_window_period_overlap():
     """Another layer adds its dense scores, but no tiles."""
-    gpt_neo, options = MODEL_CONFIGS["gpt_neo"], {"seq_length": 1024, "remat_policy": "nothing_saveable"}
+    gpt_neo, options = (
+        MODEL_CONFIGS["gpt_neo"],
+        {"seq_length": 1024, "remat_policy": "nothing_saveable"},
+    )
     alternating, uniform = gpt_neo, gpt_neo | {"attention_types": [[["global"], 4]]}
     dense, tiled = (
         estimate("gpt_neo", alternating, attention_tile=tile, **options).layer

@@ -24,8 +24,16 @@ SIZE_RANGE = "a size is a number of devices, or -1 for all remaining devices"
         ("dp:8", "8,1,1", Mesh(("dp", "fsdp", "mp"), (8, 1, 1))),
         ("dp:1,fsdp:-1,mp:1,sp:1", "1,-1,1", Mesh(("dp", "fsdp", "mp"), (1, -1, 1))),
         ("mp:4,fsdp:64", "dp:1,mp:4,fsdp:64", Mesh(("dp", "mp", "fsdp"), (1, 4, 64))),
-        ("fsdp:64,mp:4,sp:2", "dp:1,fsdp:64,mp:4,sp:2", Mesh(("dp", "fsdp", "mp", "sp"), (1, 64, 4, 2))),
-        ("fsdp:64,sp:2,mp:4", "dp:1,fsdp:64,sp:2,mp:4", Mesh(("dp", "fsdp", "sp", "mp"), (1, 64, 2, 4))),
+        (
+            "fsdp:64,mp:4,sp:2",
+            "dp:1,fsdp:64,mp:4,sp:2",
+            Mesh(("dp", "fsdp", "mp", "sp"), (1, 64, 4, 2)),
+        ),
+        (
+            "fsdp:64,sp:2,mp:4",
+            "dp:1,fsdp:64,sp:2,mp:4",
+            Mesh(("dp", "fsdp", "sp", "mp"), (1, 64, 2, 4)),
+        ),
         ("!1,8,4", "!1,8,4", Mesh(("dp", "fsdp", "mp"), (1, 8, 4), plain_order=True)),
     ],
 )
@@ -43,7 +51,10 @@ def test_parse_mesh_inverts_str(text):
 def test_parse_mesh_ignores_axes_of_size_one(mesh):
     larger = [f"{axis}:{size}" for axis, size in zip(mesh.names, mesh.sizes) if size > 1]
     assert (
-        parse_mesh("!" * mesh.plain_order + ",".join([*larger, *[f"{a}:1" for a in MESH_AXES if mesh.size(a) == 1]]))
+        parse_mesh(
+            "!" * mesh.plain_order
+            + ",".join([*larger, *[f"{a}:1" for a in MESH_AXES if mesh.size(a) == 1]])
+        )
         == mesh
     )
 
@@ -68,8 +79,18 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
         ("1,0,4", ": fsdp is `0`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
         ("1,-2,4", ": fsdp is `-2`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
         ("dp:two", ": dp is `two`", SIZE_RANGE, "dp 1 if nothing is to be split over it"),
-        ("-1,-1,4", " has 2 axes of -1", "dp and fsdp cannot all take the remaining devices", "-1 at most once"),
-        ("fsdq:2,mp:1", ": unknown mesh axis `fsdq`", "the axes are dp, fsdp, mp, sp", "did you mean `fsdp`?"),
+        (
+            "-1,-1,4",
+            " has 2 axes of -1",
+            "dp and fsdp cannot all take the remaining devices",
+            "-1 at most once",
+        ),
+        (
+            "fsdq:2,mp:1",
+            ": unknown mesh axis `fsdq`",
+            "the axes are dp, fsdp, mp, sp",
+            "did you mean `fsdp`?",
+        ),
         ("tp:2", ": unknown mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
         ("mp:2,mp:4", " names mp twice", "2 and 4", "each axis at most once"),
         ("1,fsdp:2", " mixes names and bare numbers", "`1` has no name", "name every axis"),
@@ -79,7 +100,12 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
 )
 def test_parse_mesh_rejects_invalid_text(text, what, why, hint):
     error = error_of(parse_mesh, text)
-    assert (error.what, error.why, error.hint, error.code) == (f"`--mesh {text}`{what}", why, hint, USAGE)
+    assert (error.what, error.why, error.hint, error.code) == (
+        f"`--mesh {text}`{what}",
+        why,
+        hint,
+        USAGE,
+    )
 
 
 def test_parse_mesh_error_names_option_or_recipe_key():

@@ -23,7 +23,9 @@ FAMILY = Family(
         "decoder.layers.norm": Parameter("layers embed <- d.{layers}.norm: embed"),
     },
     dropped={},
-    tying=WeightTying(head_leaf="head", head_tensor="head", embedding_tensor="wte", tied_by_default=False),
+    tying=WeightTying(
+        head_leaf="head", head_tensor="head", embedding_tensor="wte", tied_by_default=False
+    ),
     arch_config=LLAMA.arch_config,
 )
 
@@ -33,7 +35,9 @@ def shapes(scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
     return {path: bind_row(row, SIZES).leaf_shape for path, row in table_rows.items()}
 
 
-@pytest.mark.parametrize(("config", "exists"), [({}, False), ({"mlp_bias": False}, False), ({"mlp_bias": True}, True)])
+@pytest.mark.parametrize(
+    ("config", "exists"), [({}, False), ({"mlp_bias": False}, False), ({"mlp_bias": True}, True)]
+)
 def test_parameter_exists_under_its_condition(config: dict[str, bool], exists: bool):
     assert ("layers.mlp.up.bias" in parameter_rows(FAMILY, config)) == exists
 
@@ -65,7 +69,11 @@ def test_parameter_rows_without_scan_have_layer_paths():
 
 def test_read_size_returns_value_default_or_error():
     config = {"n": 3, "null": None, "text": "3", "true": True, "zero": 0, "float": 2.0}
-    assert (read_size(config, "n", 1), read_size(config, "null", 8), read_size(config, "absent", 9)) == (3, 8, 9)
+    assert (
+        read_size(config, "n", 1),
+        read_size(config, "null", 8),
+        read_size(config, "absent", 9),
+    ) == (3, 8, 9)
     for key in ("text", "true", "zero", "float"):
         with pytest.raises(PrepError, match=f"{key} is "):
             read_size(config, key, 1)

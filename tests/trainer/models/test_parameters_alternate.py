@@ -14,7 +14,12 @@ from trainer.models.registry import FAMILIES
 LLAMA = FAMILIES["llama"]
 SPLIT = "layers experts mlp embed <- layers.{layers}.experts.{experts}.w1.weight: mlp embed"
 FUSED = "layers experts mlp embed <- layers.{layers}.experts.gate_up: experts (gate=0 mlp) embed"
-CONFIG = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 6}
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 6,
+}
 
 
 def sizes(_: object) -> dict[str, int]:
@@ -27,13 +32,18 @@ FAMILY = dataclasses.replace(
 
 
 def tensors_of(text: str) -> set[str]:
-    (row,) = parameter_rows(dataclasses.replace(FAMILY, parameters={"w": Parameter(text)}), CONFIG).values()
+    (row,) = parameter_rows(
+        dataclasses.replace(FAMILY, parameters={"w": Parameter(text)}), CONFIG
+    ).values()
     return {name for name, _ in bind_row(row, sizes(None)).tensors()}
 
 
 @pytest.mark.parametrize("form", [SPLIT, FUSED])
 def test_parameter_rows_use_form_whose_tensors_exist(form: str):
-    assert parameter_rows(FAMILY, CONFIG, tensors=tensors_of(form))["layers.mlp.gate.weight"].text == form
+    assert (
+        parameter_rows(FAMILY, CONFIG, tensors=tensors_of(form))["layers.mlp.gate.weight"].text
+        == form
+    )
 
 
 def test_parameter_rows_use_first_form_by_default():

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models import read_plan
-from trainer.models.read_plan import ReadPlan, ShardedLeaf, aligned_slabs, choose_read_plan, read_ratio
+from trainer.models.read_plan import (
+    ReadPlan,
+    ShardedLeaf,
+    aligned_slabs,
+    choose_read_plan,
+    read_ratio,
+)
 
 AXES = ("dp", "fsdp", "mp")
 
@@ -26,7 +32,9 @@ def leaves_with_units(draw: st.DrawFn) -> tuple[ShardedLeaf, tuple[int, ...]]:
         dim = draw(st.integers(-1, num_dims - 1))
         if dim >= 0 and sizes[axis] > 1:
             split_axes[dim] += (axis,)
-    shape = tuple(math.prod(sizes[axis] for axis in axes) * draw(st.integers(1, 9)) for axes in split_axes)
+    shape = tuple(
+        math.prod(sizes[axis] for axis in axes) * draw(st.integers(1, 9)) for axes in split_axes
+    )
     block_dim = draw(st.integers(0, num_dims - 1))
     block = draw(st.integers(1, shape[block_dim]))
     return ShardedLeaf(shape, tuple(split_axes), tuple(sizes.items())), (
@@ -55,7 +63,9 @@ def count_reads(plan: ReadPlan) -> tuple[np.ndarray, list[int]]:
 
 
 @given(leaves_with_units(), st.sampled_from([64, 1024, 1 << 20]))
-def test_boxes_of_a_plan_cover_each_element_once(case: tuple[ShardedLeaf, tuple[int, ...]], slab_nbytes: int):
+def test_boxes_of_a_plan_cover_each_element_once(
+    case: tuple[ShardedLeaf, tuple[int, ...]], slab_nbytes: int
+):
     leaf, unit = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_plan, "SLAB_NBYTES", slab_nbytes)
@@ -77,17 +87,30 @@ def test_boxes_of_a_plan_cut_no_unit(case: tuple[ShardedLeaf, tuple[int, ...]]):
 
 
 @given(leaves_with_units())
-def test_devices_read_equal_shares_within_a_unit_per_slab(case: tuple[ShardedLeaf, tuple[int, ...]]):
+def test_devices_read_equal_shares_within_a_unit_per_slab(
+    case: tuple[ShardedLeaf, tuple[int, ...]],
+):
     leaf, unit = case
     plan = choose_read_plan(leaf, unit, 4)
-    if plan is not None and plan.num_units % plan.num_readers == 0 and plan.num_rows % plan.unit_rows == 0:
+    if (
+        plan is not None
+        and plan.num_units % plan.num_readers == 0
+        and plan.num_rows % plan.unit_rows == 0
+    ):
         _, volumes = count_reads(plan)
-        slack = len(list(plan.slabs(4))) * plan.unit_rows * math.prod(leaf.shape) // leaf.shape[plan.row_dim]
+        slack = (
+            len(list(plan.slabs(4)))
+            * plan.unit_rows
+            * math.prod(leaf.shape)
+            // leaf.shape[plan.row_dim]
+        )
         assert max(volumes) - min(volumes) <= slack
 
 
 def test_choose_read_plan_reads_whole_layers_of_a_stack():
-    leaf = ShardedLeaf((24, 2048, 768), ((), ("mp",), ("fsdp",)), (("dp", 1), ("fsdp", 2), ("mp", 4)))
+    leaf = ShardedLeaf(
+        (24, 2048, 768), ((), ("mp",), ("fsdp",)), (("dp", 1), ("fsdp", 2), ("mp", 4))
+    )
     plan = choose_read_plan(leaf, (1, 682, 768), 4)
     assert plan is not None
     assert (plan.row_dim, plan.exchanges) == (0, (("mp", 1), ("fsdp", 2)))
@@ -95,11 +118,15 @@ def test_choose_read_plan_reads_whole_layers_of_a_stack():
 
 
 def test_choose_read_plan_splits_large_layers_by_rows():
-    leaf = ShardedLeaf((32, 4096, 11008), ((), ("fsdp",), ("mp",)), (("dp", 2), ("fsdp", 4), ("mp", 2)))
+    leaf = ShardedLeaf(
+        (32, 4096, 11008), ((), ("fsdp",), ("mp",)), (("dp", 2), ("fsdp", 4), ("mp", 2))
+    )
     plan = choose_read_plan(leaf, (1, 16, 11008), 4)
     assert plan is not None
     assert (plan.row_dim, plan.outer_dims, plan.keeps_rows) == (1, (0,), True)
-    assert plan.exchanges == (("mp", 2), ("dp", None)), "rows of other fsdp shards are not exchanged"
+    assert plan.exchanges == (("mp", 2), ("dp", None)), (
+        "rows of other fsdp shards are not exchanged"
+    )
     slab = next(plan.slabs(4))
     assert slab.rows * 11008 // 2 * 4 <= read_plan.SLAB_NBYTES
 
@@ -120,7 +147,9 @@ def test_choose_read_plan_leaves_small_leaves_whole():
     ],
     ids=["rows", "columns", "columns of one process", "cut unit"],
 )
-def test_read_ratio_counts_units_that_processes_share(boxes: dict[int, list[read_plan.Box]], ratio: float):
+def test_read_ratio_counts_units_that_processes_share(
+    boxes: dict[int, list[read_plan.Box]], ratio: float
+):
     assert read_ratio(boxes, (8, 8), (2, 8)) == ratio
 
 
@@ -128,7 +157,9 @@ def test_read_ratio_counts_units_that_processes_share(boxes: dict[int, list[read
 def test_aligned_slabs_cover_a_box_once_with_whole_units(data: st.DataObject, max_volume: int):
     shape = data.draw(st.lists(st.integers(1, 12), min_size=0, max_size=3))
     unit = [data.draw(st.integers(1, extent)) for extent in shape]
-    corners = [data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent))) for extent in shape]
+    corners = [
+        data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent))) for extent in shape
+    ]
     box = tuple((min(pair), max(pair)) for pair in corners)
     counts = np.zeros(shape, int)
     for slab in aligned_slabs(box, unit, max_volume):

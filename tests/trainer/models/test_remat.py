@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.remat import ACTIVATION_NAMES, REMAT_NONE, REMAT_POLICIES, check_remat, saved_activations
+from trainer.models.remat import (
+    ACTIVATION_NAMES,
+    REMAT_NONE,
+    REMAT_POLICIES,
+    check_remat,
+    saved_activations,
+)
 
 KNOWN = "known: q, k, v, attention_output, o, mlp_hidden, mlp_output"
 ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -19,7 +19,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 def test_read_rope_fills_in_defaults():
     assert read_rope({}, DIM, max_positions=POSITIONS) == Rope(DIM, 10_000.0, POSITIONS)
-    assert read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, max_positions=POSITIONS).theta == 5e5
+    assert (
+        read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, max_positions=POSITIONS).theta
+        == 5e5
+    )
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
@@ -31,38 +34,68 @@ def test_read_rope_accepts_fields_of_both_versions(kind: str):
     version_4_type = {"rope_theta": 9e4, "rope_scaling": {"type": kind, **fields}}
     version_4 = {"rope_theta": 9e4, "rope_scaling": {"rope_type": kind, **fields}}
     version_5 = {"rope_parameters": {"rope_type": kind, "rope_theta": 9e4, **fields}}
-    ropes = [read_rope(config, DIM, max_positions=POSITIONS) for config in (version_4_type, version_4, version_5)]
+    ropes = [
+        read_rope(config, DIM, max_positions=POSITIONS)
+        for config in (version_4_type, version_4, version_5)
+    ]
     assert ropes[0] == ropes[1] == ropes[2]
     assert (ropes[0].rope_type, ropes[0].theta) == (kind, 9e4)
 
 
 def test_read_rope_prefers_outer_original_positions():
     inside = {**LLAMA3, "original_max_position_embeddings": 32}
-    assert read_rope({"rope_scaling": LLAMA3}, DIM, max_positions=POSITIONS).original_max_positions == POSITIONS
-    assert read_rope({"rope_scaling": inside}, DIM, max_positions=POSITIONS).original_max_positions == 32
+    assert (
+        read_rope({"rope_scaling": LLAMA3}, DIM, max_positions=POSITIONS).original_max_positions
+        == POSITIONS
+    )
+    assert (
+        read_rope({"rope_scaling": inside}, DIM, max_positions=POSITIONS).original_max_positions
+        == 32
+    )
     outside = {"rope_scaling": inside, "original_max_position_embeddings": 16}
     assert read_rope(outside, DIM, max_positions=POSITIONS).original_max_positions == 16
 
 
 INVALID_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type `ntk` is not supported"),
-    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor of the rope scaling is None, it must be 8"),
-    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}}, "long_factor"),
+    (
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "short_factor of the rope scaling is None, it must be 8",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
+        "long_factor",
+    ),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7 + ["2"]}}, "short_factor"),
-    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7 + [0]}}, "short_factor of the rope scaling has 0"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7 + [0]}},
+        "short_factor of the rope scaling has 0",
+    ),
     ({"rope_scaling": "linear"}, "it must be an object"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": True}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of the rope scaling is 0"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor"),
-    ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "low_freq_factor of the rope scaling is 0"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "a", "mscale_all_dim": 1}}, "mscale"),
+    (
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 0}},
+        "low_freq_factor of the rope scaling is 0",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "a", "mscale_all_dim": 1}},
+        "mscale",
+    ),
     ({"rope_theta": 1}, "theta"),
     ({"rope_theta": 10**400}, "rope_theta"),
     ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor"),
-    ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0.5}}, "original_max_position_embeddings is 0.5"),
-    ({"original_max_position_embeddings": 0, "rope_scaling": LLAMA3}, "original_max_position_embeddings is 0"),
+    (
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0.5}},
+        "original_max_position_embeddings is 0.5",
+    ),
+    (
+        {"original_max_position_embeddings": 0, "rope_scaling": LLAMA3},
+        "original_max_position_embeddings is 0",
+    ),
     (
         {
             "original_max_position_embeddings": 1,
@@ -74,9 +107,15 @@ INVALID_CONFIGS: list[tuple[dict[str, Any], str]] = [
         },
         "1 original position",
     ),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a rotary embedding for `full_attention`"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "a rotary embedding for `full_attention`",
+    ),
     ({"rope_theta": None, "rope_scaling": {"type": "default", "rope_theta": -2}}, "theta"),
-    ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is not supported for this family - config.json has 0.5"),
+    (
+        {"partial_rotary_factor": 0.5},
+        "`partial_rotary_factor` is not supported for this family - config.json has 0.5",
+    ),
     (
         {"rope_parameters": {"partial_rotary_factor": 0.25}},
         "`partial_rotary_factor` is not supported for this family - config.json has 0.25",
@@ -91,7 +130,9 @@ def test_read_rope_rejects_invalid_config(config: dict[str, Any], reason: str):
 
 
 def test_read_rope_rejects_longrope_without_pairs():
-    config = {"rope_scaling": {"type": "longrope", "factor": 3.0, "short_factor": [], "long_factor": []}}
+    config = {
+        "rope_scaling": {"type": "longrope", "factor": 3.0, "short_factor": [], "long_factor": []}
+    }
     with pytest.raises(PrepError, match="rotary embeddings rotate pairs, but 1 elements"):
         read_rope(config, 1, max_positions=POSITIONS)
 
@@ -103,7 +144,9 @@ def test_rope_rejects_invalid_rotary_dim(dim: int, kind: str):
 
 
 def test_inverse_frequencies_are_powers_of_theta():
-    np.testing.assert_allclose(inverse_frequencies(Rope(8, 10_000.0, POSITIONS), 5), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    np.testing.assert_allclose(
+        inverse_frequencies(Rope(8, 10_000.0, POSITIONS), 5), [1, 0.1, 0.01, 0.001], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 300])
@@ -117,7 +160,10 @@ def test_dynamic_frequencies_change_in_long_sequences(length: int):
 def test_scaling_keeps_high_frequencies_stretches_low_ones(kind: str):
     plain = inverse_frequencies(Rope(64, 1e4, 2048), 5)
     scaled = inverse_frequencies(
-        read_rope({"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, max_positions=2048), 5
+        read_rope(
+            {"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, max_positions=2048
+        ),
+        5,
     )
     assert scaled[0] == plain[0]
     np.testing.assert_allclose(scaled[-1], plain[-1] / 8, rtol=1e-6)
@@ -126,7 +172,15 @@ def test_scaling_keeps_high_frequencies_stretches_low_ones(kind: str):
 
 
 def test_rotary_cos_sin_includes_attention_factor():
-    rope = Rope(DIM, 1e4, POSITIONS, rope_type="yarn", factor=2.0, high_freq_factor=32.0, attention_factor=0.5)
+    rope = Rope(
+        DIM,
+        1e4,
+        POSITIONS,
+        rope_type="yarn",
+        factor=2.0,
+        high_freq_factor=32.0,
+        attention_factor=0.5,
+    )
     cosine, sine = rotary_cos_sin(rope, jnp.arange(3))
     assert cosine.shape == sine.shape == (3, DIM // 2)
     np.testing.assert_allclose(cosine**2 + sine**2, 0.25, rtol=1e-6)

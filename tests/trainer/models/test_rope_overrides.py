@@ -7,7 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.tiny_configs import GEMMA3, GOLDEN, GPT2, GPT_NEOX, GPTJ, LIVE, LLAMA, LONG_ROPE, PHI3, ROPES, T5
+from tests.helpers.tiny_configs import (
+    GEMMA3,
+    GOLDEN,
+    GPT2,
+    GPT_NEOX,
+    GPTJ,
+    LIVE,
+    LLAMA,
+    LONG_ROPE,
+    PHI3,
+    ROPES,
+    T5,
+)
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.registry import family_of
 from trainer.models.rope_config import Rope
@@ -33,7 +45,9 @@ def test_override_rope_without_overrides_keeps_the_config():
 def test_yarn_frequencies_follow_the_paper():
     """Section 3.2 of https://arxiv.org/abs/2309.00071: r(d) = L / wavelength, ramp from beta_slow 1 to beta_fast 32."""
     fields = {"max_position_embeddings": 4096, "head_dim": 128}
-    config = override_rope(LLAMA | fields, RopeOverrides(YARN | {"truncate": False}, max_positions=16384))
+    config = override_rope(
+        LLAMA | fields, RopeOverrides(YARN | {"truncate": False}, max_positions=16384)
+    )
     base = 10_000.0 ** (-np.arange(0, 128, 2) / 128)
     turns = 4096 * base / (2 * np.pi)
     dims = np.arange(64)
@@ -58,14 +72,23 @@ def test_ntk_theta_divides_the_lowest_frequency_by_the_factor():
 @pytest.mark.parametrize("kind", ROPES)
 def test_override_gives_the_rope_of_a_golden_file(kind: str):
     """`tests/trainer/nn/test_parity.py` compares these configs with the results of transformers."""
-    assert read_rope(override_rope(LLAMA, RopeOverrides(ROPES[kind]))) == read_rope(GOLDEN[f"llama-{kind}"])
+    assert read_rope(override_rope(LLAMA, RopeOverrides(ROPES[kind]))) == read_rope(
+        GOLDEN[f"llama-{kind}"]
+    )
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT_NEOX, VERSION_5], ids=["llama", "gpt_neox", "version 5"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT_NEOX, VERSION_5], ids=["llama", "gpt_neox", "version 5"]
+)
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_original_positions_default_to_those_of_the_checkpoint(config: dict[str, Any], scaling: dict[str, Any]):
+def test_original_positions_default_to_those_of_the_checkpoint(
+    config: dict[str, Any], scaling: dict[str, Any]
+):
     changed = override_rope(config, RopeOverrides(scaling, max_positions=512))
-    assert (read_rope(changed).original_max_positions, changed["max_position_embeddings"]) == (64, 512)
+    assert (read_rope(changed).original_max_positions, changed["max_position_embeddings"]) == (
+        64,
+        512,
+    )
 
 
 def test_original_positions_of_the_recipe_replace_all_others():
@@ -90,11 +113,15 @@ def test_scaling_keeps_theta_and_rotated_share():
     assert rope == Rope(read_rope(VERSION_5).rotary_dim, 700.0, 64, rope_type="linear", factor=2.0)
 
 
-@pytest.mark.parametrize("config", [LLAMA, LLAMA | {"rope_scaling": YARN}, GPT_NEOX | {"rotary_emb_base": 500}])
+@pytest.mark.parametrize(
+    "config", [LLAMA, LLAMA | {"rope_scaling": YARN}, GPT_NEOX | {"rotary_emb_base": 500}]
+)
 def test_theta_changes_nothing_else(config: dict[str, Any]):
     before, after = read_rope(config), read_rope(override_rope(config, RopeOverrides(theta=7e5)))
     assert (after.theta, after.rope_type, after.factor) == (7e5, before.rope_type, before.factor)
-    assert override_rope(config, RopeOverrides(theta=7e5))["rope_theta"] == 7e5, "transformers 4 reads it there"
+    assert override_rope(config, RopeOverrides(theta=7e5))["rope_theta"] == 7e5, (
+        "transformers 4 reads it there"
+    )
 
 
 def test_scaling_may_name_theta():
@@ -103,7 +130,9 @@ def test_scaling_may_name_theta():
 
 def test_default_removes_a_scaling():
     config = LLAMA | {"rope_scaling": DYNAMIC}
-    assert read_rope(override_rope(config, RopeOverrides({"rope_type": "default"}))) == read_rope(LLAMA)
+    assert read_rope(override_rope(config, RopeOverrides({"rope_type": "default"}))) == read_rope(
+        LLAMA
+    )
 
 
 def test_gptj_positions_are_its_own_field():
@@ -116,7 +145,9 @@ def test_longrope_stretch_follows_the_positions():
     changed = override_rope(PHI3 | {"partial_rotary_factor": 1.0}, RopeOverrides(
         LONG_ROPE | {"original_max_position_embeddings": 32}, max_positions=1024
     ))  # fmt: skip
-    assert read_rope(changed).attention_factor == pytest.approx((1 + np.log(32) / np.log(32)) ** 0.5)
+    assert read_rope(changed).attention_factor == pytest.approx(
+        (1 + np.log(32) / np.log(32)) ** 0.5
+    )
 
 
 REJECTED: dict[str, tuple[dict[str, Any], RopeOverrides, str, str]] = {
@@ -181,13 +212,29 @@ def test_override_rope_rejects_what_the_model_cannot_compute(name: str):
 
 INVALID_SCALINGS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "`model.rope_scaling` has no `rope_type`", ""),
-    ({"rope_type": "ntk", "factor": 2.0}, "rope type `ntk` is not supported", "`model.rope_theta` = theta"),
+    (
+        {"rope_type": "ntk", "factor": 2.0},
+        "rope type `ntk` is not supported",
+        "`model.rope_theta` = theta",
+    ),
     ({"rope_type": "llama"}, "rope type `llama` is not supported", "did you mean `llama3`?"),
     ({"rope_type": 3}, "rope type `3` is not supported", ""),
-    (YARN | {"beta_fats": 32}, "`model.rope_scaling` has the unknown key `beta_fats`", "did you mean `beta_fast`?"),
-    ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "`model.rope_scaling` has the unknown key `beta_fast`", ""),
+    (
+        YARN | {"beta_fats": 32},
+        "`model.rope_scaling` has the unknown key `beta_fats`",
+        "did you mean `beta_fast`?",
+    ),
+    (
+        {"rope_type": "linear", "factor": 2, "beta_fast": 32},
+        "`model.rope_scaling` has the unknown key `beta_fast`",
+        "",
+    ),
     ({"type": "yarn"}, "`model.rope_scaling` has no `factor`", ""),
-    ({"rope_type": "longrope", "short_factor": [1.0]}, "`model.rope_scaling` has no `long_factor`", ""),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0]},
+        "`model.rope_scaling` has no `long_factor`",
+        "",
+    ),
     (YARN | {"factor": 0}, "`model.rope_scaling` has factor = 0", ""),
     (YARN | {"factor": "4"}, "`model.rope_scaling` has factor = '4'", ""),
     (YARN | {"factor": True}, "`model.rope_scaling` has factor = True", ""),
@@ -201,8 +248,16 @@ INVALID_SCALINGS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (LONG_ROPE | {"short_factor": [1, -1]}, "`model.rope_scaling` has short_factor = [1, -1]", ""),
     (LONG_ROPE | {"short_factor": 1.0}, "`model.rope_scaling` has short_factor = 1.0", ""),
-    (LLAMA3 | {"high_freq_factor": 1.0}, "`model.rope_scaling` has low_freq_factor 1 and high_freq_factor 1", ""),
-    (YARN | {"beta_slow": 9, "beta_fast": 3}, "`model.rope_scaling` has beta_slow 9 and beta_fast 3", ""),
+    (
+        LLAMA3 | {"high_freq_factor": 1.0},
+        "`model.rope_scaling` has low_freq_factor 1 and high_freq_factor 1",
+        "",
+    ),
+    (
+        YARN | {"beta_slow": 9, "beta_fast": 3},
+        "`model.rope_scaling` has beta_slow 9 and beta_fast 3",
+        "",
+    ),
 ]
 
 

@@ -23,7 +23,10 @@ from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack,
     ],
 )
 def test_linear_bias_has_output_dims(row: str, bias: str):
-    assert linear("p", row, "biased") == {"p.weight": Parameter(row), "p.bias": Parameter(bias, "biased")}
+    assert linear("p", row, "biased") == {
+        "p.weight": Parameter(row),
+        "p.bias": Parameter(bias, "biased"),
+    }
     assert linear("p", row, None) == {"p.weight": Parameter(row)}
 
 
@@ -35,7 +38,10 @@ def test_layer_norm_has_scale_and_bias():
 
 
 def test_attention_rows_split_grouped_kv_heads():
-    assert {path: parameter.row for path, parameter in attention("a.{}_proj", "o", "kv_heads", bias="b").items()} == {
+    assert {
+        path: parameter.row
+        for path, parameter in attention("a.{}_proj", "o", "kv_heads", bias="b").items()
+    } == {
         "attn.q.weight": "heads head_dim embed <- a.q_proj.weight: (heads head_dim) embed",
         "attn.q.bias": "heads head_dim <- a.q_proj.bias: (heads head_dim)",
         "attn.k.weight": "kv_heads head_dim embed <- a.k_proj.weight: (kv_heads head_dim) embed",
@@ -48,13 +54,20 @@ def test_attention_rows_split_grouped_kv_heads():
 
 def test_fused_qkv_splits_one_tensor():
     parameters = fused_qkv("c_attn", "embed (qkv={} heads head_dim)")
-    assert list(parameters) == [f"attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
-    assert parameters["attn.v.weight"].row == "heads head_dim embed <- c_attn.weight: embed (qkv=2 heads head_dim)"
+    assert list(parameters) == [
+        f"attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")
+    ]
+    assert (
+        parameters["attn.v.weight"].row
+        == "heads head_dim embed <- c_attn.weight: embed (qkv=2 heads head_dim)"
+    )
     assert parameters["attn.v.bias"].row == "heads head_dim <- c_attn.bias: (qkv=2 heads head_dim)"
 
 
 def test_stack_adds_layer_dim_to_every_row():
-    layer = {"w": Parameter("a b <- w: a b", "when", alternate="a b <- x: a b", else_row="a b <- y: b a")}
+    layer = {
+        "w": Parameter("a b <- w: a b", "when", alternate="a b <- x: a b", else_row="a b <- y: b a")
+    }
     assert stack("encoder.layers", "block.{depth}", layer) == {
         "encoder.layers.w": Parameter(
             "depth a b <- block.{depth}.w: a b",
@@ -66,7 +79,11 @@ def test_stack_adds_layer_dim_to_every_row():
 
 
 def test_unless_false_holds_for_absent_field():
-    assert [unless_false("f")(config) for config in ({}, {"f": True}, {"f": False})] == [True, True, False]
+    assert [unless_false("f")(config) for config in ({}, {"f": True}, {"f": False})] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_build_family_leaves_head_unprefixed():

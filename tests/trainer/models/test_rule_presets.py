@@ -33,7 +33,10 @@ WHOLE_WEIGHTS = ("P(None, None)", "P(None, None, None)", "P(None, None)", "P(Non
 SPLIT_WEIGHTS = ("P(mp, None)", "P(mp, None, None)", "P(mp, None)")
 FULLY_SPLIT_WEIGHTS = ("P(mp, fsdp)", "P(mp, None, fsdp)", "P(mp, fsdp)")
 TABLE = {
-    "flaxlm:0,0": (WHOLE_WEIGHTS, {name: text.replace("(dp, fsdp)", "None") for name, text in NO_TENSOR.items()}),
+    "flaxlm:0,0": (
+        WHOLE_WEIGHTS,
+        {name: text.replace("(dp, fsdp)", "None") for name, text in NO_TENSOR.items()},
+    ),
     "flaxlm:1,0": (WHOLE_WEIGHTS, NO_TENSOR),
     "flaxlm:1,1": ((*SPLIT_WEIGHTS, "P(None)"), {**ONE_DIM, "heads": WHOLE_HEADS}),
     "flaxlm:2,1": ((*SPLIT_WEIGHTS, "P(mp)"), TWO_DIMS),
@@ -54,23 +57,34 @@ def test_table_has_all_pairs():
 def test_preset_splits_weights_and_activations_as_in_table(name: str):
     rules, (weights, activations) = PRESETS[name], TABLE[name]
     specs = [
-        partition_spec([(dim,) for dim in dims], (64,) * len(dims), MESH, rules.params) for dims in WEIGHTS.values()
+        partition_spec([(dim,) for dim in dims], (64,) * len(dims), MESH, rules.params)
+        for dims in WEIGHTS.values()
     ]
     assert tuple(map(str, specs)) == weights
     shapes = {name: (64,) * len(dims) for name, dims in ACTIVATIONS.items()}
-    texts = {name: str(activation_spec(shapes[name], dims, MESH, rules)) for name, dims in ACTIVATIONS.items()}
+    texts = {
+        name: str(activation_spec(shapes[name], dims, MESH, rules))
+        for name, dims in ACTIVATIONS.items()
+    }
     assert texts == activations
     assert num_batch_shards(MESH, rules) == (1 if name == "flaxlm:0,0" else 8)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_preset_keeps_indivisible_kv_heads_whole(name: str):
-    spec = partition_spec([("kv_heads",), ("head_dim",), ("embed",)], (2, 64, 64), MESH, PRESETS[name].params)
+    spec = partition_spec(
+        [("kv_heads",), ("head_dim",), ("embed",)], (2, 64, 64), MESH, PRESETS[name].params
+    )
     assert spec.mesh_axes[0] == ()
 
 
 def test_auto_splits_activations_where_the_mesh_divides_them():
     rules = PRESETS["auto"]
-    specs = [activation_spec((8, 16, heads, 64), ACTIVATIONS["heads"], MESH, rules) for heads in (8, 6)]
+    specs = [
+        activation_spec((8, 16, heads, 64), ACTIVATIONS["heads"], MESH, rules) for heads in (8, 6)
+    ]
     assert [str(spec) for spec in specs] == [HEADS, WHOLE_HEADS]
-    assert str(activation_spec((8, 16, 64), ACTIVATIONS["residual"], MESH, rules)) == f"{ROWS}mp, None)"
+    assert (
+        str(activation_spec((8, 16, 64), ACTIVATIONS["residual"], MESH, rules))
+        == f"{ROWS}mp, None)"
+    )

@@ -27,13 +27,18 @@ CHOICES = st.tuples(st.lists(CHOICE, max_size=2), st.sampled_from([(), ((),)])).
 )
 DIM_RULES = st.builds(DimRule, st.sampled_from(tuple(PARAM_RULES)), CHOICES.filter(bool))
 ACTIVATION_RULES = st.builds(
-    DimRule, st.sampled_from(ACTIVATION_DIMS[1:]), CHOICES.filter(bool), of_activations=st.just(True)
+    DimRule,
+    st.sampled_from(ACTIVATION_DIMS[1:]),
+    CHOICES.filter(bool),
+    of_activations=st.just(True),
 )
 LEAF_RULES = st.builds(
     LeafRule,
     st.from_regex(r"\^?[a-z]+(\\\.(q\|v|\(k\|v\)|[a-z=,]+))*\$?", fullmatch=True),
     st.permutations(MESH_AXES).flatmap(
-        lambda axes: st.tuples(*(st.sampled_from([((axis,),), ((axis,), ()), WHOLE]) for axis in axes[:3]))
+        lambda axes: st.tuples(
+            *(st.sampled_from([((axis,),), ((axis,), ()), WHOLE]) for axis in axes[:3])
+        )
     ),
 )
 PRESET_RULES = st.sampled_from(list(PRESETS)).map(Preset)
@@ -80,8 +85,16 @@ def test_parse_rule_inverts_str(rule: Rule):
         ("act:batch=dp|none", "`--rule act:batch=dp|none` has several choices", "`act:batch=dp`"),
         ("re:head", "`--rule re:head` is invalid", r"`re:^head\.weight$=mp,fsdp`"),
         ("re:=mp", "`--rule re:=mp` is invalid", r"`re:^head\.weight$=mp,fsdp`"),
-        ("re:(=mp", "`--rule re:(=mp` has an invalid pattern", r"a regular expression, such as `^head\.weight$`"),
-        ("re:head=mp,mp", "`--rule re:head=mp,mp` splits two dims over mp", "`none` for one of the dims"),
+        (
+            "re:(=mp",
+            "`--rule re:(=mp` has an invalid pattern",
+            r"a regular expression, such as `^head\.weight$`",
+        ),
+        (
+            "re:head=mp,mp",
+            "`--rule re:head=mp,mp` splits two dims over mp",
+            "`none` for one of the dims",
+        ),
         ("re:head=mp,,fsdp", "`--rule re:head=mp,,fsdp`: unknown mesh axis ``", ""),
         ("flaxlm:1,3", "`--rule flaxlm:1,3`: unknown preset", ""),
         ("t5x:0,0", "`--rule t5x:0,0`: unknown preset", ""),
@@ -94,10 +107,12 @@ def test_parse_rule_rejects_invalid_text(text: str, what: str, hint: str):
 
 def test_unknown_preset_error_lists_all_presets():
     error = error_of(parse_rule, "flaxlm:1,3", origin="rules")
-    presets = (
-        "flaxlm:0,0, flaxlm:1,0, flaxlm:1,1, flaxlm:2,1, flaxlm:1,2, flaxlm:2,2, t5x:1,1, t5x:2,1, t5x:1,2, t5x:2,2"
+    flaxlm = "flaxlm:0,0, flaxlm:1,0, flaxlm:1,1, flaxlm:2,1, flaxlm:1,2, flaxlm:2,2"
+    presets = f"{flaxlm}, t5x:1,1, t5x:2,1, t5x:1,2, t5x:2,2"
+    assert (error.what, error.why) == (
+        "`rules flaxlm:1,3`: unknown preset",
+        f"the presets are auto, {presets}",
     )
-    assert (error.what, error.why) == ("`rules flaxlm:1,3`: unknown preset", f"the presets are auto, {presets}")
 
 
 @given(
@@ -161,11 +176,20 @@ def test_rules_of_parameters_and_activations_are_separate():
     ("texts", "shown"),
     [
         ([], ["vocab=mp", "embed=fsdp"]),
-        (["embed=none", "act:seq=none", "act:embed=none"], ["vocab=mp", "embed=none", "act:seq=none"]),
+        (
+            ["embed=none", "act:seq=none", "act:embed=none"],
+            ["vocab=mp", "embed=none", "act:seq=none"],
+        ),
         ([r"re:^head=mp,none", "auto"], ["re:^head=mp,none", "auto"]),
         (
             ["flaxlm:1,1"],
-            ["vocab=mp", "embed=none", "act:residual_seq=sp|none", "act:heads=none", "act:kv_heads=none"],
+            [
+                "vocab=mp",
+                "embed=none",
+                "act:residual_seq=sp|none",
+                "act:heads=none",
+                "act:kv_heads=none",
+            ],
         ),
     ],
 )
@@ -174,7 +198,11 @@ def test_rule_texts_show_rules_of_a_model(texts: list[str], shown: list[str]):
 
 
 @given(
-    st.lists(DIM_RULES | ACTIVATION_RULES | LEAF_RULES, max_size=4, unique_by=lambda rule: str(rule).partition("=")[0])
+    st.lists(
+        DIM_RULES | ACTIVATION_RULES | LEAF_RULES,
+        max_size=4,
+        unique_by=lambda rule: str(rule).partition("=")[0],
+    )
 )
 def test_rule_texts_give_equal_rules(rules: list[Rule]):
     merged = read(lambda _: merge_rules(map(str, rules)), "")

@@ -39,7 +39,9 @@ def spec_text(path: str, rules: Rules, mesh: str = "1,2,4", **layout: Any) -> st
 
 def check(*texts: str, **layout: Any) -> None:
     """Check rules of leaves against the parameters of a tiny LLaMA."""
-    check_leaf_rules(merge_rules(texts), {path: leaf.dims for path, leaf in llama_leaves(**layout).items()})
+    check_leaf_rules(
+        merge_rules(texts), {path: leaf.dims for path, leaf in llama_leaves(**layout).items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,14 @@ def test_leaf_rule_does_not_depend_on_stacking(layout: dict[str, Any], path: str
 
 
 def test_first_matching_leaf_rule_is_used():
-    rules = merge_rules([r"re:^embed\.tokens$=fsdp,mp", "re:^(embed|head)=mp|none,none", "re:norm=none", "embed=none"])
+    rules = merge_rules(
+        [
+            r"re:^embed\.tokens$=fsdp,mp",
+            "re:^(embed|head)=mp|none,none",
+            "re:norm=none",
+            "embed=none",
+        ]
+    )
     assert spec_text("embed.tokens", rules) == "P(fsdp, mp)"
     assert spec_text("head.weight", rules) == "P(mp, None)"
     assert spec_text("layers.mlp_norm.scale", rules) == "P(None, None)"
@@ -69,26 +78,42 @@ def test_leaf_rule_takes_later_choice():
     rules, mesh = merge_rules([r"re:\.k\.=mp|none,none,mp|fsdp"]), parse_mesh("1,2,4")
     spec = leaf_spec("layers.attn.k.weight", leaf.dims, leaf.shape, mesh=mesh, rules=rules)
     assert str(spec) == "P(None, None, None, mp)"
-    assert [str(fallback) for fallback in spec.fallbacks] == ["kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"]
+    assert [str(fallback) for fallback in spec.fallbacks] == [
+        "kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"
+    ]
 
 
 def test_indivisible_leaf_error_names_rule():
     error = error_of(spec_text, "layers.attn.k.weight", merge_rules([r"re:\.k\.=mp,none,none"]))
-    assert (error.what, error.why, error.code) == ("kv_heads 2 cannot be split over mp 4", "2 mod 4 = 2", USAGE)
-    assert error.hint == r"a mesh that divides 2, or `mp|none` for kv_heads in `re:\.k\.=mp,none,none`"
+    assert (error.what, error.why, error.code) == (
+        "kv_heads 2 cannot be split over mp 4",
+        "2 mod 4 = 2",
+        USAGE,
+    )
+    assert (
+        error.hint == r"a mesh that divides 2, or `mp|none` for kv_heads in `re:\.k\.=mp,none,none`"
+    )
 
 
 def test_rule_for_other_number_of_dims_is_rejected():
     error = error_of(check, r"re:^layers\.attn\.q=fsdp,mp")
     assert error.what == r"`re:^layers\.attn\.q=fsdp,mp` has 2 dims, and layers.attn.q.weight has 3"
-    assert (error.why, error.code) == ("the dims of layers.attn.q.weight are heads, head_dim, embed", USAGE)
-    assert error_of(spec_text, "layers.attn.q.weight", merge_rules(["re:q=fsdp,mp"])).why == error.why
+    assert (error.why, error.code) == (
+        "the dims of layers.attn.q.weight are heads, head_dim, embed",
+        USAGE,
+    )
+    assert (
+        error_of(spec_text, "layers.attn.q.weight", merge_rules(["re:q=fsdp,mp"])).why == error.why
+    )
 
 
 def test_rule_without_leaf_is_rejected():
     error = error_of(check, r"re:^layers\.attn\.qq\.weight$=none,none,fsdp")
     assert error.what == r"`re:^layers\.attn\.qq\.weight$=none,none,fsdp` matches no leaf"
-    assert (error.why, error.hint) == ("the first leaf is embed.tokens", "did you mean `layers.attn.q.weight`?")
+    assert (error.why, error.hint) == (
+        "the first leaf is embed.tokens",
+        "did you mean `layers.attn.q.weight`?",
+    )
     assert error_of(check, "re:zzz=mp").hint == "`prep inspect CHECKPOINT` lists the leaves"
     assert error_of(check, "re:^head=none", is_tied=True).what == "`re:^head=none` matches no leaf"
 
@@ -101,7 +126,11 @@ def test_shadowed_rule_is_rejected():
 
 
 def test_path_without_layers_drops_numbers_and_placeholders():
-    for path in ("layers.attn.q.weight", "layers.11.attn.q.weight", "layers.{layers}.attn.q.weight"):
+    for path in (
+        "layers.attn.q.weight",
+        "layers.11.attn.q.weight",
+        "layers.{layers}.attn.q.weight",
+    ):
         assert path_without_layers(path) == "layers.attn.q.weight"
 
 
@@ -122,7 +151,11 @@ def test_auto_splits_largest_dims(path: str, mesh: str, text: str):
 
 def test_auto_leaves_unknown_state_whole():
     spec = leaf_spec(
-        None, [("d0",), ("d1",)], (8, 8), mesh=parse_mesh("1,2,4"), rules=merge_rules(["auto", "re:.=mp,fsdp"])
+        None,
+        [("d0",), ("d1",)],
+        (8, 8),
+        mesh=parse_mesh("1,2,4"),
+        rules=merge_rules(["auto", "re:.=mp,fsdp"]),
     )
     assert spec.shards_per_dim == (1, 1)
 
@@ -154,7 +187,9 @@ def ruled_leaves(draw: st.DrawFn):
         dims[draw(st.integers(0, len(dims) - 1))] = ("layers",)
     axes = draw(st.permutations(MESH_AXES))
     entries = [
-        draw(st.sampled_from([f"{axes[i % 4]}|none", "none"])) for i, dim in enumerate(dims) if dim != ("layers",)
+        draw(st.sampled_from([f"{axes[i % 4]}|none", "none"]))
+        for i, dim in enumerate(dims)
+        if dim != ("layers",)
     ]
     texts = ["auto"] if draw(st.booleans()) or not entries else [f"re:.={','.join(entries)}"]
     return draw(MESHES), merge_rules(texts), dims, shape

@@ -11,7 +11,14 @@ from trainer.models.slices import check_slices, num_slices, parse_slice_counts
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(None, {}), ("dp:2", {"dp": 2}), ("2,4,1", {"dp": 2, "fsdp": 4}), ("1,1,1", {}), ("tp:2", None), ("dp:-1", None)],
+    [
+        (None, {}),
+        ("dp:2", {"dp": 2}),
+        ("2,4,1", {"dp": 2, "fsdp": 4}),
+        ("1,1,1", {}),
+        ("tp:2", None),
+        ("dp:-1", None),
+    ],
 )
 def test_parse_slice_counts(text: str | None, expected: dict[str, int] | None):
     if expected is None:

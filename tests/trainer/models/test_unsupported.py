@@ -17,7 +17,10 @@ from trainer.models.unsupported import MECHANISMS, missing_mechanism
         ({"model_type": "mamba", "state_size": 16}, "state-space layers"),
         ({"model_type": "jamba", "mamba_d_state": 16}, "state-space layers"),
         ({"model_type": "rwkv"}, "recurrent layers"),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256}, "multi-head latent attention"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
+            "multi-head latent attention",
+        ),
         ({"model_type": "qwen3_next", "num_experts": 512}, "linear attention"),
         ({"model_type": "qwen2_moe"}, "a sparse MoE"),
         ({"model_type": "llava", "vision_config": {}}, "an image, video or audio encoder"),

@@ -40,7 +40,8 @@ def random_weights(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
     rng = np.random.default_rng(heads)
     head_counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     weights: dict[str, Any] = {
-        name: {"weight": rng.standard_normal((count, HEAD_DIM, D))} for name, count in head_counts.items()
+        name: {"weight": rng.standard_normal((count, HEAD_DIM, D))}
+        for name, count in head_counts.items()
     }
     weights["o"] = {"weight": rng.standard_normal((D, heads, HEAD_DIM))}
     if biases:
@@ -51,24 +52,37 @@ def random_weights(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
 
 
 def attend(
-    x: np.ndarray | jax.Array, weights: dict[str, Any], window: int, cos_sin: CosSin | None = None, scale: float = 0.5
+    x: np.ndarray | jax.Array,
+    weights: dict[str, Any],
+    window: int,
+    cos_sin: CosSin | None = None,
+    scale: float = 0.5,
 ) -> jax.Array:
     """Compute causal self-attention."""
     mask = dataclasses.replace(causal_mask(jnp.arange(T)), window=window, cos_sin=cos_sin)
     return attention(jnp.asarray(x), weights, LayerContext(make_arch(scale), mask))[0]
 
 
-def naive_attention(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> np.ndarray:
+def naive_attention(
+    x: np.ndarray, weights: dict[str, Any], scale: float, window: int
+) -> np.ndarray:
     """Compute causal self-attention position by position and head by head."""
-    w = {name: {key: np.asarray(a, np.float64) for key, a in arrays.items()} for name, arrays in weights.items()}
-    q, k, v = (np.einsum("btd,hed->bthe", x, w[n]["weight"]) + w[n].get("bias", 0) for n in ("q", "k", "v"))
+    w = {
+        name: {key: np.asarray(a, np.float64) for key, a in arrays.items()}
+        for name, arrays in weights.items()
+    }
+    q, k, v = (
+        np.einsum("btd,hed->bthe", x, w[n]["weight"]) + w[n].get("bias", 0) for n in ("q", "k", "v")
+    )
     group = q.shape[2] // k.shape[2]
     out = np.zeros((*x.shape[:2], D)) + w["o"].get("bias", 0)
     for b in range(x.shape[0]):
         for head in range(q.shape[2]):
             for t in range(x.shape[1]):
                 first = 0 if window == FULL_ATTENTION else max(0, t - window + 1)
-                scores = np.exp([q[b, t, head] @ k[b, s, head // group] * scale for s in range(first, t + 1)])
+                scores = np.exp(
+                    [q[b, t, head] @ k[b, s, head // group] * scale for s in range(first, t + 1)]
+                )
                 mixed = scores / scores.sum() @ v[b, first : t + 1, head // group]
                 out[b, t] += w["o"]["weight"][:, head] @ mixed
     return out
@@ -81,7 +95,9 @@ def test_attention_matches_naive_loops(heads: int, kv_heads: int, biases: bool, 
     x = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
     weights = random_weights(heads, kv_heads, biases)
     output = attend(x, weights, window)
-    np.testing.assert_allclose(output, naive_attention(x, weights, 0.5, window), rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        output, naive_attention(x, weights, 0.5, window), rtol=1e-4, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 5, 6, 100])
@@ -94,7 +110,9 @@ def test_attention_sees_only_its_window(window: int):
         changed_x = x.copy()
         changed_x[0, changed] += 1
         after = attend(changed_x, weights, window)
-        is_visible = [changed <= t and (window == FULL_ATTENTION or t - changed < window) for t in range(T)]
+        is_visible = [
+            changed <= t and (window == FULL_ATTENTION or t - changed < window) for t in range(T)
+        ]
         assert (abs(after - before).max(axis=(0, 2)) > 1e-6).tolist() == is_visible
 
 

@@ -20,7 +20,9 @@ X = RNG.standard_normal((2, T, D)).astype(np.float32)
 WEIGHTS = random_weights(4, 2, True)
 
 
-def attend_with_mask(x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None) -> Array:
+def attend_with_mask(
+    x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None
+) -> Array:
     """Compute attention without a cache."""
     return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states=encoder_states)[0]
 
@@ -29,8 +31,12 @@ def test_left_padded_row_matches_shorter_sequence():
     """Row 1 has two padding slots before its first token."""
     start_slots = np.array([[0], [2]])
     positions = jnp.arange(T) - start_slots
-    padded = attend_with_mask(jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0))
-    short = attention(jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(jnp.arange(T - 2))))[0]
+    padded = attend_with_mask(
+        jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0)
+    )
+    short = attention(
+        jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(jnp.arange(T - 2)))
+    )[0]
     np.testing.assert_allclose(padded[0], attend(X, WEIGHTS, FULL_ATTENTION)[0], atol=1e-5)
     np.testing.assert_allclose(padded[1, 2:], short[0], atol=1e-5)
     assert np.isfinite(padded).all(), "a query without visible keys must be finite"
@@ -49,7 +55,9 @@ def test_cross_attention_ignores_source_padding():
 
 
 def test_encoder_output_for_layer_selects_by_index():
-    stack = KV(*(jnp.arange(3.0)[:, None, None, None, None] * jnp.ones((3, 1, 2, 1, 1)) for _ in range(2)))
+    stack = KV(
+        *(jnp.arange(3.0)[:, None, None, None, None] * jnp.ones((3, 1, 2, 1, 1)) for _ in range(2))
+    )
     selected = EncoderOutput(stack, jnp.ones((1, 2), bool)).for_layer(jnp.int32(2))
     assert isinstance(selected.states, KV)
     assert selected.states.keys.shape == (1, 2, 1, 1)
@@ -64,7 +72,9 @@ def test_attention_bias_is_added_to_scores():
         jnp.arange(T),
         ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), precomputed=bias),
     )
-    mask = AttentionMask(q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False)
+    mask = AttentionMask(
+        q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False
+    )
     output = attend_with_mask(jnp.asarray(X), mask)
     v = np.einsum("bsd,hed->bshe", X, WEIGHTS["v"]["weight"]) + WEIGHTS["v"]["bias"]
     mixed = np.stack([v[:, visible_key[head], head // 2] for head in range(4)], axis=2)
@@ -81,4 +91,6 @@ def test_materialize_combines_causality_window_and_padding():
     windowed = AttentionMask(positions, positions, window=1)
     padded = dataclasses.replace(windowed, kv_valid=jnp.array([[True, False, True]])).materialize()
     assert padded is not None
-    np.testing.assert_array_equal(padded, [[[True, False, False], [False] * 3, [False, False, True]]])
+    np.testing.assert_array_equal(
+        padded, [[[True, False, False], [False] * 3, [False, False, True]]]
+    )

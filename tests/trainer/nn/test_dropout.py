@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from trainer.models.dropout_config import DropoutConfig
-from trainer.nn.dropout import Dropout, LayerDropout, Site, Stack, drop, step_dropout
+from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, Stack, drop, step_dropout
 from trainer.nn.random_bits import RandomKey, uint32
 
 SIGMAS = 5.0
@@ -20,8 +20,12 @@ RATE = 0.25
 CONFIG = DropoutConfig(RATE, RATE, RATE)
 
 
-def make_dropout(seed: int = 3, step: int = 5, rows: Any = range(ROWS), config: DropoutConfig = CONFIG) -> Dropout:
-    return step_dropout(config, seed=seed, step=jnp.int32(step), row_ids=jnp.asarray(rows, jnp.uint32))
+def make_dropout(
+    seed: int = 3, step: int = 5, rows: Any = range(ROWS), config: DropoutConfig = CONFIG
+) -> Dropout:
+    return step_dropout(
+        config, seed=seed, step=jnp.int32(step), row_ids=jnp.asarray(rows, jnp.uint32)
+    )
 
 
 def layer_dropout(dropout: Dropout, layer: int = 0, positions: Array | None = None) -> LayerDropout:
@@ -34,13 +38,18 @@ def layer_dropout(dropout: Dropout, layer: int = 0, positions: Array | None = No
     return layer_masks
 
 
-def residual_mask(site: Site = Site.MLP_RESIDUAL, layer: int = 0, stack: Stack = Stack.DECODER, **options: Any) -> Any:
+def residual_mask(
+    site: DropoutSite = DropoutSite.MLP_RESIDUAL,
+    layer: int = 0,
+    stack: Stack = Stack.DECODER,
+    **options: Any,
+) -> Any:
     """Return which elements of [B, T, D] a residual site keeps."""
     masks = layer_dropout(make_dropout(**options).for_stack(stack), layer)
     return np.asarray(masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), site)) > 0
 
 
-def attention_mask(site: Site = Site.ATTENTION, **options: Any) -> Any:
+def attention_mask(site: DropoutSite = DropoutSite.ATTENTION, **options: Any) -> Any:
     """Return which probabilities [B, H, T, S] are kept."""
     dropout = layer_dropout(make_dropout(**options).for_stack(Stack.DECODER)).attention(site, 4)
     assert dropout is not None
@@ -51,7 +60,14 @@ def attention_mask(site: Site = Site.ATTENTION, **options: Any) -> Any:
 def embedding_mask(**options: Any) -> Any:
     """Return which elements of [B, T, D] the embedding keeps."""
     ones = jnp.ones((ROWS, LENGTH, WIDTH))
-    return np.asarray(make_dropout(**options).for_stack(Stack.DECODER).drop_embedding(ones, jnp.arange(LENGTH))) > 0
+    return (
+        np.asarray(
+            make_dropout(**options)
+            .for_stack(Stack.DECODER)
+            .drop_embedding(ones, jnp.arange(LENGTH))
+        )
+        > 0
+    )
 
 
 OTHER_MASKS = {
@@ -59,8 +75,8 @@ OTHER_MASKS = {
     "step": lambda: residual_mask(step=6),
     "layer": lambda: residual_mask(layer=1),
     "stack": lambda: residual_mask(stack=Stack.ENCODER),
-    "attention residual": lambda: residual_mask(Site.ATTENTION_RESIDUAL),
-    "cross residual": lambda: residual_mask(Site.CROSS_RESIDUAL),
+    "attention residual": lambda: residual_mask(DropoutSite.ATTENTION_RESIDUAL),
+    "cross residual": lambda: residual_mask(DropoutSite.CROSS_RESIDUAL),
     "rows": lambda: residual_mask(rows=range(ROWS, 2 * ROWS)),
     "embedding": embedding_mask,
     "next position": lambda: np.roll(residual_mask(), 1, axis=1),
@@ -78,7 +94,10 @@ def test_masks_of_other_coordinates_are_not_correlated(name: str):
 
 def test_attention_masks_of_sites_heads_and_rows_are_not_correlated():
     mask = attention_mask().astype(float)
-    others = [attention_mask(Site.CROSS_ATTENTION), *(np.roll(mask, 1, axis=axis) for axis in range(4))]
+    others = [
+        attention_mask(DropoutSite.CROSS_ATTENTION),
+        *(np.roll(mask, 1, axis=axis) for axis in range(4)),
+    ]
     for axis, other in enumerate(others):
         correlation = ((mask - 1 + RATE) * (other - 1 + RATE)).mean() / (RATE * (1 - RATE))
         assert abs(correlation) < SIGMAS / np.sqrt(mask.size), axis
@@ -97,7 +116,9 @@ def test_counts_of_kept_probabilities_are_binomial(axis: int):
 @pytest.mark.parametrize("rate", [1e-3, 0.1, 0.5, 0.9, 1 - 2**-33])
 def test_elements_are_dropped_at_the_rate_and_the_mean_is_kept(rate: float):
     size = 1 << 20
-    dropped = np.asarray(drop(jnp.ones(size), RandomKey(uint32(1), uint32(2)), jnp.arange(size), rate))
+    dropped = np.asarray(
+        drop(jnp.ones(size), RandomKey(uint32(1), uint32(2)), jnp.arange(size), rate)
+    )
     deviation = np.sqrt(rate * (1 - rate) / size)
     assert abs((dropped == 0).mean() - rate) <= SIGMAS * deviation
     np.testing.assert_allclose(dropped[dropped != 0], 1 / (1 - rate), rtol=1e-6)
@@ -124,38 +145,46 @@ def test_gradient_has_the_mask_of_the_output():
 def test_backward_pass_saves_no_mask():
     """The residuals of a layer are the keys, not one element per activation."""
     masks, x = layer_dropout(make_dropout()), jnp.ones((ROWS, LENGTH, WIDTH))
-    pullback = jax.vjp(lambda x: masks.drop_residual(x, Site.MLP_RESIDUAL), x)[1]
+    pullback = jax.vjp(lambda x: masks.drop_residual(x, DropoutSite.MLP_RESIDUAL), x)[1]
     assert sum(leaf.size for leaf in jax.tree.leaves(pullback)) < x.size / 4
 
 
 def test_rows_keep_their_masks_in_any_batch():
     whole = residual_mask()
     part = make_dropout(rows=[3, 1]).for_stack(Stack.DECODER)
-    mask = layer_dropout(part).drop_residual(jnp.ones((2, LENGTH, WIDTH)), Site.MLP_RESIDUAL) > 0
+    mask = (
+        layer_dropout(part).drop_residual(jnp.ones((2, LENGTH, WIDTH)), DropoutSite.MLP_RESIDUAL)
+        > 0
+    )
     np.testing.assert_array_equal(mask, whole[[3, 1]])
 
 
 def test_positions_keep_their_masks_in_any_order():
     order = jnp.asarray(np.random.default_rng(0).permutation(LENGTH))
     masks = layer_dropout(make_dropout().for_stack(Stack.DECODER), positions=order)
-    mask = masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), Site.MLP_RESIDUAL) > 0
+    mask = masks.drop_residual(jnp.ones((ROWS, LENGTH, WIDTH)), DropoutSite.MLP_RESIDUAL) > 0
     np.testing.assert_array_equal(mask, residual_mask()[:, order])
 
 
 def test_sites_with_rate_0_return_their_input():
     dropout = make_dropout(config=DropoutConfig(attention=0.1))
     x = jnp.ones((ROWS, LENGTH, WIDTH))
-    assert layer_dropout(dropout).drop_residual(x, Site.MLP_RESIDUAL) is x
+    assert layer_dropout(dropout).drop_residual(x, DropoutSite.MLP_RESIDUAL) is x
     assert dropout.drop_embedding(x, jnp.arange(LENGTH)) is x
     assert dropout.remembered_keys(jnp.arange(LENGTH)) is None
     only_residual = make_dropout(config=DropoutConfig(residual=0.1))
-    assert layer_dropout(only_residual).attention(Site.ATTENTION, 4) is None
-    assert make_dropout(config=DropoutConfig(embedding=0.1, fcm_ratio=(0.0, 0.1))).layer_keys(4) is None
+    assert layer_dropout(only_residual).attention(DropoutSite.ATTENTION, 4) is None
+    assert (
+        make_dropout(config=DropoutConfig(embedding=0.1, fcm_ratio=(0.0, 0.1))).layer_keys(4)
+        is None
+    )
 
 
 def remembered(ratio: tuple[float, float], rows: int = 512, length: int = 2048) -> np.ndarray:
     """Return the keys that forgetful causal masking leaves visible, bool [rows, length]."""
-    dropout = make_dropout(rows=range(rows), config=DropoutConfig(fcm_ratio=ratio)).for_stack(Stack.DECODER)
+    dropout = make_dropout(rows=range(rows), config=DropoutConfig(fcm_ratio=ratio)).for_stack(
+        Stack.DECODER
+    )
     return np.asarray(dropout.remembered_keys(jnp.arange(length)))
 
 
@@ -171,18 +200,29 @@ def test_forgetful_masking_draws_a_ratio_per_row():
     error = SIGMAS * np.sqrt(high * (1 - high) / (mask.shape[1] - 1))
     assert low - error < fractions.min() < low + 0.02
     assert high - 0.02 < fractions.max() < high + error
-    assert abs(fractions.mean() - (low + high) / 2) < SIGMAS * (high - low) / np.sqrt(12 * len(fractions))
-    quantiles = (np.sort(fractions) - low) / (high - low) - (np.arange(len(fractions)) + 0.5) / len(fractions)
-    assert np.abs(quantiles).max() < 2.2 / np.sqrt(len(fractions)) + error / 4  # Kolmogorov-Smirnov at 1e-4
+    assert abs(fractions.mean() - (low + high) / 2) < SIGMAS * (high - low) / np.sqrt(
+        12 * len(fractions)
+    )
+    quantiles = (np.sort(fractions) - low) / (high - low) - (np.arange(len(fractions)) + 0.5) / len(
+        fractions
+    )
+    assert (
+        np.abs(quantiles).max() < 2.2 / np.sqrt(len(fractions)) + error / 4
+    )  # Kolmogorov-Smirnov at 1e-4
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.999999])
 def test_forgetful_masking_with_one_ratio(ratio: float):
     if not ratio:
-        assert make_dropout(config=DropoutConfig(fcm_ratio=(0.0, 0.0))).remembered_keys(jnp.arange(4)) is None
+        assert (
+            make_dropout(config=DropoutConfig(fcm_ratio=(0.0, 0.0))).remembered_keys(jnp.arange(4))
+            is None
+        )
         return
     mask = remembered((ratio, ratio))[:, 1:]
-    assert abs(1 - mask.mean() - ratio) < SIGMAS * np.sqrt(ratio * (1 - ratio) / mask.size) + 2.0**-16
+    assert (
+        abs(1 - mask.mean() - ratio) < SIGMAS * np.sqrt(ratio * (1 - ratio) / mask.size) + 2.0**-16
+    )
 
 
 def test_forgetful_masking_follows_positions():

@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 from jax import Array
 
-from prepcli.testing.tiny_transformers import random_batch, random_tensors, relative_error, tiny_transformer
+from prepcli.testing.tiny_transformers import (
+    random_batch,
+    random_tensors,
+    relative_error,
+    tiny_transformer,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.dropout_config import DropoutConfig
 from trainer.nn import transformer
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import causal_mask
-from trainer.nn.block import block
+from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
-from trainer.nn.dropout import Dropout, LayerDropout, Site, step_dropout
+from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, step_dropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.layer_stack import layer_weights
 from trainer.nn.mlp import mlp
@@ -35,7 +40,9 @@ CONFIG = DropoutConfig(0.2, 0.3, 0.25, (0.1, 0.4))
 
 
 def make_dropout(rows: int, config: DropoutConfig = CONFIG) -> Dropout:
-    return step_dropout(config, seed=1, step=jnp.int32(2), row_ids=jnp.arange(rows, dtype=jnp.uint32))
+    return step_dropout(
+        config, seed=1, step=jnp.int32(2), row_ids=jnp.arange(rows, dtype=jnp.uint32)
+    )
 
 
 def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -> Array:
@@ -52,10 +59,10 @@ def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -
     def feed_forward(x: Array) -> Array:
         return mlp(x, weights["mlp"], arch_config, context.sharding)
 
-    def drop(x: Array, site: Site) -> Array:
+    def drop(x: Array, site: DropoutSite) -> Array:
         return masks.drop_residual(x, site)
 
-    attended, fed = Site.ATTENTION_RESIDUAL, Site.MLP_RESIDUAL
+    attended, fed = DropoutSite.ATTENTION_RESIDUAL, DropoutSite.MLP_RESIDUAL
     match arch_config.block_type:
         case "pre":
             x = x + drop(attend(normed("attn_norm", x)), attended)
@@ -78,7 +85,11 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     model, arch_config = tiny.model, tiny.model.arch_config
     params = tiny.params_from_tensors(tensors)
     layers = layer_weights(
-        params["layers"], "", len(arch_config.sliding_windows), model, ForwardConfig(scan_layers=False)
+        params["layers"],
+        "",
+        len(arch_config.sliding_windows),
+        model,
+        ForwardConfig(scan_layers=False),
     )
     assert isinstance(layers, list)
     keys = make_dropout(ROWS).layer_keys(1)
@@ -87,6 +98,7 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     cos_sin = rotary_cos_sin(arch_config.rope, jnp.arange(LENGTH)) if arch_config.rope else None
     mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
     context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
+    block = BLOCKS[arch_config.block_type]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)
     output = jax.jit(lambda x, layer: block(x, layer, context)[0])(x, layers[0])
     expected = jax.jit(lambda x, layer: block_by_formula(x, layer, context))(x, layers[0])
@@ -104,7 +116,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "remat_policy": "nothing_saveable",
         "scan_layers": False,
     },
-    "scanned tiles": {"attention_options": AttentionOptions("blockwise", 7, 64), "ffn_chunk_size": 9},
+    "scanned tiles": {
+        "attention_options": AttentionOptions("blockwise", 7, 64),
+        "ffn_chunk_size": 9,
+    },
     "saved dots": {"remat_policy": "dots_with_no_batch_dims_saveable"},
     "saved": {"remat_policy": "everything_saveable", "scan_layers": False},
 }
@@ -117,7 +132,9 @@ def results(name: str, options: str) -> tuple[float, dict[str, Any]]:
     """Return the mean loss with dropout and forgetful causal masking, and the gradient of each tensor."""
     config = GOLDEN[name]
     tiny, forward_config = tiny_transformer(config), ForwardConfig(**OPTIONS.get(options, {}))
-    arrays = random_batch(int(config["vocab_size"]), 3, 40, 1, tiny.model.arch_config.encoder is not None)
+    arrays = random_batch(
+        int(config["vocab_size"]), 3, 40, 1, tiny.model.arch_config.encoder is not None
+    )
     batch = {name: jnp.asarray(array) for name, array in arrays.items()}
 
     def mean_loss(params: Any, dropout_rows: Array) -> Array:
@@ -126,16 +143,21 @@ def results(name: str, options: str) -> tuple[float, dict[str, Any]]:
         return sums.loss / sums.weight
 
     params = tiny.params_from_tensors(random_tensors(config))
-    loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(params, jnp.arange(3, dtype=jnp.uint32))
+    loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(
+        params, jnp.arange(3, dtype=jnp.uint32)
+    )
     return float(loss), tiny.tensors_from_params(jax.device_get(gradients))
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), slow_except([(family, name) for family in FAMILIES for name in OPTIONS], FAST_CASES)
+    ("family", "options"),
+    slow_except([(family, name) for family in FAMILIES for name in OPTIONS], FAST_CASES),
 )
 def test_options_change_dropout_by_rounding_only(family: str, options: str):
     loss, gradients = results(family, options)
     expected_loss, expected = results(family, "")
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    errors = {name: relative_error(gradients[name], gradient) for name, gradient in expected.items()}
+    errors = {
+        name: relative_error(gradients[name], gradient) for name, gradient in expected.items()
+    }
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)

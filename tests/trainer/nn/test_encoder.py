@@ -36,8 +36,12 @@ def compile_logits(tiny: TinyTransformer) -> Callable[[Tree, Mapping[str, np.nda
 
     @jax.jit
     def compute(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
-        encoder_output = transformer.encode(params, batch["source"], tiny.model, UNSCANNED, batch["present"])
-        return transformer.compute_logits(params, batch["tokens"], tiny.model, UNSCANNED, encoder_output)
+        encoder_output = transformer.encode(
+            params, batch["source"], tiny.model, UNSCANNED, batch["present"]
+        )
+        return transformer.compute_logits(
+            params, batch["tokens"], tiny.model, UNSCANNED, encoder_output
+        )
 
     return lambda params, batch: np.asarray(
         compute(params, {name: batch[name] for name in ("tokens", "source", "present")})
@@ -46,20 +50,33 @@ def compile_logits(tiny: TinyTransformer) -> Callable[[Tree, Mapping[str, np.nda
 
 def test_source_padding_does_not_change_logits():
     tiny = tiny_transformer(T5)
-    params, batch = tiny.params_from_tensors(random_tensors(T5)), random_batch(29, 2, 7, has_source=True)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5)),
+        random_batch(29, 2, 7, has_source=True),
+    )
     compute_logits = compile_logits(tiny)
     logits = compute_logits(params, batch)
-    changed_padding = np.where(batch["present"], batch["source"], 28 - batch["source"]).astype(np.int32)
-    np.testing.assert_array_equal(logits, compute_logits(params, batch | {"source": changed_padding}))
+    changed_padding = np.where(batch["present"], batch["source"], 28 - batch["source"]).astype(
+        np.int32
+    )
+    np.testing.assert_array_equal(
+        logits, compute_logits(params, batch | {"source": changed_padding})
+    )
     length = int(batch["present"][1].sum())
     assert length < 12
-    short = {"tokens": batch["tokens"][1:], **{name: batch[name][1:, :length] for name in ("source", "present")}}
+    short = {
+        "tokens": batch["tokens"][1:],
+        **{name: batch[name][1:, :length] for name in ("source", "present")},
+    }
     np.testing.assert_allclose(compute_logits(params, short)[0], logits[1], atol=5e-6)
 
 
 def test_logits_depend_on_all_of_source_and_earlier_targets():
     tiny = tiny_transformer(T5_GATED)
-    params, batch = tiny.params_from_tensors(random_tensors(T5_GATED)), random_batch(29, 1, 7, has_source=True)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5_GATED)),
+        random_batch(29, 1, 7, has_source=True),
+    )
     batch["present"][:] = True
     compute_logits = compile_logits(tiny)
     logits = compute_logits(params, batch)
@@ -78,7 +95,10 @@ def test_logits_depend_on_all_of_source_and_earlier_targets():
 
 def test_encode_without_mask_equals_full_mask():
     tiny = tiny_transformer(T5)
-    params, batch = tiny.params_from_tensors(random_tensors(T5)), random_batch(29, 2, 7, has_source=True)
+    params, batch = (
+        tiny.params_from_tensors(random_tensors(T5)),
+        random_batch(29, 2, 7, has_source=True),
+    )
     source = jnp.asarray(batch["source"])
     unmasked = transformer.encode(params, source, tiny.model, UNSCANNED)
     masked = transformer.encode(params, source, tiny.model, UNSCANNED, jnp.ones(source.shape, bool))
@@ -93,7 +113,9 @@ def test_encoder_output_is_required_only_with_encoder():
     encoder_output = transformer.encode(params, tokens, tiny.model, UNSCANNED)
     llama_params = decoder_only.params_from_tensors(random_tensors(LLAMA))
     with pytest.raises(ValueError, match="llama has no encoder, but encoder_output is passed"):
-        transformer.compute_logits(llama_params, tokens, decoder_only.model, UNSCANNED, encoder_output)
+        transformer.compute_logits(
+            llama_params, tokens, decoder_only.model, UNSCANNED, encoder_output
+        )
     with pytest.raises(PrepError, match="llama has no encoder"):
         transformer.encode(params, tokens, decoder_only.model, UNSCANNED)
 
@@ -103,11 +125,15 @@ def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: in
     config = T5 | {"num_layers": 1, "num_decoder_layers": 2}
     variants = tiny_transformer(config), tiny_transformer(config, scan, scan_axis)
     tensors, others = (
-        tiny.tensors_from_params(jax.jit(lambda tiny=tiny: init_params(tiny.model, 7))()) for tiny in variants
+        tiny.tensors_from_params(jax.jit(lambda tiny=tiny: init_params(tiny.model, 7))())
+        for tiny in variants
     )
     for name, values in tensors.items():
         np.testing.assert_array_equal(values, others[name])
-    q = {stack: tensors[f"{stack}.block.0.layer.0.SelfAttention.q.weight"] for stack in ("encoder", "decoder")}
+    q = {
+        stack: tensors[f"{stack}.block.0.layer.0.SelfAttention.q.weight"]
+        for stack in ("encoder", "decoder")
+    }
     assert not np.array_equal(q["encoder"], q["decoder"])
 
 
@@ -118,7 +144,9 @@ def test_stacked_leaves_have_depth_of_their_stack(axis: int):
         assert leaf.stack_axis == (min(axis, len(leaf.shape) - 1) if ".layers." in path else None)
         if leaf.stack_axis is not None:
             assert leaf.shape[leaf.stack_axis] == (2 if path.startswith("encoder.") else 3)
-            assert leaf.dims[leaf.stack_axis] == (("encoder_layers" if path.startswith("encoder.") else "layers"),)
+            assert leaf.dims[leaf.stack_axis] == (
+                ("encoder_layers" if path.startswith("encoder.") else "layers"),
+            )
 
 
 def test_unstacked_leaves_are_numbered_per_stack():
@@ -126,7 +154,10 @@ def test_unstacked_leaves_are_numbered_per_stack():
     numbers = {path.split(".", 3)[2] for path in leaves if path.startswith("decoder.layers.")}
     assert numbers == {"0", "1", "2"}
     leaf = leaves["encoder.layers.1.attn.q.weight"]
-    assert (leaf.layer_index, leaf.path_pattern) == (1, "encoder.layers.{encoder_layers}.attn.q.weight")
+    assert (leaf.layer_index, leaf.path_pattern) == (
+        1,
+        "encoder.layers.{encoder_layers}.attn.q.weight",
+    )
     assert leaf.shape == (3, 6, 16)
     assert leaves["decoder.layers.2.cross.o.weight"].shape == (16, 3, 6)
     assert {path for path, leaf in leaves.items() if leaf.role == "embedding"} == {
@@ -153,7 +184,9 @@ def test_config_selects_rows_of_gated_mlp(changes: dict[str, Any], tensor: str, 
     flax_parameters = FAMILY.layouts["hf-flax"].parameters
     paths = {path for path, parameter in flax_parameters.items() if parameter.resolve(T5 | changes)}
     assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi.kernel" in paths) != is_gated
-    assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi_0.kernel" in paths) == is_gated
+    assert (
+        "encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi_0.kernel" in paths
+    ) == is_gated
 
 
 def test_lm_head_input_scale_is_applied_in_float32():
@@ -161,14 +194,18 @@ def test_lm_head_input_scale_is_applied_in_float32():
     config = T5 | {"d_model": 24, "num_layers": 1, "num_decoder_layers": 1}
     tiny = tiny_transformer(config)
     forward_config = dataclasses.replace(UNSCANNED, dtype="bfloat16")
-    batch = {name: jnp.asarray(ids) for name, ids in random_batch(29, 2, 7, has_source=True).items()}
+    batch = {
+        name: jnp.asarray(ids) for name, ids in random_batch(29, 2, 7, has_source=True).items()
+    }
     params = tiny.params_from_tensors(random_tensors(config))
 
     def scaled_states(scale: float) -> np.ndarray:
         arch_config = dataclasses.replace(tiny.model.arch_config, lm_head_input_scale=scale)
         model = dataclasses.replace(tiny.model, arch_config=arch_config)
         encoder_output = transformer.encode(params, batch["source"], model, forward_config)
-        states = transformer.hidden_states(params, batch["tokens"], model, forward_config, encoder_output)
+        states = transformer.hidden_states(
+            params, batch["tokens"], model, forward_config, encoder_output
+        )
         return np.asarray(states)
 
     expected = scaled_states(1.0).astype(np.float32) * np.float32(24**-0.5)

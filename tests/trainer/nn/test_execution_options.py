@@ -28,7 +28,10 @@ from trainer.recipe.tables import Model as RecipeModel
 LENGTH = 40
 OPTIONS: dict[str, dict[str, Any]] = {
     "small tiles": {"attention_options": AttentionOptions("blockwise", 8, 16)},
-    "uneven tiles": {"attention_options": AttentionOptions("blockwise", 7, 64), "remat_policy": "nothing_saveable"},
+    "uneven tiles": {
+        "attention_options": AttentionOptions("blockwise", 7, 64),
+        "remat_policy": "nothing_saveable",
+    },
     "MLP chunks": {"ffn_chunk_size": 9},
     "all chunked": {
         "attention_options": AttentionOptions("blockwise", 16, 8),
@@ -61,7 +64,9 @@ def results(name: str, options: str) -> tuple[float, dict[str, Any]]:
     config = GOLDEN[name]
     tiny = tiny_transformer(config)
     forward_config = ForwardConfig(**OPTIONS.get(options, {}))
-    batch = random_batch(int(config["vocab_size"]), 4, LENGTH, 1, tiny.model.arch_config.encoder is not None)
+    batch = random_batch(
+        int(config["vocab_size"]), 4, LENGTH, 1, tiny.model.arch_config.encoder is not None
+    )
     params = tiny.params_from_tensors(random_tensors(config))
     loss, gradients = loss_and_gradients(tiny.model, params, batch, forward_config)
     return float(loss), tiny.tensors_from_params(jax.device_get(gradients))
@@ -72,17 +77,24 @@ def test_kernels_and_chunks_change_rounding_only(family: str, options: str):
     loss, gradients = results(family, options)
     expected_loss, expected = results(family, "")
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    errors = {name: relative_error(gradients[name], gradient) for name, gradient in expected.items()}
+    errors = {
+        name: relative_error(gradients[name], gradient) for name, gradient in expected.items()
+    }
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
 
 
 def test_kernel_names_equal_those_of_kernels_and_recipes():
     assert tuple(KERNELS) == KERNEL_NAMES
-    assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == (AUTO, *KERNEL_NAMES)
+    assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == (
+        AUTO,
+        *KERNEL_NAMES,
+    )
 
 
 def test_unknown_kernel_is_a_usage_error():
-    with pytest.raises(PrepError, match=r"unknown `model.attention_kernel` .flash..*reference, blockwise"):
+    with pytest.raises(
+        PrepError, match=r"unknown `model.attention_kernel` .flash..*reference, blockwise"
+    ):
         AttentionOptions("flash")
 
 

@@ -29,7 +29,9 @@ def array_shapes(sharding: ShardingContext) -> tuple[Any, dict[str, Any]]:
     weights = {}
     for name, dims in DIMS.items():
         shape = tuple(map(SIZES.__getitem__, dims))
-        placed = NamedSharding(sharding.device_mesh, PartitionSpec(*sharding.weight_axes(shape, *dims)))
+        placed = NamedSharding(
+            sharding.device_mesh, PartitionSpec(*sharding.weight_axes(shape, *dims))
+        )
         weights[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed)
     placed = sharding.activation_sharding(TOKENS, "batch", "seq", "embed")
     return jax.ShapeDtypeStruct(TOKENS, jnp.float32, sharding=placed), weights
@@ -81,4 +83,6 @@ def test_compiler_gathers_one_expert_and_no_tokens():
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*array_shapes(sharding)).compile().as_text() or ""
     gathered = {*re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}
-    assert gathered == {f"{F // 4},{D}", f"{D},{F // 4}", f"{EXPERTS},{D}"}, "gate and up, down, router"
+    assert gathered == {f"{F // 4},{D}", f"{D},{F // 4}", f"{EXPERTS},{D}"}, (
+        "gate and up, down, router"
+    )

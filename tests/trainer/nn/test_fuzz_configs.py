@@ -44,7 +44,11 @@ def one_thread() -> Iterator[None]:
 
 def wrong_samples(results: Iterable[tuple[int, Sample, FuzzResult]]) -> dict[int, str]:
     """Return number -> reason of the samples with other logits than transformers, or with a traceback."""
-    return {number: f"{sample}: {result.why}" for number, sample, result in results if result.outcome == "wrong"}
+    return {
+        number: f"{sample}: {result.why}"
+        for number, sample, result in results
+        if result.outcome == "wrong"
+    }
 
 
 @pytest.mark.parametrize("family", FAST_FAMILIES)
@@ -69,7 +73,9 @@ def test_run_samples_keeps_numbers_across_processes(monkeypatch: pytest.MonkeyPa
 
 def test_base_configs_cover_all_families():
     assert {*BASE_CONFIGS} == {*FAMILIES}
-    assert {name: base["model_type"] for name, base in BASE_CONFIGS.items()} == {name: name for name in FAMILIES}
+    assert {name: base["model_type"] for name, base in BASE_CONFIGS.items()} == {
+        name: name for name in FAMILIES
+    }
 
 
 def test_make_sample_is_deterministic():
@@ -112,12 +118,16 @@ def test_compare_sample_finds_missing_window(monkeypatch: pytest.MonkeyPatch):
     """Full attention in all layers, as in a past defect with `layer_types`."""
     listed = Sample(MISTRAL | {"layer_types": ["full_attention"] * 2}, (), has_stored_head=False)
     assert compare_sample(listed).outcome == "equal"
-    monkeypatch.setattr("trainer.models.families.mistral.uniform_windows", lambda layers, window: (0,) * layers)
+    monkeypatch.setattr(
+        "trainer.models.families.mistral.uniform_windows", lambda layers, window: (0,) * layers
+    )
     assert compare_sample(listed).outcome == "wrong"
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), ZeroDivisionError(), OverflowError()])
-def test_compare_sample_counts_tracebacks_as_wrong(error: Exception, monkeypatch: pytest.MonkeyPatch):
+def test_compare_sample_counts_tracebacks_as_wrong(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+):
     def fails(*args: Any) -> Any:
         raise error
 
@@ -126,10 +136,18 @@ def test_compare_sample_counts_tracebacks_as_wrong(error: Exception, monkeypatch
 
 
 def test_compare_sample_reports_what_transformers_does():
-    assert compare_sample(Sample(LLAMA | {"num_key_value_heads": 3}, (), has_stored_head=False)).outcome == "rejected"
+    assert (
+        compare_sample(
+            Sample(LLAMA | {"num_key_value_heads": 3}, (), has_stored_head=False)
+        ).outcome
+        == "rejected"
+    )
     result = compare_sample(Sample(LLAMA | {"hidden_act": "mish"}, (), has_stored_head=False))
     assert (result.outcome, result.torch_computes) == ("rejected", True)
-    assert compare_sample(Sample(LLAMA | {"attention_bias": 1}, (), has_stored_head=False)).outcome == "torch fails"
+    assert (
+        compare_sample(Sample(LLAMA | {"attention_bias": 1}, (), has_stored_head=False)).outcome
+        == "torch fails"
+    )
 
 
 def test_compare_sample_finds_unknown_tensors(monkeypatch: pytest.MonkeyPatch):

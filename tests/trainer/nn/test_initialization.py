@@ -38,7 +38,9 @@ def test_initial_tensors_have_the_deviations_of_transformers(family: str):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = {"model_type": family, **SIZES[family]}
-    cls = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    cls = (
+        transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    )
     model = cls.from_config(transformers.AutoConfig.for_model(**config))
     expected = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     for name, values in init_tensors(config).items():
@@ -46,13 +48,17 @@ def test_initial_tensors_have_the_deviations_of_transformers(family: str):
         # the deviation of n samples varies by about 1 / sqrt(2 n); both sides are samples
         tolerance = 6 / values.size**0.5
         assert abs(values.std() - expected[name].std()) <= tolerance * expected[name].std(), name
-        assert abs(values.mean() - expected[name].mean()) <= tolerance * max(expected[name].std(), 1e-9), name
+        assert abs(values.mean() - expected[name].mean()) <= tolerance * max(
+            expected[name].std(), 1e-9
+        ), name
 
 
 def test_padded_rows_start_at_zero():
     config = {"model_type": "llama", **SIZES["llama"]}
     padded = {**config, "vocab_size": 520, "true_vocab_size": 512}
-    plain, filled = (flatten_tree(init_params(tiny_transformer(values).model, 0)) for values in (config, padded))
+    plain, filled = (
+        flatten_tree(init_params(tiny_transformer(values).model, 0)) for values in (config, padded)
+    )
     for path in ("embed.tokens", "head.weight"):
         assert not np.asarray(filled[path])[512:].any()
         np.testing.assert_array_equal(filled[path][:512], plain[path])

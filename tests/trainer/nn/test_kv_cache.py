@@ -55,9 +55,13 @@ def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data:
     """The key of a token is the number of its slot."""
     prefill_length = data.draw(st.integers(1, num_slots))
     cache = make_cache(window, num_slots=num_slots)
-    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, num_slots))]:
+    for start, stop in [
+        (0, prefill_length),
+        *((i, i + 1) for i in range(prefill_length, num_slots)),
+    ]:
         new = jnp.broadcast_to(
-            jnp.arange(start, stop, dtype=jnp.float32)[:, None, None], (2, stop - start, 2, HEAD_DIM)
+            jnp.arange(start, stop, dtype=jnp.float32)[:, None, None],
+            (2, stop - start, 2, HEAD_DIM),
         )
         slots = np.asarray(cache.key_slots(window, stop - start))
         cache, kv = cache.append(KV(new, new), window, UNSHARDED)
@@ -87,7 +91,11 @@ def test_kv_cache_keeps_layers_apart():
 
 def test_windowed_layers_allocate_only_their_window():
     cache = make_cache(4, FULL_ATTENTION, 4, 2000, num_slots=1000)
-    shapes = {slots: (stack.keys.shape, stack.values.shape) for slots, stack in cache.stacks.items()}
+    shapes = {
+        slots: (stack.keys.shape, stack.values.shape) for slots, stack in cache.stacks.items()
+    }
     assert shapes == {slots: ((2, 2, slots, 2, HEAD_DIM),) * 2 for slots in (4, 1000)}
-    nbytes = sum(array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values))
+    nbytes = sum(
+        array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values)
+    )
     assert nbytes == 2 * 4 * (2 * 2 * HEAD_DIM) * (2 * 4 + 2 * 1000)

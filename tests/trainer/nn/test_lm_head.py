@@ -44,12 +44,23 @@ def make_arrays(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarra
     token_weights = np.resize(np.array(case["weights"], np.float32), shape)
     weight = np.full((case["padded"], D), 50, np.float32)
     weight[: case["vocab"]] = rng.standard_normal((case["vocab"], D))
-    targets = np.where(token_weights > 0, rng.integers(0, case["vocab"], shape), case["ignored_target"])
-    return rng.standard_normal((*shape, D)).astype(np.float32), weight, targets.astype(np.int32), token_weights
+    targets = np.where(
+        token_weights > 0, rng.integers(0, case["vocab"], shape), case["ignored_target"]
+    )
+    return (
+        rng.standard_normal((*shape, D)).astype(np.float32),
+        weight,
+        targets.astype(np.int32),
+        token_weights,
+    )
 
 
 def naive_loss(
-    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, token_weights: np.ndarray, vocab: int
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
+    token_weights: np.ndarray,
+    vocab: int,
 ) -> tuple[tuple[float, float, float], np.ndarray, np.ndarray]:
     """Compute the sums, and the gradients of the loss with respect to hidden states and weight."""
     x, w = hidden.astype(np.float64), weight[:vocab].astype(np.float64)
@@ -98,9 +109,13 @@ compiled_sums_and_gradients = jax.jit(sums_and_gradients, static_argnums=4)
 @given(loss_cases())
 def test_chunked_loss_matches_naive_loss(case: dict[str, Any]):
     hidden, weight, targets, token_weights = make_arrays(case)
-    expected_sums, dhidden, dweight = naive_loss(hidden, weight, targets, token_weights, case["vocab"])
+    expected_sums, dhidden, dweight = naive_loss(
+        hidden, weight, targets, token_weights, case["vocab"]
+    )
     head = LMHead(case["vocab"], case["chunk"], ONE_DEVICE)
-    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    sums, gradients = compiled_sums_and_gradients(
+        hidden, weight, targets, jnp.asarray(token_weights), head
+    )
     np.testing.assert_allclose(sums, expected_sums, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(gradients[0], dhidden, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients[1], dweight, rtol=1e-4, atol=2e-5)
@@ -114,16 +129,28 @@ def test_sums_of_rows_match_the_naive_loss(case: dict[str, Any]):
     head = LMHead(case["vocab"], case["chunk"], ONE_DEVICE)
     sums = jax.jit(row_loss_sums, static_argnums=4)(hidden, weight, targets, token_weights, head)
     for row in range(case["rows"]):
-        x, target, token_weight = (array[row : row + 1] for array in (hidden, targets, token_weights))
+        x, target, token_weight = (
+            array[row : row + 1] for array in (hidden, targets, token_weights)
+        )
         expected, *_ = naive_loss(x, weight, target, token_weight, case["vocab"])
         np.testing.assert_allclose([value[row] for value in sums], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("terms", [LossTerms(z_loss=0.3), LossTerms(label_smoothing=0.2), LossTerms(0.05, 0.9)])
+@pytest.mark.parametrize(
+    "terms", [LossTerms(z_loss=0.3), LossTerms(label_smoothing=0.2), LossTerms(0.05, 0.9)]
+)
 @pytest.mark.parametrize("softcap", [NO_SOFTCAP, 2.0])
 def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
     """Values by float64 formulas, gradients by central differences of the loss."""
-    case = {"rows": 2, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0, 3.0], "ignored_target": 0, "seed": 4}
+    case = {
+        "rows": 2,
+        "length": 7,
+        "vocab": 6,
+        "padded": 8,
+        "weights": [1.0, 0.0, 3.0],
+        "ignored_target": 0,
+        "seed": 4,
+    }
     hidden, weight, targets, token_weights = make_arrays(case)
 
     def exact_loss(x: np.ndarray, w: np.ndarray) -> float:
@@ -135,7 +162,9 @@ def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
         return float((losses * token_weights).sum())
 
     head = LMHead(6, 3, ONE_DEVICE, softcap, terms)
-    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    sums, gradients = compiled_sums_and_gradients(
+        hidden, weight, targets, jnp.asarray(token_weights), head
+    )
     assert float(sums.loss) == pytest.approx(exact_loss(hidden, weight), rel=1e-5)
     for index in np.ndindex(weight.shape):
         change = np.zeros(weight.shape)
@@ -150,7 +179,15 @@ def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_training_sums_have_the_z_loss_apart(smoothing: float):
-    case = {"rows": 2, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0, 3.0], "ignored_target": 0, "seed": 4}
+    case = {
+        "rows": 2,
+        "length": 7,
+        "vocab": 6,
+        "padded": 8,
+        "weights": [1.0, 0.0, 3.0],
+        "ignored_target": 0,
+        "seed": 4,
+    }
     arrays: Any = make_arrays(case)
     head = LMHead(6, 3, ONE_DEVICE, loss_terms=LossTerms(label_smoothing=smoothing))
     with_z_loss = head._replace(loss_terms=LossTerms(0.3, smoothing))
@@ -168,12 +205,24 @@ def test_training_sums_have_the_z_loss_apart(smoothing: float):
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_loss_ignores_nonfinite_hidden_of_weight_zero(value: float):
-    case = {"rows": 1, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0], "ignored_target": -100, "seed": 1}
+    case = {
+        "rows": 1,
+        "length": 7,
+        "vocab": 6,
+        "padded": 8,
+        "weights": [1.0, 0.0],
+        "ignored_target": -100,
+        "seed": 1,
+    }
     hidden, weight, targets, token_weights = make_arrays(case)
     head = LMHead(6, 3, ONE_DEVICE)
-    clean_sums, clean_gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    clean_sums, clean_gradients = compiled_sums_and_gradients(
+        hidden, weight, targets, jnp.asarray(token_weights), head
+    )
     hidden[token_weights == 0] = value
-    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    sums, gradients = compiled_sums_and_gradients(
+        hidden, weight, targets, jnp.asarray(token_weights), head
+    )
     np.testing.assert_array_equal(sums, clean_sums)
     np.testing.assert_array_equal(gradients[0], clean_gradients[0])
     np.testing.assert_array_equal(gradients[1], clean_gradients[1])
@@ -183,11 +232,17 @@ def test_loss_ignores_nonfinite_hidden_of_weight_zero(value: float):
 def test_bfloat16_gradient_is_rounded_once(chunk_size: int):
     """The error of the weight's gradient does not grow with the number of chunks."""
     rng = np.random.default_rng(2)
-    hidden, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 64, 16), (24, 16)))
+    hidden, weight = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 64, 16), (24, 16))
+    )
     targets, token_weights = rng.integers(0, 24, (2, 64)), np.ones((2, 64), np.float32)
-    expected_sums, dhidden, dweight = naive_loss(np.asarray(hidden), np.asarray(weight), targets, token_weights, 24)
+    expected_sums, dhidden, dweight = naive_loss(
+        np.asarray(hidden), np.asarray(weight), targets, token_weights, 24
+    )
     head = LMHead(24, chunk_size, ONE_DEVICE)
-    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    sums, gradients = compiled_sums_and_gradients(
+        hidden, weight, targets, jnp.asarray(token_weights), head
+    )
     assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16] * 2
     assert float(sums.loss) == pytest.approx(expected_sums[0], rel=1e-6)
     assert relative_error(np.asarray(gradients[0], np.float64), dhidden) < 5e-3
@@ -196,20 +251,38 @@ def test_bfloat16_gradient_is_rounded_once(chunk_size: int):
 
 def test_first_of_equal_logits_is_the_most_likely_token():
     hidden, weight = jnp.ones((1, 3, D)), jnp.asarray([0, 1, 1, 0, 1])[:, None] * jnp.ones(D)
-    sums = loss_sums(hidden, weight, jnp.asarray([[1, 2, 4]]), jnp.asarray([[1, 2, 4]]), LMHead(4, -1, ONE_DEVICE))
+    sums = loss_sums(
+        hidden,
+        weight,
+        jnp.asarray([[1, 2, 4]]),
+        jnp.asarray([[1, 2, 4]]),
+        LMHead(4, -1, ONE_DEVICE),
+    )
     assert sums.correct == 1
 
 
 def test_gradient_scales_with_cotangent():
-    case = {"rows": 2, "length": 4, "vocab": 6, "padded": 6, "weights": [1.0, 3.0], "ignored_target": 0, "seed": 3}
+    case = {
+        "rows": 2,
+        "length": 4,
+        "vocab": 6,
+        "padded": 6,
+        "weights": [1.0, 3.0],
+        "ignored_target": 0,
+        "seed": 3,
+    }
     hidden, weight, targets, token_weights = map(jnp.asarray, make_arrays(case))
     head = LMHead(6, 3, ONE_DEVICE)
     _, gradients = compiled_sums_and_gradients(hidden, weight, targets, token_weights, head)
-    scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, token_weights, head).loss * -2.5)(weight)
+    scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, token_weights, head).loss * -2.5)(
+        weight
+    )
     np.testing.assert_allclose(scaled, -2.5 * gradients[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("chunk_size", "holds_all"), [(4, False), (10, False), (-1, True), (32, True)])
+@pytest.mark.parametrize(
+    ("chunk_size", "holds_all"), [(4, False), (10, False), (-1, True), (32, True)]
+)
 def test_largest_array_holds_logits_of_one_chunk(chunk_size: int, holds_all: bool):
     rows, length, vocab = 2, 32, 64
     shape = jax.ShapeDtypeStruct
@@ -220,7 +293,9 @@ def test_largest_array_holds_logits_of_one_chunk(chunk_size: int, holds_all: boo
         shape((rows, length), jnp.float32),
     )
     head = LMHead(60, chunk_size, ONE_DEVICE)
-    traced = jax.make_jaxpr(lambda x, w, t, weights: sums_and_gradients(x, w, t, weights, head))(*arguments)
+    traced = jax.make_jaxpr(lambda x, w, t, weights: sums_and_gradients(x, w, t, weights, head))(
+        *arguments
+    )
     sizes = [out.aval.size for equation in walk_equations(traced.jaxpr) for out in equation.outvars]
     assert max(sizes) == rows * (length if holds_all else chunk_size) * vocab
 

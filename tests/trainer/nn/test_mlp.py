@@ -32,7 +32,10 @@ def test_every_activation_has_a_function_and_a_formula():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_matches_formula(name: str):
     np.testing.assert_allclose(
-        ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), FORMULAS[name], rtol=1e-5, atol=2e-6
+        ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)),
+        FORMULAS[name],
+        rtol=1e-5,
+        atol=2e-6,
     )
 
 
@@ -41,10 +44,14 @@ def test_activation_matches_transformers(name: str):
     torch = pytest.importorskip("torch")
     activations = pytest.importorskip("transformers.activations")
     expected = activations.ACT2FN[name](torch.tensor(X, dtype=torch.float32)).numpy()
-    np.testing.assert_allclose(ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), expected, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), expected, rtol=1e-5, atol=2e-6
+    )
 
 
-def random_projection(seed: int, out_size: int, in_size: int, has_bias: bool) -> dict[str, jnp.ndarray]:
+def random_projection(
+    seed: int, out_size: int, in_size: int, has_bias: bool
+) -> dict[str, jnp.ndarray]:
     """Generate the weight and bias of a projection."""
     rng = np.random.default_rng(seed)
     arrays = {"weight": rng.standard_normal((out_size, in_size))}
@@ -57,7 +64,9 @@ def random_projection(seed: int, out_size: int, in_size: int, has_bias: bool) ->
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_mlp_matches_formula(is_gated: bool, has_bias: bool):
     sizes = {"gate": (7, 4), "up": (7, 4), "down": (4, 7)}
-    weights = {name: random_projection(seed, *sizes[name], has_bias) for seed, name in enumerate(sizes)}
+    weights = {
+        name: random_projection(seed, *sizes[name], has_bias) for seed, name in enumerate(sizes)
+    }
     x = np.random.default_rng(3).standard_normal((2, 3, 4))
     project: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         name: lambda x, p=projection: x @ np.asarray(p["weight"]).T + np.asarray(p.get("bias", 0))

@@ -22,7 +22,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import expert_block_length
 from trainer.nn.expert_sharding import ExpertSharding
 from trainer.nn.moe import moe_mlp, route
-from trainer.nn.token_chunks import map_token_chunks
+from trainer.nn.token_chunks import over_token_chunks
 
 EXPERTS, D, F = 5, 6, 7
 ROWS, LENGTH = 2, 37  # 74 tokens: experts have several blocks, the last one incomplete
@@ -35,10 +35,17 @@ def make_moe_arch(top_k: int, normalize: bool = True) -> ArchConfig:
     return dataclasses.replace(make_arch(), experts_per_token=top_k, norm_topk_prob=normalize)
 
 
-def random_inputs(routing: str = "random", dtype: Any = jnp.float32, seed: int = 0) -> tuple[Array, dict[str, Any]]:
+def random_inputs(
+    routing: str = "random", dtype: Any = jnp.float32, seed: int = 0
+) -> tuple[Array, dict[str, Any]]:
     """Generate tokens, and a router and experts that route them in this way; the last element of a token is 1."""
     rng = np.random.default_rng(seed)
-    shapes = {"router": (EXPERTS, D), "gate": (EXPERTS, F, D), "up": (EXPERTS, F, D), "down": (EXPERTS, D, F)}
+    shapes = {
+        "router": (EXPERTS, D),
+        "gate": (EXPERTS, F, D),
+        "up": (EXPERTS, F, D),
+        "down": (EXPERTS, D, F),
+    }
     weights = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     x = rng.standard_normal((ROWS, LENGTH, D))
     x[..., -1] = 1
@@ -50,13 +57,17 @@ def random_inputs(routing: str = "random", dtype: Any = jnp.float32, seed: int =
         weights["router"][:] = 0
     elif routing == "padding":
         x[:, 20:] = 0
-    return jnp.asarray(x, dtype), {name: {"weight": jnp.asarray(array, dtype)} for name, array in weights.items()}
+    return jnp.asarray(x, dtype), {
+        name: {"weight": jnp.asarray(array, dtype)} for name, array in weights.items()
+    }
 
 
 ROUTINGS = ("random", "unused expert", "one expert", "ties", "padding")
 
 
-def float64_moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, _: ShardingContext) -> Array:
+def float64_moe_mlp(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, _: ShardingContext
+) -> Array:
     """Compute each expert for all tokens in the dtype of the arguments."""
     router, gate, up, down = (weights[name]["weight"] for name in ("router", "gate", "up", "down"))
     probabilities = jax.nn.softmax(x @ router.T)
@@ -76,23 +87,29 @@ def compiled(dispatch: Dispatch, arch_config: ArchConfig, chunk_size: int = -1) 
         return dispatch(x, weights, arch_config, ShardingContext())
 
     def loss(x: Array, weights: Mapping[str, Any]) -> tuple[Array, Array]:
-        output = map_token_chunks(run, x, weights, chunk_size)
+        output = over_token_chunks(run, x.shape[1], chunk_size)(x, weights, None)
         return jnp.square(output.astype(jnp.promote_types(output.dtype, jnp.float32))).sum(), output
 
     return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
 
-def errors(dispatch: Dispatch, arch_config: ArchConfig, inputs: tuple[Array, Any], chunk_size: int = -1) -> list[float]:
+def errors(
+    dispatch: Dispatch, arch_config: ArchConfig, inputs: tuple[Array, Any], chunk_size: int = -1
+) -> list[float]:
     """Return the relative errors of output and gradients against float64."""
     actual = jax.tree.leaves(compiled(dispatch, arch_config, chunk_size)(*inputs))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), inputs)
         expected = jax.tree.leaves(compiled(float64_moe_mlp, arch_config)(*wide))
         assert {leaf.dtype for leaf in expected} == {np.dtype(np.float64)}
-    return [relative_error(np.asarray(a, np.float64), np.asarray(e)) for a, e in zip(actual, expected)]
+    return [
+        relative_error(np.asarray(a, np.float64), np.asarray(e)) for a, e in zip(actual, expected)
+    ]
 
 
-def check_is_as_exact_as_dense(inputs: tuple[Array, Any], arch_config: ArchConfig, chunk_size: int = -1) -> None:
+def check_is_as_exact_as_dense(
+    inputs: tuple[Array, Any], arch_config: ArchConfig, chunk_size: int = -1
+) -> None:
     """Compare the errors of output and gradients with those of the dense dispatch; both round about as often.
 
     The margin of 8 roundings is for arrays in which one of the two happens to be nearly exact.
@@ -100,12 +117,17 @@ def check_is_as_exact_as_dense(inputs: tuple[Array, Any], arch_config: ArchConfi
     eps = float(jnp.finfo(inputs[0].dtype).eps)
     sparse = errors(moe_mlp, arch_config, inputs, chunk_size)
     dense = errors(dense_moe_mlp, arch_config, inputs)
-    assert all(error <= 2 * dense_error + 8 * eps for error, dense_error in zip(sparse, dense)), (sparse, dense)
+    assert all(error <= 2 * dense_error + 8 * eps for error, dense_error in zip(sparse, dense)), (
+        sparse,
+        dense,
+    )
     assert max(sparse) < 64 * eps
 
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-CASES = [(routing, top_k, dtype) for routing in ROUTINGS for top_k in (1, 2, EXPERTS) for dtype in DTYPES]
+CASES = [
+    (routing, top_k, dtype) for routing in ROUTINGS for top_k in (1, 2, EXPERTS) for dtype in DTYPES
+]
 FAST = [
     *((routing, 2, jnp.float32) for routing in ROUTINGS),
     ("random", 1, jnp.bfloat16),
@@ -116,12 +138,16 @@ FAST = [
 @pytest.mark.parametrize(("routing", "top_k", "dtype"), slow_except(CASES, FAST))
 def test_moe_mlp_is_as_exact_as_dense_dispatch(routing: str, top_k: int, dtype: Any):
     """The normalized weight of a single expert is 1, and its gradient nothing but rounding."""
-    check_is_as_exact_as_dense(random_inputs(routing, dtype), make_moe_arch(top_k, normalize=top_k > 1))
+    check_is_as_exact_as_dense(
+        random_inputs(routing, dtype), make_moe_arch(top_k, normalize=top_k > 1)
+    )
 
 
 @pytest.mark.parametrize(
     ("seed", "normalize"),
-    slow_except([(seed, flag) for flag in (True, False) for seed in range(8)], [(0, False), (1, True)]),
+    slow_except(
+        [(seed, flag) for flag in (True, False) for seed in range(8)], [(0, False), (1, True)]
+    ),
 )
 def test_moe_mlp_is_exact_for_random_routings(seed: int, normalize: bool):
     check_is_as_exact_as_dense(random_inputs(seed=seed), make_moe_arch(2, normalize))
@@ -134,13 +160,19 @@ def test_moe_mlp_in_token_chunks_is_as_exact(chunk_size: int):
 
 def run_forward(x: Array, weights: Mapping[str, Any], top_k: int = 2) -> np.ndarray:
     """Compute the output."""
-    compute = jax.jit(lambda x, weights: moe_mlp(x, weights, make_moe_arch(top_k), ShardingContext()))
+    compute = jax.jit(
+        lambda x, weights: moe_mlp(x, weights, make_moe_arch(top_k), ShardingContext())
+    )
     return np.asarray(compute(x, weights), np.float64)
 
 
 def test_expert_without_tokens_is_not_computed():
     x, weights = random_inputs("unused expert")
-    broken = {name: {"weight": leaf["weight"].at[3].set(jnp.nan)} for name, leaf in weights.items() if name != "router"}
+    broken = {
+        name: {"weight": leaf["weight"].at[3].set(jnp.nan)}
+        for name, leaf in weights.items()
+        if name != "router"
+    }
     np.testing.assert_array_equal(run_forward(x, {**weights, **broken}), run_forward(x, weights))
 
 
@@ -153,7 +185,8 @@ def test_token_that_is_not_finite_changes_no_other_token():
 
 
 @pytest.mark.parametrize(
-    "policy", slow_except(["nothing_saveable", "dots_saveable", "everything_saveable"], ["dots_saveable"])
+    "policy",
+    slow_except(["nothing_saveable", "dots_saveable", "everything_saveable"], ["dots_saveable"]),
 )
 def test_remat_policies_do_not_change_gradients(policy: str):
     """The layer runs in a scan, as the layers of a model do."""
@@ -163,12 +196,20 @@ def test_remat_policies_do_not_change_gradients(policy: str):
         def layer(x: Array, _: None) -> tuple[Array, None]:
             return x + 0.1 * moe_mlp(x, weights, arch_config, ShardingContext()), None
 
-        layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy)) if policy else layer
+        layer = (
+            jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+            if policy
+            else layer
+        )
         return jnp.square(jax.lax.scan(layer, x, length=2)[0]).sum()
 
-    gradients = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, weights, policy))
+    gradients = jax.tree.leaves(
+        jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, weights, policy)
+    )
     expected = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, weights))
-    assert [relative_error(*pair) for pair in zip(gradients, expected)] == pytest.approx([0] * len(expected), abs=1e-5)
+    assert [relative_error(*pair) for pair in zip(gradients, expected)] == pytest.approx(
+        [0] * len(expected), abs=1e-5
+    )
 
 
 def test_route_selects_top_k_in_float32():

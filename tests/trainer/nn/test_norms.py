@@ -13,7 +13,11 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.nn.norms import norm
 
 RNG = np.random.default_rng(0)
-X, SCALE, BIAS = RNG.standard_normal((2, 3, 8)) * 3 + 1, RNG.standard_normal(8), RNG.standard_normal(8)
+X, SCALE, BIAS = (
+    RNG.standard_normal((2, 3, 8)) * 3 + 1,
+    RNG.standard_normal(8),
+    RNG.standard_normal(8),
+)
 WEIGHTS = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}
 
 
@@ -55,7 +59,9 @@ def test_rms_offset_scales_before_rounding():
     """A scale of 1 + 1/512, which bfloat16 rounds to 1, changes the output."""
     arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=1e-6)
     x = jnp.asarray(np.linspace(1, 2, 256)[None], jnp.bfloat16)
-    unscaled, scaled = (norm(x, {"scale": jnp.full(256, s, jnp.bfloat16)}, arch_config) for s in (0.0, 1 / 512))
+    unscaled, scaled = (
+        norm(x, {"scale": jnp.full(256, s, jnp.bfloat16)}, arch_config) for s in (0.0, 1 / 512)
+    )
     assert np.any(np.asarray(unscaled) != np.asarray(scaled))
 
 

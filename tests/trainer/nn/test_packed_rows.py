@@ -21,7 +21,7 @@ from tests.helpers.tiny_configs import GOLDEN
 from trainer.data.packed_documents import document_dataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.token_order import token_order
+from trainer.distributed.zigzag_order import zigzag_order
 from trainer.models.dropout_config import DropoutConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
@@ -68,7 +68,10 @@ def test_loss_and_gradients_match_padded_documents(name: str, kernel: str):
     loss, gradients = loss_and_gradients(tiny.model, params, packed, forward_config)
     expected_loss, expected = loss_and_gradients(tiny.model, params, padded, forward_config)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected))))) < 1e-5
+    assert (
+        max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected)))))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ["llama"]))
@@ -76,12 +79,15 @@ def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
     tiny, params = make_model(CONFIGS[name])
     sharding = make_sharding_context(parse_mesh("fsdp:2,mp:2,sp:2"))
     batch = make_batch("documents")
-    ordered = {n: array[:, token_order(SEQ_LENGTH, sharding)] for n, array in batch.items()}
+    ordered = {n: array[:, zigzag_order(SEQ_LENGTH, sharding)] for n, array in batch.items()}
     forward_config = ForwardConfig(sharding=sharding, attention_options=KERNELS["blockwise"])
     loss, gradients = loss_and_gradients(tiny.model, params, ordered, forward_config)
     expected_loss, expected = loss_and_gradients(tiny.model, params, batch, ForwardConfig())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected))))) < 1e-5
+    assert (
+        max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected)))))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", slow_except(["llama", "gpt_neo", "opt"], ["llama", "opt"]))
@@ -92,19 +98,30 @@ def test_logits_match_transformers_on_each_document(name: str):
     config = GOLDEN[name]
     tiny, params = make_model(config)
     packed, padded = (
-        {n: jnp.asarray(array) for n, array in make_batch(packing).items()} for packing in ("documents", "none")
+        {n: jnp.asarray(array) for n, array in make_batch(packing).items()}
+        for packing in ("documents", "none")
     )
     forward_config = ForwardConfig(attention_options=KERNELS["blockwise"])
     segments = Segments(packed["segment_ids"], packed["positions"])
-    x = transformer.hidden_states(params, packed["tokens"], tiny.model, forward_config, segments=segments)
+    x = transformer.hidden_states(
+        params, packed["tokens"], tiny.model, forward_config, segments=segments
+    )
     logits = np.asarray(transformer.logits_from_hidden(params, x, tiny.model, forward_config))
-    expected = torch_logits(torch_model(config, random_tensors(config)), jax.device_get(padded), LENGTHS)
+    expected = torch_logits(
+        torch_model(config, random_tensors(config)), jax.device_get(padded), LENGTHS
+    )
     found = 0
     for row, ids in enumerate(np.asarray(packed["segment_ids"])):
         for segment in range(1, ids.max() + 1):
             document = np.asarray(packed["tokens"])[row, ids == segment]
-            (number,) = [i for i, n in enumerate(LENGTHS) if padded["tokens"][i, :n].tolist() == document.tolist()]
-            assert abs(logits[row, ids == segment] - expected[number, : LENGTHS[number]]).max() <= 2e-5
+            (number,) = [
+                i
+                for i, n in enumerate(LENGTHS)
+                if padded["tokens"][i, :n].tolist() == document.tolist()
+            ]
+            assert (
+                abs(logits[row, ids == segment] - expected[number, : LENGTHS[number]]).max() <= 2e-5
+            )
             found += 1
     assert found == len(LENGTHS)
 
@@ -112,7 +129,9 @@ def test_logits_match_transformers_on_each_document(name: str):
 def test_forgetful_masking_keeps_the_first_key_of_each_document():
     batch = make_batch("documents")
     row_ids = jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)
-    dropout = step_dropout(DropoutConfig(fcm_ratio=(0.9, 0.9)), seed=1, step=jnp.int32(0), row_ids=row_ids)
+    dropout = step_dropout(
+        DropoutConfig(fcm_ratio=(0.9, 0.9)), seed=1, step=jnp.int32(0), row_ids=row_ids
+    )
     positions, segment_positions = jnp.arange(SEQ_LENGTH), jnp.asarray(batch["positions"])
     visible = dropout.for_stack(Stack.DECODER).remembered_keys(positions, segment_positions)
     assert visible is not None

@@ -26,7 +26,9 @@ from trainer.nn.model_spec import ForwardConfig
 
 LOGITS_ATOL = 2e-5
 GRADIENTS_RTOL = 1e-5
-WITHOUT_ROPE_VARIANTS = [name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"]
+WITHOUT_ROPE_VARIANTS = [
+    name for name in GOLDEN if not name.startswith("llama-") or name == "llama-biases"
+]
 PADDED = [*((name, 3) for name in WITHOUT_ROPE_VARIANTS), ("gpt_neo", 0), ("llama-yarn", 0)]
 VARIANTS = [  # name, whether layers are stacked, on which axis, whether they are scanned, remat policy
     ("gpt2", True, 1, True, "none"),
@@ -57,7 +59,9 @@ def max_logit_error(golden: Golden, logits: np.ndarray) -> float:
 
 def max_gradient_error(golden: Golden, gradients: dict[str, np.ndarray]) -> float:
     """Return the largest relative error of a tensor's gradient."""
-    return max(relative_error(gradients[name], expected) for name, expected in golden.gradients.items())
+    return max(
+        relative_error(gradients[name], expected) for name, expected in golden.gradients.items()
+    )
 
 
 def test_every_config_has_a_small_golden_file():
@@ -80,7 +84,9 @@ def test_logits_match_transformers(name: str):
     tiny = tiny_transformer(golden.config)
     params = tiny.params_from_tensors(golden.tensors)
     assert max_logit_error(golden, model_logits(tiny.model, params, golden.short)) <= LOGITS_ATOL
-    assert abs(model_logits(tiny.model, params, golden.long) - golden.long_logits).max() <= LOGITS_ATOL
+    assert (
+        abs(model_logits(tiny.model, params, golden.long) - golden.long_logits).max() <= LOGITS_ATOL
+    )
 
 
 @pytest.mark.parametrize(("name", "num_padding_rows"), slow_except(PADDED, FAST_GRADIENTS))
@@ -92,7 +98,9 @@ def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
     tiny = tiny_transformer(config)
     forward_config = ForwardConfig(scan_layers=False, head_chunk_size=128)
     if name in NEWER_FAMILIES:
-        forward_config = dataclasses.replace(forward_config, scan_layers=True, remat_policy="nothing_saveable")
+        forward_config = dataclasses.replace(
+            forward_config, scan_layers=True, remat_policy="nothing_saveable"
+        )
     params = tiny.params_from_tensors(tensors)
     loss, gradient_tree = loss_and_gradients(tiny.model, params, golden.long, forward_config)
     gradients = tiny.tensors_from_params(gradient_tree)
@@ -100,8 +108,12 @@ def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
     for tensor, expected in golden.gradients.items():
         padding = gradients[tensor][expected.shape[0] :]
         gradients[tensor] = gradients[tensor][: expected.shape[0]]
-        assert abs(gradients[tensor] - expected).max() <= GRADIENTS_RTOL * max(1, abs(expected).max())
-        assert padding.size == (expected.size // vocab * num_padding_rows if expected.shape[0] == vocab else 0)
+        assert abs(gradients[tensor] - expected).max() <= GRADIENTS_RTOL * max(
+            1, abs(expected).max()
+        )
+        assert padding.size == (
+            expected.size // vocab * num_padding_rows if expected.shape[0] == vocab else 0
+        )
         assert not padding.any()
     assert max_gradient_error(golden, gradients) <= GRADIENTS_RTOL
 
@@ -126,7 +138,9 @@ def test_every_family_has_a_golden_config():
     assert {str(config["model_type"]) for config in GOLDEN.values()} == {*FAMILIES}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-untied", "gpt_neo", "llama-biases", *NEWER_FAMILIES])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2-untied", "gpt_neo", "llama-biases", *NEWER_FAMILIES]
+)
 def test_every_tensor_has_a_gradient(name: str):
     """Logits depend on every tensor, so that the comparison of logits covers all of them."""
     for tensor, gradient in load_cached(name).gradients.items():

@@ -28,8 +28,15 @@ from trainer.nn.model_spec import ForwardConfig
 torch = lazy_module("torch")
 lazy_module("transformers")
 
-UNSCANNED_FAMILIES = ("gpt2", "gpt_neo", "llama")  # the layers of all other families are scanned here
-SHORT, LONG = (7, 4), (300,)  # lengths of right-padded rows; shapes of the golden files, which are already compiled
+UNSCANNED_FAMILIES = (
+    "gpt2",
+    "gpt_neo",
+    "llama",
+)  # the layers of all other families are scanned here
+SHORT, LONG = (
+    (7, 4),
+    (300,),
+)  # lengths of right-padded rows; shapes of the golden files, which are already compiled
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,17 +63,28 @@ def test_logits_match_transformers(name: str):
     params, reference = tiny.params_from_tensors(tensors), torch_model(config, tensors)
     for lengths in (SHORT, LONG):
         batch = random_batch(config["vocab_size"], len(lengths), lengths[0], 4, has_encoder(config))
-        logits, expected = model_logits(tiny.model, params, batch), torch_logits(reference, batch, lengths)
-        assert max(abs(logits[i, :n] - expected[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
+        logits, expected = (
+            model_logits(tiny.model, params, batch),
+            torch_logits(reference, batch, lengths),
+        )
+        assert (
+            max(abs(logits[i, :n] - expected[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
+        )
 
 
-STORED_HEAD_CHANGES = {"null": {"tie_word_embeddings": None}, "true, unscaled": {"scale_decoder_outputs": False}}
+STORED_HEAD_CHANGES = {
+    "null": {"tie_word_embeddings": None},
+    "true, unscaled": {"scale_decoder_outputs": False},
+}
 
 
 @pytest.mark.parametrize("changes", STORED_HEAD_CHANGES.values(), ids=STORED_HEAD_CHANGES)
 def test_logits_of_t5_with_stored_head_match_transformers(changes: dict[str, Any]):
     config = T5 | changes
-    tensors, tiny = random_tensors(config, has_stored_head=True), tiny_transformer(config, has_stored_head=True)
+    tensors, tiny = (
+        random_tensors(config, has_stored_head=True),
+        tiny_transformer(config, has_stored_head=True),
+    )
     assert "lm_head.weight" in tensors
     batch = random_batch(config["vocab_size"], 2, 7, 4, has_source=True)
     logits = model_logits(tiny.model, tiny.params_from_tensors(tensors), batch)
@@ -75,7 +93,15 @@ def test_logits_of_t5_with_stored_head_match_transformers(changes: dict[str, Any
 
 
 WITH_GRADIENTS = [  # one config for each kind of layer that golden files lack
-    *("gpt2-names", "gpt_neo-odd", "gpt_neo-wide", "llama-groups", "llama-biases", "gptj-tied", "opt-bare"),
+    *(
+        "gpt2-names",
+        "gpt_neo-odd",
+        "gpt_neo-wide",
+        "llama-groups",
+        "llama-biases",
+        "gptj-tied",
+        "opt-bare",
+    ),
     *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5", "t5-untied", "gpt2-by-depth"),
 ]
 
@@ -83,7 +109,10 @@ WITH_GRADIENTS = [  # one config for each kind of layer that golden files lack
 @pytest.mark.parametrize("name", slow_except(WITH_GRADIENTS, ("opt-bare", "qwen3_moe-plain")))
 def test_gradients_with_padded_vocab_match_torch(name: str):
     config = LIVE[name]
-    tensors, batch = random_tensors(config, seed=5), random_batch(config["vocab_size"], 2, 40, 6, has_encoder(config))
+    tensors, batch = (
+        random_tensors(config, seed=5),
+        random_batch(config["vocab_size"], 2, 40, 6, has_encoder(config)),
+    )
     expected_loss, expected_gradients = torch_gradients(torch_model(config, tensors), batch)
     padded_config, padded_tensors = with_padded_vocab(config, tensors, 5, -50.0)
     tiny = tiny_transformer(padded_config)

@@ -28,7 +28,9 @@ def change_rope(**changes: Any) -> Mutation:
 
     def mutate(arch_config: ArchConfig) -> ArchConfig:
         assert arch_config.rope is not None
-        return dataclasses.replace(arch_config, rope=dataclasses.replace(arch_config.rope, **changes))
+        return dataclasses.replace(
+            arch_config, rope=dataclasses.replace(arch_config.rope, **changes)
+        )
 
     return mutate
 
@@ -37,7 +39,9 @@ def change_window(window: int) -> Mutation:
     """Return a mutation that replaces the window of all layers that have one."""
 
     def mutate(arch_config: ArchConfig) -> ArchConfig:
-        windows = tuple(window if old_window else old_window for old_window in arch_config.sliding_windows)
+        windows = tuple(
+            window if old_window else old_window for old_window in arch_config.sliding_windows
+        )
         return dataclasses.replace(arch_config, sliding_windows=windows)
 
     return mutate
@@ -48,19 +52,25 @@ def change_encoder(**changes: Any) -> Mutation:
 
     def mutate(arch_config: ArchConfig) -> ArchConfig:
         assert arch_config.encoder is not None
-        return dataclasses.replace(arch_config, encoder=dataclasses.replace(arch_config.encoder, **changes))
+        return dataclasses.replace(
+            arch_config, encoder=dataclasses.replace(arch_config.encoder, **changes)
+        )
 
     return mutate
 
 
-def bias_config(max_distance: int, bidirectional: bool, num_buckets: int = 9) -> RelativePositionBias:
+def bias_config(
+    max_distance: int, bidirectional: bool, num_buckets: int = 9
+) -> RelativePositionBias:
     """Return the configuration of a relative position bias."""
     return RelativePositionBias(num_buckets, max_distance, bidirectional)
 
 
 def swap_ropes(arch_config: ArchConfig) -> ArchConfig:
     """Swap the rotary embeddings of global and local layers."""
-    return dataclasses.replace(arch_config, rope=arch_config.local_rope, local_rope=arch_config.rope)
+    return dataclasses.replace(
+        arch_config, rope=arch_config.local_rope, local_rope=arch_config.rope
+    )
 
 
 MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
@@ -123,7 +133,9 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("gemma2", "another logit softcap"): change(final_logit_softcap=2.01),
     ("gemma2", "no norms after"): change(block_type="pre"),
     ("gemma2", "scores scaled by head width"): change(attn_scale=10**-0.5),
-    ("gemma2", "window in the other layer"): change(sliding_windows=(FULL_ATTENTION, 5, FULL_ATTENTION)),
+    ("gemma2", "window in the other layer"): change(
+        sliding_windows=(FULL_ATTENTION, 5, FULL_ATTENTION)
+    ),
     ("gemma2", "window 1 larger"): change_window(6),
     ("gemma3_text", "one rope for all layers"): change(local_rope=None),
     ("gemma3_text", "swapped ropes"): swap_ropes,
@@ -138,8 +150,12 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("t5-gated", "exact gelu"): change(activation="gelu"),
     ("t5-gated", "exact gelu of the encoder"): change_encoder(activation="gelu"),
     ("t5", "bidirectional buckets"): change(relative_position_bias=bias_config(40, True)),
-    ("t5", "unidirectional buckets of the encoder"): change_encoder(relative_position_bias=bias_config(40, False)),
-    ("t5", "smaller maximum of the encoder"): change_encoder(relative_position_bias=bias_config(20, True)),
+    ("t5", "unidirectional buckets of the encoder"): change_encoder(
+        relative_position_bias=bias_config(40, False)
+    ),
+    ("t5", "smaller maximum of the encoder"): change_encoder(
+        relative_position_bias=bias_config(20, True)
+    ),
     ("t5-gated", "rope for bias"): change(relative_position_bias=None, rope=Rope(6, 1e4, 9)),
     ("phi3", "half of the rotary dim"): change_rope(rotary_dim=2),
     ("phi3-longrope", "another short factor"): change_rope(short_factors=(1.0, 1.5, 2.6, 4.0)),
@@ -153,15 +169,29 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "one bucket less"): change(relative_position_bias=bias_config(40, False, 8)),
     ("t5", "smaller maximum distance"): change(relative_position_bias=bias_config(39, False)),
     ("t5", "larger maximum distance"): change(relative_position_bias=bias_config(41, False)),
-    ("t5-gated", "larger maximum of the encoder"): change_encoder(relative_position_bias=bias_config(44, True)),
+    ("t5-gated", "larger maximum of the encoder"): change_encoder(
+        relative_position_bias=bias_config(44, True)
+    ),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
 
 FAST = (  # one for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases, experts, heads
-    *(("gpt2", "epsilon 2 % off"), ("gpt_neo", "window 1 larger"), ("gptj", "half-split rotary pairs")),
-    *(("opt", "positions from row 0"), ("gemma2", "another score softcap"), ("mixtral", "one expert per token")),
-    *(("t5", "unscaled LM head input"), ("llama-dynamic", "another factor"), ("t5", "one bucket less")),
+    *(
+        ("gpt2", "epsilon 2 % off"),
+        ("gpt_neo", "window 1 larger"),
+        ("gptj", "half-split rotary pairs"),
+    ),
+    *(
+        ("opt", "positions from row 0"),
+        ("gemma2", "another score softcap"),
+        ("mixtral", "one expert per token"),
+    ),
+    *(
+        ("t5", "unscaled LM head input"),
+        ("llama-dynamic", "another factor"),
+        ("t5", "one bucket less"),
+    ),
 )
 
 
@@ -174,7 +204,9 @@ def in_suite(mutations: Mapping[tuple[str, str], Mutation]) -> list[Any]:
 def test_mutation_changes_short_logits(name: str, mistake: str):
     golden = load(name)
     tiny = tiny_transformer(golden.config)
-    mutant = dataclasses.replace(tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config))
+    mutant = dataclasses.replace(
+        tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config)
+    )
     logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.short)
     assert max_logit_error(golden, logits) > LOGITS_ATOL
 
@@ -187,6 +219,8 @@ def test_fast_mutations_exist():
 def test_mutation_changes_long_logits(name: str, mistake: str):
     golden = load(name)
     tiny = tiny_transformer(golden.config)
-    mutant = dataclasses.replace(tiny.model, arch_config=LONG_MUTATIONS[name, mistake](tiny.model.arch_config))
+    mutant = dataclasses.replace(
+        tiny.model, arch_config=LONG_MUTATIONS[name, mistake](tiny.model.arch_config)
+    )
     logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.long)
     assert abs(logits - golden.long_logits).max() > LOGITS_ATOL

@@ -42,16 +42,28 @@ def test_apply_rotary_matches_complex_rotation(rotary_dim: int, is_interleaved: 
 
 
 @pytest.mark.parametrize(("length", "factors"), [(16, (1.0, 3.0)), (17, (2.0, 5.0))])
-def test_longrope_switches_factors_beyond_original_length(length: int, factors: tuple[float, float]):
+def test_longrope_switches_factors_beyond_original_length(
+    length: int, factors: tuple[float, float]
+):
     rope = Rope(4, 100.0, 16, "longrope", short_factors=(1.0, 3.0), long_factors=(2.0, 5.0))
-    np.testing.assert_allclose(inverse_frequencies(rope, length), [1 / factors[0], 0.1 / factors[1]], rtol=1e-6)
+    np.testing.assert_allclose(
+        inverse_frequencies(rope, length), [1 / factors[0], 0.1 / factors[1]], rtol=1e-6
+    )
 
 
 ROPES = [
     Rope(4, 100.0, 16),
     Rope(4, 100.0, 16, "linear", 3.0),
     Rope(4, 100.0, 16, "dynamic", 3.0),
-    Rope(4, 100.0, 16, "longrope", attention_factor=1.2, short_factors=(1.0, 3.0), long_factors=(2.0, 5.0)),
+    Rope(
+        4,
+        100.0,
+        16,
+        "longrope",
+        attention_factor=1.2,
+        short_factors=(1.0, 3.0),
+        long_factors=(2.0, 5.0),
+    ),
     Rope(4, 100.0, 16, "yarn", 2.0, 1.0, 32.0, 1.1),
 ]
 
@@ -87,8 +99,14 @@ def test_relative_position_buckets_match_formula(config: RelativePositionBias):
         if magnitude < num_exact:
             assert bucket == magnitude
         else:  # rounded down, except for the rounding error of the logarithm
-            exact = math.log(magnitude / num_exact) / math.log(config.max_distance / num_exact) * (count - num_exact)
-            assert bucket in {min(num_exact + int(exact + error), count - 1) for error in (-1e-5, 1e-5)}
+            exact = (
+                math.log(magnitude / num_exact)
+                / math.log(config.max_distance / num_exact)
+                * (count - num_exact)
+            )
+            assert bucket in {
+                min(num_exact + int(exact + error), count - 1) for error in (-1e-5, 1e-5)
+            }
 
 
 def assert_buckets_match_transformers(config: RelativePositionBias) -> None:
@@ -100,13 +118,28 @@ def assert_buckets_match_transformers(config: RelativePositionBias) -> None:
         expected = modeling.T5Attention._relative_position_bucket(
             distances, config.bidirectional, config.num_buckets, config.max_distance
         )
-    indices = np.clip(distances.numpy(), -config.max_distance, config.max_distance) + config.max_distance
-    np.testing.assert_array_equal(relative_position_buckets(config)[indices], expected.numpy(), err_msg=str(config))
+    indices = (
+        np.clip(distances.numpy(), -config.max_distance, config.max_distance) + config.max_distance
+    )
+    np.testing.assert_array_equal(
+        relative_position_buckets(config)[indices], expected.numpy(), err_msg=str(config)
+    )
 
 
 # buckets and maximum distance of those of 16,032 tables that NumPy's float32 logarithm gets wrong
 ROUNDED = (
-    *((36, 50), (36, 98), (48, 81), (51, 49), (54, 125), (55, 75), (55, 147), (65, 108), (72, 50), (72, 100)),
+    *(
+        (36, 50),
+        (36, 98),
+        (48, 81),
+        (51, 49),
+        (54, 125),
+        (55, 75),
+        (55, 147),
+        (65, 108),
+        (72, 50),
+        (72, 100),
+    ),
     *((72, 196), (17, 27), (19, 25), (19, 49), (34, 27), (38, 25), (39, 49)),
 )
 
@@ -115,7 +148,9 @@ def test_buckets_match_transformers_with_exact_log():
     sizes = [(config.num_buckets, config.max_distance) for config in BIAS_CONFIGS]
     for num_buckets, max_distance in (*sizes, *ROUNDED):
         for bidirectional in (False, True):
-            assert_buckets_match_transformers(RelativePositionBias(num_buckets, max_distance, bidirectional))
+            assert_buckets_match_transformers(
+                RelativePositionBias(num_buckets, max_distance, bidirectional)
+            )
 
 
 @pytest.mark.slow
@@ -123,7 +158,9 @@ def test_buckets_match_transformers_with_exact_log():
 def test_buckets_of_all_tables_match_transformers(num_buckets: int):
     for max_distance in (*range(num_buckets // 2 + 1, 260), 300, 400, 512, 777, 1000, 1024, 2048):
         for bidirectional in (False, True):
-            assert_buckets_match_transformers(RelativePositionBias(num_buckets, max_distance, bidirectional))
+            assert_buckets_match_transformers(
+                RelativePositionBias(num_buckets, max_distance, bidirectional)
+            )
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -9,7 +9,9 @@ from jax.extend.random import threefry_2x32
 
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
-SIGMAS = 5.0  # a correct generator exceeds a bound of 5 standard deviations once in 1.7 million draws
+SIGMAS = (
+    5.0  # a correct generator exceeds a bound of 5 standard deviations once in 1.7 million draws
+)
 NUM_STREAMS, LENGTH = 256, 4096
 
 
@@ -62,7 +64,11 @@ def streams() -> np.ndarray:
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_bytes_are_uniform(streams: np.ndarray, shift: int, axis: int | None):
     """Chi-square of the 256 values of a byte: over all numbers, over streams of an index, and over each stream."""
-    values = (streams >> shift & 0xFF).reshape(1, -1) if axis is None else np.moveaxis(streams >> shift & 0xFF, axis, 1)
+    values = (
+        (streams >> shift & 0xFF).reshape(1, -1)
+        if axis is None
+        else np.moveaxis(streams >> shift & 0xFF, axis, 1)
+    )
     counts = np.stack([np.bincount(row, minlength=256) for row in values[:256]])
     expected = values.shape[1] / 256
     chi_square = ((counts - expected) ** 2 / expected).sum()
@@ -70,12 +76,16 @@ def test_bytes_are_uniform(streams: np.ndarray, shift: int, axis: int | None):
     assert abs(chi_square - degrees) < SIGMAS * np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("lag", [(0, 1), (0, 2), (0, 16), (0, 1024), (1, 0), (2, 0), (16, 0), (1, 1)])
+@pytest.mark.parametrize(
+    "lag", [(0, 1), (0, 2), (0, 16), (0, 1024), (1, 0), (2, 0), (16, 0), (1, 1)]
+)
 def test_neighbours_are_not_correlated(streams: np.ndarray, lag: tuple[int, int]):
     uniform = streams / 2.0**32 - 0.5
     rows, columns = NUM_STREAMS - lag[0], LENGTH - lag[1]
     products = uniform[:rows, :columns] * uniform[lag[0] :, lag[1] :]
-    assert abs(products.mean()) < SIGMAS / 12 / np.sqrt(products.size)  # the variance of each factor is 1 / 12
+    assert abs(products.mean()) < SIGMAS / 12 / np.sqrt(
+        products.size
+    )  # the variance of each factor is 1 / 12
 
 
 def test_each_bit_of_an_index_changes_half_of_the_bits():

@@ -29,7 +29,10 @@ SHAPE = (2, 8)
 def loss_of(tiny: TinyTransformer, forward_config: ForwardConfig) -> tuple[Any, tuple[Tree, Tree]]:
     """Return the loss as a function of its parameters, with the shapes of its arguments."""
     params = unflatten_tree(
-        {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in tiny.model.leaves.items()}
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+            for path, leaf in tiny.model.leaves.items()
+        }
     )
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch: Tree = {name: jax.ShapeDtypeStruct(SHAPE, dtype) for name, dtype in dtypes.items()}
@@ -46,10 +49,14 @@ def gradient_equations(**options: Any) -> list[Any]:
     return list(walk_equations(jax.make_jaxpr(jax.grad(loss))(*arguments).jaxpr))
 
 
-def num_saved_activations(policy: RematPolicy, kernel: str, capsys: pytest.CaptureFixture[str]) -> int:
+def num_saved_activations(
+    policy: RematPolicy, kernel: str, capsys: pytest.CaptureFixture[str]
+) -> int:
     """Return the number of activations [B, T, ...] that the gradient of a LLaMA's loss saves."""
     options = AttentionOptions(kernel, 4, 4)
-    forward_config = ForwardConfig(remat_policy=policy, scan_layers=False, attention_options=options)
+    forward_config = ForwardConfig(
+        remat_policy=policy, scan_layers=False, attention_options=options
+    )
     loss, arguments = loss_of(tiny_transformer(LLAMA), forward_config)
     print_saved_residuals(loss, *arguments)
     rows, length = SHAPE
@@ -71,7 +78,10 @@ def test_saved_attention_is_not_computed_again():
     """Each pass over the tiles has one `lax.cond`, which skips tiles without visible keys."""
     options: dict[str, Any] = {"scan_layers": False, "attention_options": TILES}
     none, nothing, attention = (
-        sum(equation.primitive.name == "cond" for equation in gradient_equations(remat_policy=policy, **options))
+        sum(
+            equation.primitive.name == "cond"
+            for equation in gradient_equations(remat_policy=policy, **options)
+        )
         for policy in ("none", "nothing_saveable", ATTENTION)
     )
     assert attention == none
@@ -80,9 +90,16 @@ def test_saved_attention_is_not_computed_again():
 
 def test_saved_ring_attention_does_not_travel_again():
     sharding = make_sharding_context(parse_mesh("dp:2,sp:4"))
-    options: dict[str, Any] = {"scan_layers": False, "attention_options": TILES, "sharding": sharding}
+    options: dict[str, Any] = {
+        "scan_layers": False,
+        "attention_options": TILES,
+        "sharding": sharding,
+    }
     none, nothing, attention = (
-        sum(equation.primitive.name == "ppermute" for equation in gradient_equations(remat_policy=policy, **options))
+        sum(
+            equation.primitive.name == "ppermute"
+            for equation in gradient_equations(remat_policy=policy, **options)
+        )
         for policy in ("none", "nothing_saveable", ATTENTION)
     )
     assert attention == none < nothing
@@ -90,12 +107,22 @@ def test_saved_ring_attention_does_not_travel_again():
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_offload_moves_the_inputs_of_layers_to_host_memory(scan_layers: bool):
-    options: dict[str, Any] = {"remat_policy": ATTENTION, "scan_layers": scan_layers, "attention_options": TILES}
+    options: dict[str, Any] = {
+        "remat_policy": ATTENTION,
+        "scan_layers": scan_layers,
+        "attention_options": TILES,
+    }
     assert host_moves(**options) == 0
-    assert host_moves(offload="residuals", **options) == (1 if scan_layers else LLAMA["num_hidden_layers"])
+    assert host_moves(offload="residuals", **options) == (
+        1 if scan_layers else LLAMA["num_hidden_layers"]
+    )
 
 
 def host_moves(**options: Any) -> int:
     """Return the number of moves to host memory in the gradient of a LLaMA's loss."""
-    moves = [equation for equation in gradient_equations(**options) if equation.primitive.name == "device_put"]
+    moves = [
+        equation
+        for equation in gradient_equations(**options)
+        if equation.primitive.name == "device_put"
+    ]
     return sum("host" in str(move.params["devices"]).lower() for move in moves)

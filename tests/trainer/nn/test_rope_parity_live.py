@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from prepcli.testing.tiny_transformers import model_logits, random_batch, random_tensors, tiny_transformer
+from prepcli.testing.tiny_transformers import (
+    model_logits,
+    random_batch,
+    random_tensors,
+    tiny_transformer,
+)
 from prepcli.testing.torch_transformers import torch_logits, torch_model
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
@@ -24,7 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], RopeOverrides]] = {
     "llama-linear": (LLAMA, RopeOverrides(LINEAR, max_positions=256)),
     "llama-dynamic": (LLAMA, RopeOverrides(DYNAMIC)),
     "llama-yarn": (LLAMA, RopeOverrides(YARN, max_positions=256)),
-    "llama-llama3": (LLAMA, RopeOverrides(LLAMA3 | {"original_max_position_embeddings": 32}, max_positions=512)),
+    "llama-llama3": (
+        LLAMA,
+        RopeOverrides(LLAMA3 | {"original_max_position_embeddings": 32}, max_positions=512),
+    ),
     "llama-theta": (LLAMA, RopeOverrides(theta=5e5, max_positions=512)),
     "llama-of-yarn": (LIVE["llama-yarn"], RopeOverrides(YARN, 3e4, 512)),
     "llama-version-5": (LIVE["llama-version-5"], RopeOverrides(YARN, max_positions=256)),
@@ -33,7 +41,10 @@ CASES: dict[str, tuple[dict[str, Any], RopeOverrides]] = {
     "gpt_neox-theta": (GPT_NEOX | {"rotary_emb_base": 500}, RopeOverrides(theta=5e5)),
     "gpt_neox-version-5": (LIVE["gpt_neox-version-5"], RopeOverrides(LINEAR, theta=5e5)),
     "gptj-positions": (GPTJ, RopeOverrides(max_positions=512)),
-    "phi3-longrope": (PHI3, RopeOverrides(LONG | {"original_max_position_embeddings": 32}, max_positions=512)),
+    "phi3-longrope": (
+        PHI3,
+        RopeOverrides(LONG | {"original_max_position_embeddings": 32}, max_positions=512),
+    ),
     "phi3-positions": (LIVE["phi3-version-5"], RopeOverrides(max_positions=512)),
 }
 FAST = ("llama-version-5", "gpt_neox-yarn", "phi3-longrope")
@@ -47,7 +58,10 @@ def test_overridden_rope_matches_transformers(name: str):
     params, reference = tiny.params_from_tensors(tensors), torch_model(config, tensors)
     for length in (7, 300):
         batch = random_batch(config["vocab_size"], 1, length, 4)
-        logits, expected = model_logits(tiny.model, params, batch), torch_logits(reference, batch, (length,))
+        logits, expected = (
+            model_logits(tiny.model, params, batch),
+            torch_logits(reference, batch, (length,)),
+        )
         assert abs(logits - expected).max() <= 2e-5
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from trainer.nn.token_chunks import map_token_chunks
+from trainer.nn.token_chunks import over_token_chunks
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((2, 13, 6)), jnp.float32)
 WEIGHTS = {
-    name: jnp.asarray(RNG.standard_normal(shape), jnp.float32) for name, shape in {"up": (6, 9), "down": (9, 4)}.items()
+    name: jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    for name, shape in {"up": (6, 9), "down": (9, 4)}.items()
 }
 
 
@@ -28,7 +29,7 @@ def feed_forward(x: Array, weights: Mapping[str, Array], constants: None = None)
 @pytest.mark.parametrize("chunk_size", [-1, 1, 4, 13, 100])
 def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
     def loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
-        output = map_token_chunks(feed_forward, x, weights, chunk_size)
+        output = over_token_chunks(feed_forward, x.shape[1], chunk_size)(x, weights, None)
         return jnp.square(output).sum(), output
 
     gradients, output = jax.grad(loss, argnums=(0, 1), has_aux=True)(X, WEIGHTS)
@@ -38,7 +39,9 @@ def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
         has_aux=True,
     )(X, WEIGHTS)
     np.testing.assert_allclose(output, expected_output, rtol=1e-5, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected
+    )
 
 
 def test_chunks_have_tokens_of_every_shard():
@@ -48,7 +51,7 @@ def test_chunks_have_tokens_of_every_shard():
     def add_sum_of_chunk(chunk: Array, weights: None, constants: None) -> Array:
         return chunk + 100 * chunk.sum(1, keepdims=True)
 
-    output = map_token_chunks(add_sum_of_chunk, x, None, 2, num_shards=2)
+    output = over_token_chunks(add_sum_of_chunk, 6, 2, num_shards=2)(x, None, None)
     assert output[0, :, 0].tolist() == [1201, 1202, 903, 1204, 1205, 906]
 
 
@@ -57,14 +60,16 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
 
     def loss(weight: Array) -> Array:
-        return map_token_chunks(lambda chunk, w, _: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
+        multiply = over_token_chunks(lambda chunk, w, _: chunk @ w, 4096, 1)
+        return multiply(x, weight, None).astype(jnp.float32).sum()
 
     assert float(jax.grad(loss)(weight)[0, 0]) == 4096
 
 
 def test_one_chunk_saves_only_products_with_weights():
     def pull_back(x: Array, weights: Mapping[str, Array]) -> Any:
-        return jax.vjp(lambda x, weights: map_token_chunks(feed_forward, x, weights, -1), x, weights)[1]
+        run = over_token_chunks(feed_forward, x.shape[1], -1)
+        return jax.vjp(lambda x, weights: run(x, weights, None), x, weights)[1]
 
     residuals = jax.tree.leaves(jax.eval_shape(pull_back, X, WEIGHTS))
     assert sorted(array.shape for array in residuals if array.ndim == 3) == [X.shape, (2, 13, 9)]

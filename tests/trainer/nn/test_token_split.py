@@ -22,7 +22,7 @@ from tests.helpers.meshes import error_of
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.token_order import token_order
+from trainer.distributed.zigzag_order import zigzag_order
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import unflatten_tree
 from trainer.models.registry import FAMILIES
@@ -35,8 +35,10 @@ TILES = AttentionOptions("blockwise", 4, 8)
 CONFIGS: dict[str, dict[str, Any]] = {  # vocabulary and heads that mp divides
     "llama-biases": GOLDEN["llama-biases"] | {"vocab_size": 32},
     "gpt_neo": GOLDEN["gpt_neo"] | {"vocab_size": 32},
-    "gemma2": GOLDEN["gemma2"] | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1},
-    "mixtral": GOLDEN["mixtral"] | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "gemma2": GOLDEN["gemma2"]
+    | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "mixtral": GOLDEN["mixtral"]
+    | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
     "t5": GOLDEN["t5"] | {"vocab_size": 32, "num_heads": 4},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,16 +53,26 @@ LLAMA = {  # queries, keys and values [T, 256] are wider than the residual strea
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    slow_except([(name, options) for name in CONFIGS for options in OPTIONS], [("mixtral", "whole")]),
+    slow_except(
+        [(name, options) for name in CONFIGS for options in OPTIONS], [("mixtral", "whole")]
+    ),
 )
 def test_losses_and_gradients_match_one_device(name: str, options: str):
     config, sharding = CONFIGS[name], make_sharding_context(parse_mesh(MESH))
     tiny = tiny_transformer(config)
     params = tiny.params_from_tensors(random_tensors(config))
-    batch = random_batch(config["vocab_size"], 4, LENGTH, 1, tiny.model.arch_config.encoder is not None)
-    batch |= {name: array[:, :SOURCE_LENGTH] for name, array in batch.items() if name in ("source", "present")}
+    batch = random_batch(
+        config["vocab_size"], 4, LENGTH, 1, tiny.model.arch_config.encoder is not None
+    )
+    batch |= {
+        name: array[:, :SOURCE_LENGTH]
+        for name, array in batch.items()
+        if name in ("source", "present")
+    }
     expected_loss, expected = loss_and_gradients(tiny.model, params, batch, ForwardConfig())
-    ordered = {name: array[:, token_order(array.shape[1], sharding)] for name, array in batch.items()}
+    ordered = {
+        name: array[:, zigzag_order(array.shape[1], sharding)] for name, array in batch.items()
+    }
     forward_config = ForwardConfig(sharding=sharding, attention_options=TILES, **OPTIONS[options])
     loss, gradients = loss_and_gradients(tiny.model, params, ordered, forward_config)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -81,16 +93,21 @@ def compile_step(mesh: str, rows: int, length: int) -> jax.stages.Compiled:
     )
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf))
+            path: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf)
+            )
             for path, leaf in model.leaves.items()
         }
     )
     batch_sharding = sharding.activation_sharding((rows, length), "batch", "seq")
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {
-        name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=batch_sharding) for name, dtype in dtypes.items()
+        name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=batch_sharding)
+        for name, dtype in dtypes.items()
     }
-    step = jax.jit(jax.grad(lambda params, batch: loss_sums(params, batch, model, forward_config).loss))
+    step = jax.jit(
+        jax.grad(lambda params, batch: loss_sums(params, batch, model, forward_config).loss)
+    )
     return step.lower(params, batch).compile()
 
 
@@ -98,7 +115,9 @@ def test_compiler_passes_keys_and_gathers_no_tokens_over_sp():
     length = 1024
     text = compile_step(MESH, rows=2, length=length).as_text() or ""
     passed = {*re.findall(r"= f32\[([\d,]+)\]\S* collective-permute", text)}
-    assert passed == {f"1,{length // 2},2,64"}, "keys, values and their gradients of one shard of tokens and heads"
+    assert passed == {f"1,{length // 2},2,64"}, (
+        "keys, values and their gradients of one shard of tokens and heads"
+    )
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
     largest = max(math.prod(map(int, shape.split(","))) for shape in gathered)
     assert largest == length // 2 * 64, "the residual stream of a device, which mp splits"
@@ -117,7 +136,9 @@ def test_memory_falls_with_the_number_of_token_shards():
 @pytest.mark.parametrize("kernel", ["reference"])
 def test_forward_config_rejects_kernels_that_need_whole_rows(kernel: str):
     sharding = make_sharding_context(parse_mesh(MESH))
-    error = error_of(partial(ForwardConfig, sharding=sharding, attention_options=AttentionOptions(kernel)))
+    error = error_of(
+        partial(ForwardConfig, sharding=sharding, attention_options=AttentionOptions(kernel))
+    )
     assert error.what == "attention kernel `reference` cannot compute this model's attention"
     assert (error.why, error.hint) == (
         "it does not support sequences split over devices",

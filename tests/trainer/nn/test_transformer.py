@@ -30,7 +30,11 @@ from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig
 
 # arguments of `tiny_transformer` after the config, and whether layers are scanned
-STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [((), True), ((), False), ((False,), False)]
+STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [
+    ((), True),
+    ((), False),
+    ((False,), False),
+]
 
 
 def random_params(tiny: TinyTransformer, seed: int) -> Tree:
@@ -49,13 +53,17 @@ def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: in
 def test_init_does_not_depend_on_other_parameters():
     small = tiny_transformer(LLAMA)
     large = tiny_transformer(LLAMA | {"attention_bias": True, "num_hidden_layers": 3})
-    small_tensors, large_tensors = (tiny.tensors_from_params(random_params(tiny, 7)) for tiny in (small, large))
+    small_tensors, large_tensors = (
+        tiny.tensors_from_params(random_params(tiny, 7)) for tiny in (small, large)
+    )
     for name, values in small_tensors.items():
         np.testing.assert_array_equal(values, large_tensors[name])
 
 
 def test_init_depends_on_role_and_seed():
-    tiny = tiny_transformer(LLAMA | {"attention_bias": True, "initializer_range": 0.5, "hidden_size": 32})
+    tiny = tiny_transformer(
+        LLAMA | {"attention_bias": True, "initializer_range": 0.5, "hidden_size": 32}
+    )
     params = flatten_tree(random_params(tiny, 1))
     params_of_other_seed = flatten_tree(random_params(tiny, 2))
     samples = []
@@ -81,7 +89,9 @@ def test_layer_score_scale_applies_to_stacked_and_listed_layers():
     for stored, is_scanned in STORED_AND_SCANNED:
         tiny = tiny_transformer(config, *stored)
         forward_config = ForwardConfig(scan_layers=is_scanned)
-        logits.append(model_logits(tiny.model, tiny.params_from_tensors(tensors), batch, forward_config))
+        logits.append(
+            model_logits(tiny.model, tiny.params_from_tensors(tensors), batch, forward_config)
+        )
     for array in logits[1:]:
         np.testing.assert_allclose(array, logits[0], atol=2e-5)
     unscaled_logits = model_logits(unscaled.model, unscaled.params_from_tensors(tensors), batch)
@@ -90,7 +100,9 @@ def test_layer_score_scale_applies_to_stacked_and_listed_layers():
 
 @pytest.mark.parametrize("true_size", [0, 30, -1, "29", 2.5])
 def test_build_model_rejects_invalid_true_vocab_size(true_size: Any):
-    with pytest.raises(PrepError, match=r"true_vocab_size is .*, not an integer from 1 to vocab_size 29"):
+    with pytest.raises(
+        PrepError, match=r"true_vocab_size is .*, not an integer from 1 to vocab_size 29"
+    ):
         tiny_transformer(LLAMA | {"true_vocab_size": true_size})
 
 
@@ -98,8 +110,14 @@ def test_sequence_longer_than_learned_positions_is_rejected():
     config = GPT_NEO | {"max_position_embeddings": 5}
     tiny = tiny_transformer(config)
     params = tiny.params_from_tensors(random_tensors(config))
-    assert model_logits(tiny.model, params, {"tokens": np.zeros((1, 5), np.int32)}).shape == (1, 5, 29)
-    with pytest.raises(PrepError, match="6 tokens per sequence - the model has 5 positions") as caught:
+    assert model_logits(tiny.model, params, {"tokens": np.zeros((1, 5), np.int32)}).shape == (
+        1,
+        5,
+        29,
+    )
+    with pytest.raises(
+        PrepError, match="6 tokens per sequence - the model has 5 positions"
+    ) as caught:
         transformer.compute_logits(params, jnp.zeros((1, 6), jnp.int32), tiny.model, UNSCANNED)
     assert caught.value.code == USAGE
 
@@ -108,13 +126,18 @@ def test_scan_of_one_leaf_per_layer_is_rejected():
     tiny = tiny_transformer(LLAMA, scan=False)
     params = tiny.params_from_tensors(random_tensors(LLAMA))
     with pytest.raises(PrepError, match="layers cannot be scanned") as caught:
-        transformer.compute_logits(params, jnp.zeros((1, 2), jnp.int32), tiny.model, ForwardConfig(scan_layers=True))
+        transformer.compute_logits(
+            params, jnp.zeros((1, 2), jnp.int32), tiny.model, ForwardConfig(scan_layers=True)
+        )
     assert caught.value.code == USAGE
 
 
 def test_logits_depend_on_earlier_tokens_only():
     tiny = tiny_transformer(GPT_NEO)
-    params, tokens = tiny.params_from_tensors(random_tensors(GPT_NEO)), random_batch(29, 1, 7)["tokens"]
+    params, tokens = (
+        tiny.params_from_tensors(random_tensors(GPT_NEO)),
+        random_batch(29, 1, 7)["tokens"],
+    )
     changed = tokens.copy()
     changed[0, 4] = (changed[0, 4] + 1) % 29
     before, after = (model_logits(tiny.model, params, {"tokens": ids}) for ids in (tokens, changed))
@@ -122,27 +145,43 @@ def test_logits_depend_on_earlier_tokens_only():
     assert (abs(before - after).max(-1)[0, 4:] > 0).all()
 
 
-@pytest.mark.parametrize("layer_types", [["global"] * 6, ["global", "local"] * 3, ["local", *["global"] * 5]])
+@pytest.mark.parametrize(
+    "layer_types", [["global"] * 6, ["global", "local"] * 3, ["local", *["global"] * 5]]
+)
 def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str]):
     """A pattern of windows that never repeats is not scanned."""
     tiny = tiny_transformer(GPT_NEO | {"num_layers": 6, "attention_layers": layer_types})
     params = jax.eval_shape(lambda: init_params(tiny.model, 0))
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    traced = jax.make_jaxpr(lambda p, t: transformer.hidden_states(p, t, tiny.model, ForwardConfig()))(params, tokens)
-    loops = [equation.params["length"] for equation in traced.jaxpr.eqns if equation.primitive.name == "scan"]
+    traced = jax.make_jaxpr(
+        lambda p, t: transformer.hidden_states(p, t, tiny.model, ForwardConfig())
+    )(params, tokens)
+    loops = [
+        equation.params["length"]
+        for equation in traced.jaxpr.eqns
+        if equation.primitive.name == "scan"
+    ]
     period = window_period(tiny.model.arch_config.sliding_windows)
     assert loops == {1: [6], 2: [3], 6: []}[period]
 
 
 def temporary_nbytes(remat_policy: str) -> int:
     """Return the bytes of temporaries that XLA plans for a loss and its gradients."""
-    tiny = tiny_transformer(LLAMA | {"num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 256})
+    tiny = tiny_transformer(
+        LLAMA | {"num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 256}
+    )
     shape = jax.ShapeDtypeStruct
-    params = unflatten_tree({path: shape(leaf.shape, jnp.float32) for path, leaf in tiny.model.leaves.items()})
+    params = unflatten_tree(
+        {path: shape(leaf.shape, jnp.float32) for path, leaf in tiny.model.leaves.items()}
+    )
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {key: shape((2, 128), dtype) for key, dtype in dtypes.items()}
     forward_config = ForwardConfig(remat_policy=remat_policy)
-    run = jax.jit(jax.value_and_grad(lambda p, b: transformer.loss_sums(p, b, tiny.model, forward_config).loss))
+    run = jax.jit(
+        jax.value_and_grad(
+            lambda p, b: transformer.loss_sums(p, b, tiny.model, forward_config).loss
+        )
+    )
     memory: Any = run.lower(params, batch).compile().memory_analysis()
     return memory.temp_size_in_bytes
 
@@ -156,7 +195,10 @@ def test_bfloat16_computation_returns_float32_logits():
     params = tiny.params_from_tensors(random_tensors(LLAMA))
     tokens = jnp.zeros((1, 3), jnp.int32)
     forward_config = dataclasses.replace(UNSCANNED, dtype="bfloat16")
-    for function, dtype in ((transformer.hidden_states, jnp.bfloat16), (transformer.compute_logits, jnp.float32)):
+    for function, dtype in (
+        (transformer.hidden_states, jnp.bfloat16),
+        (transformer.compute_logits, jnp.float32),
+    ):
         call = partial(function, model=tiny.model, forward_config=forward_config)
         assert jax.eval_shape(call, params, tokens).dtype == dtype
 

@@ -20,7 +20,9 @@ ROWS, LENGTH, WIDTH, LAYERS = 8, 2048, 4096, 32
 
 def inputs_7b(mesh: str, **options: Any) -> MemoryInputs:
     """Return the inputs of eight sequences on a mesh."""
-    return make_inputs("llama", LLAMA_7B, mesh, micro_batch_size=ROWS, seq_length=LENGTH, itemsize=2, **options)
+    return make_inputs(
+        "llama", LLAMA_7B, mesh, micro_batch_size=ROWS, seq_length=LENGTH, itemsize=2, **options
+    )
 
 
 def traffic_7b(mesh: str, **options: Any) -> dict[str, AxisTraffic]:
@@ -58,7 +60,9 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients():
     assert axis.overlaps
     unsplit = replace(inputs_7b("1,8,1"), rules=Rules(params={**PARAM_RULES, "embed": WHOLE}))
     (axis,) = axis_traffic(unsplit)
-    assert axis.nbytes == 2 * 4 * PARAMETERS * 7 // 8, "gradients are all-reduced where fsdp does not split"
+    assert axis.nbytes == 2 * 4 * PARAMETERS * 7 // 8, (
+        "gradients are all-reduced where fsdp does not split"
+    )
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("none", 2), ("nothing_saveable", 3)])

@@ -11,7 +11,7 @@ from trainer.models.presets import PRESETS
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.model_shapes import model_of_config
-from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_overrides
 
 GB = 10**9
 MODEL = model_of_config(PRESETS["llama-7b"])
@@ -19,14 +19,20 @@ MODEL = model_of_config(PRESETS["llama-7b"])
 
 DENSE = ("model.attention_kernel=reference",)
 LEAN = (  # all changes but those of the mesh and of micro-batches
-    *("model.remat_policy=nothing_saveable", "model.attention_kernel=blockwise", "model.ffn_chunk_size=512"),
+    *(
+        "model.remat_policy=nothing_saveable",
+        "model.attention_kernel=blockwise",
+        "model.ffn_chunk_size=512",
+    ),
     *("model.head_chunk_size=128", "model.q_chunk_size=256", "model.k_chunk_size=256"),
 )
 
 
 def plan_7b(folder: Path, *overrides: str) -> TrainingPlan:
     """Plan a step of LLaMA 7B on 8 devices."""
-    recipe = load_text(folder, "mesh=1,8,1", "data.seq_length=8192", "model.dtype=bfloat16", *DENSE, *overrides)
+    recipe = load_text(
+        folder, "mesh=1,8,1", "data.seq_length=8192", "model.dtype=bfloat16", *DENSE, *overrides
+    )
     return plan_training(recipe, MODEL, DEFAULT_RULES)
 
 
@@ -34,7 +40,7 @@ def find_change(plan: TrainingPlan, limit_gb: int) -> MemoryChange:
     """Return the changes to `limit_gb`, checked against a new plan of the changed recipe."""
     change = find_memory_change(plan, MODEL, DEFAULT_RULES, limit_nbytes=limit_gb * GB)
     assert change is not None
-    again = plan_training(with_values(plan.recipe, change.values), MODEL, DEFAULT_RULES)
+    again = plan_training(with_overrides(plan.recipe, change.values), MODEL, DEFAULT_RULES)
     assert again.memory.peak == change.plan.memory.peak <= limit_gb * GB < plan.memory.peak
     return change
 
@@ -44,16 +50,24 @@ def test_changes_are_sufficient_and_each_is_needed(tmp_path: Path, limit_gb: int
     plan = plan_7b(tmp_path)
     change = find_change(plan, limit_gb)
     for key in change.values:
-        fewer = with_values(plan.recipe, {name: value for name, value in change.values.items() if name != key})
+        fewer = with_overrides(
+            plan.recipe, {name: value for name, value in change.values.items() if name != key}
+        )
         assert plan_training(fewer, MODEL, DEFAULT_RULES).memory.peak > limit_gb * GB, key
 
 
 def test_remat_is_tried_before_other_changes(tmp_path: Path):
-    assert find_change(plan_7b(tmp_path), 141).options == "--set model.remat_policy=nothing_saveable"
+    assert (
+        find_change(plan_7b(tmp_path), 141).options == "--set model.remat_policy=nothing_saveable"
+    )
 
 
 def test_micro_batches_keep_the_batch_size(tmp_path: Path):
-    overrides = ("batch.size=64", "model.remat_policy=nothing_saveable", "model.attention_kernel=blockwise")
+    overrides = (
+        "batch.size=64",
+        "model.remat_policy=nothing_saveable",
+        "model.attention_kernel=blockwise",
+    )
     change = find_change(plan_7b(tmp_path, *overrides), 30)
     assert change.plan.tokens == 64 * 8192
     assert change.values == {"batch.accumulate": 8}

@@ -31,14 +31,18 @@ def test_state_leaves_have_the_bytes_of_the_state(name: str, keys: dict[str, Any
     setup = runs.make_setup(runs.MIXTRAL, optimizer=make_optimizer(name, **keys))
     leaves = [leaf for leaf in jax.tree.leaves(state_shapes(setup)["opt_state"]) if leaf.size > 3]
     planned = state_leaves(table.model_validate(values), setup.model.leaves)
-    assert sorted(leaf.nbytes for leaf in planned) == sorted(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert sorted(leaf.nbytes for leaf in planned) == sorted(
+        leaf.size * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def test_check_patterns_rejects_patterns_without_leaves():
     leaves = runs.make_setup().model.leaves
     table = OPTIMIZER_TABLES["adamw"]
     check_patterns(table.model_validate({"lr": 1, "freeze": ("embed", "layers.attn.q")}), leaves)
-    with pytest.raises(PrepError, match=r"`embed\.token` of `optimizer\.freeze` matches no leaf") as caught:
+    with pytest.raises(
+        PrepError, match=r"`embed\.token` of `optimizer\.freeze` matches no leaf"
+    ) as caught:
         check_patterns(table.model_validate({"lr": 1, "freeze": ("embed.token",)}), leaves)
     assert caught.value.hint == "did you mean `embed.tokens`?"
     with pytest.raises(PrepError, match=r"`re:xyz` of `optimizer\.decay_exclude` matches no leaf"):

@@ -22,7 +22,9 @@ MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096  # without embe
 
 def count(family: str, config: Any, **options: Any) -> StepFlops:
     """Count the operations of a step of four sequences."""
-    return count_step_flops(make_inputs(family, config, micro_batch_size=ROWS, seq_length=LENGTH, **options))
+    return count_step_flops(
+        make_inputs(family, config, micro_batch_size=ROWS, seq_length=LENGTH, **options)
+    )
 
 
 def test_matmul_is_six_per_parameter_and_token():
@@ -45,7 +47,9 @@ def test_windows_limit_attention_per_layer():
     pairs = sum(min(position + 1, 256) for position in range(LENGTH))
     heads_size = full.attention_full // (12 * 32 * LENGTH * TOKENS)
     assert windowed.attention_causal == 12 * 32 * heads_size * pairs * ROWS
-    assert windowed.masked + windowed.attention_causal == full.attention_full, "the reference kernel computes all"
+    assert windowed.masked + windowed.attention_causal == full.attention_full, (
+        "the reference kernel computes all"
+    )
 
 
 def test_experts_count_for_their_tokens():
@@ -59,7 +63,9 @@ def test_encoder_and_decoder_count_their_own_tokens():
     short, long = count("t5", T5, source_length=128), count("t5", T5, source_length=256)
     assert long.matmul > short.matmul
     assert long.attention_full > short.attention_full
-    assert short.attention_causal < short.attention_full, "only the decoder's own attention is causal"
+    assert short.attention_causal < short.attention_full, (
+        "only the decoder's own attention is causal"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,11 +80,15 @@ def test_encoder_and_decoder_count_their_own_tokens():
         ({"attention_tile": (512, 512), "remat_policy": "nothing_saveable"}, 1, 1.5),
     ],
 )
-def test_recomputed_follows_policy_and_chunks(options: dict[str, Any], layers: int, attention: float):
+def test_recomputed_follows_policy_and_chunks(
+    options: dict[str, Any], layers: int, attention: float
+):
     flops, plain = count("llama", LLAMA_7B, **options), count("llama", LLAMA_7B)
     forward_layers = 2 * (MATRICES_7B - 32000 * 4096) * TOKENS
     forward_attention = plain.attention_full // 3
-    forward_attention = forward_attention * 10 // 16 if "attention_tile" in options else forward_attention
+    forward_attention = (
+        forward_attention * 10 // 16 if "attention_tile" in options else forward_attention
+    )
     assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
     assert flops.executed == flops.model_causal + flops.masked + flops.recomputed
 
@@ -93,7 +103,9 @@ def test_recomputed_follows_policy_and_chunks(options: dict[str, Any], layers: i
         ((600, 1000), None, 1 + 2 + 2 + 3),  # the last tile of each side is padded
     ],
 )
-def test_masked_counts_the_tiles_with_visible_pairs(tile: tuple[int, int], window: int | None, num_tiles: int):
+def test_masked_counts_the_tiles_with_visible_pairs(
+    tile: tuple[int, int], window: int | None, num_tiles: int
+):
     flops = count("mistral", LLAMA_7B | {"sliding_window": window}, attention_tile=tile)
     q_size, kv_size = (LENGTH if size == -1 else size for size in tile)
     pairs = num_tiles * q_size * kv_size
@@ -122,12 +134,17 @@ def test_frozen_matrices_have_no_gradients():
     frozen = count_step_flops(replace(inputs, frozen=frozenset(inputs.leaves.keys() - {head})))
     assert frozen.matmul == 4 * MATRICES_7B * TOKENS + 2 * 32000 * 4096 * TOKENS
     assert frozen.attention_full == count_step_flops(inputs).attention_full
-    assert count_step_flops(replace(inputs, frozen=frozenset(inputs.leaves))).matmul == 4 * MATRICES_7B * TOKENS
+    assert (
+        count_step_flops(replace(inputs, frozen=frozenset(inputs.leaves))).matmul
+        == 4 * MATRICES_7B * TOKENS
+    )
 
 
 def test_adapters_are_trained_and_their_base_is_frozen():
     family, rank = FAMILIES["llama"], 8
-    adapters = build_adapters(family, LLAMA_7B, LoraConfig(rank, 16.0, ("attn.q", "mlp.down"))).leaves
+    adapters = build_adapters(
+        family, LLAMA_7B, LoraConfig(rank, 16.0, ("attn.q", "mlp.down"))
+    ).leaves
     inputs = make_inputs("llama", LLAMA_7B, micro_batch_size=ROWS, seq_length=LENGTH)
     num_adapters = 32 * rank * (4096 + 4096 + 11008 + 4096)
     flops = count_step_flops(replace(inputs, adapters=adapters))
@@ -139,10 +156,17 @@ def test_forward_and_backward_match_the_count_of_xla():
     from bench.compiled_memory import lower_step
     from trainer.nn.model_spec import ForwardConfig, build_model
 
-    config = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 1024}
+    config = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 1024,
+    }
     model = build_model(FAMILIES["llama"], config | {"vocab_size": 512}, is_tied=False)
     forward_config = ForwardConfig(scan_layers=False, head_chunk_size=-1)
     cost = lower_step(model, forward_config, 1, 256).cost_analysis()
-    flops = count_step_flops(make_inputs("llama", config | {"vocab_size": 512}, seq_length=256, head_chunk_size=-1))
+    flops = count_step_flops(
+        make_inputs("llama", config | {"vocab_size": 512}, seq_length=256, head_chunk_size=-1)
+    )
     assert cost is not None
     assert flops.executed == pytest.approx(cost["flops"], rel=0.05)

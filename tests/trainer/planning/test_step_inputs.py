@@ -10,14 +10,20 @@ import pytest
 from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import TINY, load_text
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
-from trainer.models.attention_needs import Feature
+from trainer.models.attention_needs import AttentionFeature
 from trainer.models.default_sizes import ChunkSizes
 from trainer.models.errors import PrepError
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
-from trainer.planning.step_inputs import ModelShapes, attention_needs, chunk_sizes, context_warnings, step_inputs
+from trainer.planning.step_inputs import (
+    ModelShapes,
+    attention_needs,
+    chunk_sizes,
+    context_warnings,
+    step_inputs,
+)
 
 MESH = parse_mesh("1,2,4")
 
@@ -34,32 +40,53 @@ def test_sources_of_an_encoder_need_a_maximum_length(tmp_path: Path):
         step_inputs(load_text(tmp_path, *pairs), model, mesh=MESH, rules=DEFAULT_RULES)
     recipe = load_text(tmp_path, *pairs, "data.source_length=24")
     assert step_inputs(recipe, model, mesh=MESH, rules=DEFAULT_RULES).source_length == 24
-    assert step_inputs(load_text(tmp_path, *pairs), llama(), mesh=MESH, rules=DEFAULT_RULES).source_length == 0
+    assert (
+        step_inputs(
+            load_text(tmp_path, *pairs), llama(), mesh=MESH, rules=DEFAULT_RULES
+        ).source_length
+        == 0
+    )
 
 
 def test_packing_and_objective_must_fit_the_model(tmp_path: Path):
     t5 = model_of_config(T5).shapes(MESH, DEFAULT_RULES)
-    spans = load_text(tmp_path, "data.objective=span_corruption", "data.source_length=40", "batch.size=8")
+    spans = load_text(
+        tmp_path, "data.objective=span_corruption", "data.source_length=40", "batch.size=8"
+    )
     assert step_inputs(spans, t5, mesh=MESH, rules=DEFAULT_RULES).source_length == 40
-    with pytest.raises(PrepError, match=r'`data\.objective` is "span_corruption" - the model has no encoder'):
+    with pytest.raises(
+        PrepError, match=r'`data\.objective` is "span_corruption" - the model has no encoder'
+    ):
         step_inputs(spans, llama(), mesh=MESH, rules=DEFAULT_RULES)
     with pytest.raises(PrepError, match=r'`data\.packing` is "none" - the model has an encoder'):
         step_inputs(load_text(tmp_path, "data.packing=none"), t5, mesh=MESH, rules=DEFAULT_RULES)
 
 
 def test_step_inputs_follow_batch_and_dtype(tmp_path: Path):
-    recipe = load_text(tmp_path, "batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
+    recipe = load_text(
+        tmp_path,
+        "batch.accumulate=2",
+        "model.dtype=bfloat16",
+        "model.remat_policy=nothing_saveable",
+    )
     inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES)
     assert (inputs.micro_batch_size, inputs.local_batch_size, inputs.accumulate) == (4, 2, 2)
     assert (inputs.seq_length, inputs.itemsize, inputs.remat_policy) == (16, 2, "nothing_saveable")
-    assert step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, widens_bfloat16=True).itemsize == 4
+    assert (
+        step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, widens_bfloat16=True).itemsize
+        == 4
+    )
 
 
 def test_packed_documents_need_segments_and_two_more_columns(tmp_path: Path):
     plain, packed = load_text(tmp_path), load_text(tmp_path, "data.packing=documents")
-    needs = [attention_needs(recipe, llama(), MESH, DEFAULT_RULES).features for recipe in (plain, packed)]
-    assert needs[1] - needs[0] == {Feature.SEGMENTS}
-    inputs, more = (step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES) for recipe in (plain, packed))
+    needs = [
+        attention_needs(recipe, llama(), MESH, DEFAULT_RULES).features for recipe in (plain, packed)
+    ]
+    assert needs[1] - needs[0] == {AttentionFeature.SEGMENTS}
+    inputs, more = (
+        step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES) for recipe in (plain, packed)
+    )
     added = estimate_memory(more).batch - estimate_memory(inputs).batch
     assert added == 4 * 2 * inputs.seq_length * inputs.local_batch_size * inputs.accumulate
     cudnn = load_text(tmp_path, "data.packing=documents", "model.attention_kernel=cudnn")
@@ -70,7 +97,10 @@ def test_packed_documents_need_segments_and_two_more_columns(tmp_path: Path):
 def test_step_inputs_have_a_tile_only_for_tiled_attention(tmp_path: Path):
     tiled = load_text(tmp_path, "model.attention_kernel=blockwise", "model.q_chunk_size=4")
     assert step_inputs(tiled, llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile == (4, 512)
-    assert step_inputs(load_text(tmp_path), llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile is None
+    assert (
+        step_inputs(load_text(tmp_path), llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +114,11 @@ def test_step_inputs_have_a_tile_only_for_tiled_attention(tmp_path: Path):
     ],
 )
 def test_step_inputs_have_sizes_for_the_devices(
-    tmp_path: Path, device: DeviceKind, length: int, tile: tuple[int, int] | None, head_chunk_size: int
+    tmp_path: Path,
+    device: DeviceKind,
+    length: int,
+    tile: tuple[int, int] | None,
+    head_chunk_size: int,
 ):
     recipe = load_text(tmp_path, f"data.seq_length={length}", "batch.accumulate=2")
     inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, device=device)
@@ -94,7 +128,9 @@ def test_step_inputs_have_sizes_for_the_devices(
 @pytest.mark.parametrize("device", [CPU, ANY_ACCELERATOR])
 def test_chunk_sizes_prefer_those_of_the_recipe(tmp_path: Path, device: DeviceKind):
     keys = ("model.q_chunk_size=7", "model.k_chunk_size=-1", "model.head_chunk_size=512")
-    assert chunk_sizes(load_text(tmp_path, *keys), device, num_rows=2) == ChunkSizes(7, -1, head=512)
+    assert chunk_sizes(load_text(tmp_path, *keys), device, num_rows=2) == ChunkSizes(
+        7, -1, head=512
+    )
 
 
 def test_context_warnings_name_too_long_sequences(tmp_path: Path):
@@ -104,6 +140,8 @@ def test_context_warnings_name_too_long_sequences(tmp_path: Path):
 
 
 def test_context_warnings_include_rope_scaling(tmp_path: Path):
-    model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    model = llama(
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    )
     assert list(context_warnings(load_text(tmp_path, "data.seq_length=256"), model)) == []
     assert list(context_warnings(load_text(tmp_path, "data.seq_length=257"), model))

@@ -33,7 +33,9 @@ def test_step_time_adds_exposed_to_the_longest_part():
 def test_compute_time_is_the_share_of_the_peak(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=1,8,1")
     estimate = plan.on(V5P)
-    assert estimate.time.compute_s == pytest.approx(plan.flops.executed / 8 / 459e12 / COMPUTE_EFFICIENCY)
+    assert estimate.time.compute_s == pytest.approx(
+        plan.flops.executed / 8 / 459e12 / COMPUTE_EFFICIENCY
+    )
     assert estimate.tokens_per_s == pytest.approx(8 * 2048 / estimate.time.step_s)
     assert estimate.mfu_causal < estimate.mfu_full < 1
     assert estimate.mfu_causal <= COMPUTE_EFFICIENCY, "an upper bound"

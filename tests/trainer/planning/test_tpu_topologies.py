@@ -14,13 +14,20 @@ from trainer.planning.tpu_topologies import TPU_GENERATIONS, TpuGeneration, find
 
 @pytest.mark.parametrize(
     ("kind", "num_chips", "topology"),
-    [("v5p", 256, "v5p:4x8x8"), ("v4", 4, "v4:2x2x1"), ("v5e", 1, "v5e:1x1"), ("v6e", 256, "v6e:16x16")],
+    [
+        ("v5p", 256, "v5p:4x8x8"),
+        ("v4", 4, "v4:2x2x1"),
+        ("v5e", 1, "v5e:1x1"),
+        ("v6e", 256, "v6e:16x16"),
+    ],
 )
 def test_slices_are_found_by_number_of_chips(kind: str, num_chips: int, topology: str):
     assert find_topology(kind, num_chips) == topology
 
 
-@pytest.mark.parametrize("generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name)
+@pytest.mark.parametrize(
+    "generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name
+)
 def test_slices_of_a_kind_differ_in_size_and_fit_a_pod(generation: TpuGeneration):
     sizes = [num_chips(shape) for shape in generation.slices]
     assert sizes == sorted(set(sizes))
@@ -59,7 +66,9 @@ def test_a_chip_of_tpu7x_is_two_devices():
     [("v5p", 2, "4"), ("v5e", 24, "16 or 32"), ("v6e", 512, "256"), ("v5p", 7000, "6,144")],
 )
 def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str):
-    with pytest.raises(PrepError, match=rf"^no slice of {kind} has {num_chips:,} chips - slices have ") as caught:
+    with pytest.raises(
+        PrepError, match=rf"^no slice of {kind} has {num_chips:,} chips - slices have "
+    ) as caught:
         find_topology(kind, num_chips)
     assert caught.value.hint == f"a mesh of {nearest} devices"
     assert caught.value.code == USAGE
@@ -67,14 +76,22 @@ def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str)
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the extra `tpu`")
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name)
+@pytest.mark.parametrize(
+    "generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name
+)
 def test_fake_devices_are_those_of_libtpu(generation: TpuGeneration):
     from trainer.distributed.topology import tpu_devices
 
     for shape in generation.slices:
         topology = f"{generation.name}:{shape}"
         described = [
-            FakeTpu(device.id, device.process_index, tuple(device.coords), device.core_on_chip, device.device_kind)
+            FakeTpu(
+                device.id,
+                device.process_index,
+                tuple(device.coords),
+                device.core_on_chip,
+                device.device_kind,
+            )
             for device in tpu_devices(topology)
         ]
         assert described == make_tpu_devices(topology)

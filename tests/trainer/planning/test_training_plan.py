@@ -15,7 +15,7 @@ from trainer.models.registry import FAMILIES
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
-from trainer.planning.training_plan import plan_training, with_values
+from trainer.planning.training_plan import plan_training, with_overrides
 
 
 def test_plan_has_the_memory_of_the_estimate(tmp_path: Path):
@@ -30,8 +30,14 @@ def test_plan_has_the_memory_of_the_estimate(tmp_path: Path):
         (["mesh=1,1,3"], "heads 4 cannot be split over mp 3"),
         (["mesh=1,16,1"], "a micro-batch of 8 does not divide among 16 replicas"),
         (["mesh=-1,1,1"], "mesh -1,1,1 has no size for dp"),
-        (["mesh=sp:4", "data.seq_length=20"], "`data.seq_length` is 20: 20 tokens cannot be split over sp 4"),
-        (["mesh=sp:4", "data.seq_length=18"], "`data.seq_length` is 18: 18 tokens cannot be split over sp 4"),
+        (
+            ["mesh=sp:4", "data.seq_length=20"],
+            "`data.seq_length` is 20: 20 tokens cannot be split over sp 4",
+        ),
+        (
+            ["mesh=sp:4", "data.seq_length=18"],
+            "`data.seq_length` is 18: 18 tokens cannot be split over sp 4",
+        ),
     ],
 )
 def test_plan_rejects_meshes_that_do_not_divide(tmp_path: Path, overrides: list[str], what: str):
@@ -48,25 +54,38 @@ def test_plan_rejects_kernels_without_the_features_of_a_run(tmp_path: Path):
 
 
 def test_bfloat16_parameters_take_2_bytes(tmp_path: Path):
-    wide, narrow = (plan_text(tmp_path, "mesh=1,1,1", f"model.param_dtype={x}") for x in ("float32", "bfloat16"))
+    wide, narrow = (
+        plan_text(tmp_path, "mesh=1,1,1", f"model.param_dtype={x}") for x in ("float32", "bfloat16")
+    )
     num_parameters = sum(math.prod(leaf.shape) for leaf in wide.inputs.leaves.values())
-    assert (wide.memory.parameters, narrow.memory.parameters) == (4 * num_parameters, 2 * num_parameters)
+    assert (wide.memory.parameters, narrow.memory.parameters) == (
+        4 * num_parameters,
+        2 * num_parameters,
+    )
     assert wide.memory.peak - narrow.memory.peak == 2 * num_parameters
     assert narrow.memory.moments == wide.memory.moments
 
 
 def test_bfloat16_adapters_take_2_bytes(tmp_path: Path):
     lora = ["mesh=1,1,1", "lora.rank=4", "lora.targets=['attn.q']", "lora.base_dtype=float32"]
-    wide, narrow = (plan_text(tmp_path, *lora, f"model.param_dtype={x}") for x in ("float32", "bfloat16"))
+    wide, narrow = (
+        plan_text(tmp_path, *lora, f"model.param_dtype={x}") for x in ("float32", "bfloat16")
+    )
     num_adapters = sum(math.prod(leaf.shape) for leaf in wide.inputs.saved_leaves.values())
     assert wide.memory.parameters - narrow.memory.parameters == 2 * num_adapters > 0
 
 
 def test_vocabulary_is_padded_before_conversion_only():
     mesh, config = parse_mesh("1,1,4"), TINY | {"vocab_size": 97}
-    assert model_of_config(config).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (100, 32)
+    assert model_of_config(config).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (
+        100,
+        32,
+    )
     manifest = {"config": config, "tied": False, "scan": True, "scan_axis": 0}
-    assert model_of_manifest(manifest).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (97, 32)
+    assert model_of_manifest(manifest).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (
+        97,
+        32,
+    )
 
 
 def test_model_of_config_ties_the_head_as_the_checkpoint():
@@ -77,19 +96,27 @@ def test_model_of_config_ties_the_head_as_the_checkpoint():
 
 def test_with_values_changes_only_the_given_keys(tmp_path: Path):
     recipe = load_text(tmp_path)
-    changed = with_values(recipe, {"mesh": "1,2,4", "model.ffn_chunk_size": 8, "model.q_chunk_size": 4})
-    assert (changed.mesh, changed.model.ffn_chunk_size, changed.model.q_chunk_size) == ("1,2,4", 8, 4)
+    changed = with_overrides(
+        recipe, {"mesh": "1,2,4", "model.ffn_chunk_size": 8, "model.q_chunk_size": 4}
+    )
+    assert (changed.mesh, changed.model.ffn_chunk_size, changed.model.q_chunk_size) == (
+        "1,2,4",
+        8,
+        4,
+    )
     assert changed.model.k_chunk_size == recipe.model.k_chunk_size
     assert recipe.model.ffn_chunk_size == -1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_planned(tmp_path: Path, name: str):
-    recipe = load_text(tmp_path, "mesh=1,2,2", text=RECIPE.replace('type = "text"', 'type = "json"'))
+    recipe = load_text(
+        tmp_path, "mesh=1,2,2", text=RECIPE.replace('type = "text"', 'type = "json"')
+    )
     model = model_of_config({"model_type": name})
     has_encoder = model.shapes(parse_mesh("1,1,1"), DEFAULT_RULES).arch_config.encoder is not None
     if has_encoder:
-        recipe = with_values(recipe, {"data.source_length": 32})
+        recipe = with_overrides(recipe, {"data.source_length": 32})
     plan = plan_training(recipe, model, DEFAULT_RULES)
     assert 0 < plan.flops.attention_causal < plan.flops.model_causal <= plan.flops.executed
     assert {axis.axis for axis in plan.traffic} == {"fsdp", "mp"}

@@ -55,14 +55,21 @@ def test_sources_have_their_keys_and_those_of_the_data(tmp_path: Path):
     assert wiki is not None
     assert chat is not None
     assert [(source.name, source.weight) for source in (wiki, chat)] == [("wiki", 3), ("chat", 0.5)]
-    assert (first.path, first.type, first.fields, first.bad_lines) == (("/home/me/wiki.jsonl",), "auto", "text", 3)
+    assert (first.path, first.type, first.fields, first.bad_lines) == (
+        ("/home/me/wiki.jsonl",),
+        "auto",
+        "text",
+        3,
+    )
     assert (second.path, second.type, second.bad_lines) == (("/data/a.csv", "b.csv"), "csv", 0)
     assert (second.format, second.fields) == ("chat", "messages")
     assert first.sources is second.sources is None
 
 
 def test_sources_without_columns_have_no_fields(tmp_path: Path):
-    data = load(tmp_path, 'fields = "body"\n' + TWO.replace("weight = 3", 'weight = 3\ntype = "text"')).recipe.data
+    data = load(
+        tmp_path, 'fields = "body"\n' + TWO.replace("weight = 3", 'weight = 3\ntype = "text"')
+    ).recipe.data
     assert [part.fields for _, part in split_sources(data)] == [None, "messages"]
     pairs = TWO.replace('format = "chat"', 'fields = "[a], b"')
     data = load(tmp_path, pairs).recipe.data
@@ -84,11 +91,26 @@ def test_kept_recipe_has_equal_sources(tmp_path: Path):
     ("data", "message"),
     [
         ("", "x.toml:4: `data.path` is missing"),
-        (TWO.replace("weight = 3", "wieght = 3"), "table 1 of `data.sources`: unknown key `wieght` - did you mean"),
-        (TWO.replace('name = "chat"\n', ""), "table 2 of `data.sources`: `name` is missing - it takes text: name in"),
-        (TWO.replace("weight = 3", "weight = 0"), "table 1 of `data.sources`: `weight` is 0 - it takes a number > 0"),
-        (TWO.replace('name = "chat"', 'name = "wiki"'), "two tables of `data.sources` have the name 'wiki'"),
-        (TWO.replace("weight = 3\n", ""), "only some tables of `data.sources` have a weight - without one: wiki"),
+        (
+            TWO.replace("weight = 3", "wieght = 3"),
+            "table 1 of `data.sources`: unknown key `wieght` - did you mean",
+        ),
+        (
+            TWO.replace('name = "chat"\n', ""),
+            "table 2 of `data.sources`: `name` is missing - it takes text: name in",
+        ),
+        (
+            TWO.replace("weight = 3", "weight = 0"),
+            "table 1 of `data.sources`: `weight` is 0 - it takes a number > 0",
+        ),
+        (
+            TWO.replace('name = "chat"', 'name = "wiki"'),
+            "two tables of `data.sources` have the name 'wiki'",
+        ),
+        (
+            TWO.replace("weight = 3\n", ""),
+            "only some tables of `data.sources` have a weight - without one: wiki",
+        ),
         (
             TWO.replace("weight = 3", 'weight = 3\nfields = "a,"'),
             'source `wiki`: `data.fields` is "a," - a field is empty',
@@ -104,7 +126,10 @@ def test_kept_recipe_has_equal_sources(tmp_path: Path):
             "holdout = 0.1\n" + TWO.replace("weight = 3", 'weight = 3\neval_path = "v.txt"'),
             "`data.holdout` is 0.1, and tables of `data.sources` have evaluation data of their own",
         ),
-        (TWO.replace("${FOLDER}", "${NOT_SET_ANYWHERE}"), "`data.sources` needs the environment variable"),
+        (
+            TWO.replace("${FOLDER}", "${NOT_SET_ANYWHERE}"),
+            "`data.sources` needs the environment variable",
+        ),
     ],
 )
 def test_invalid_sources_are_named(tmp_path: Path, data: str, message: str):

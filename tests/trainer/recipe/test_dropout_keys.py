@@ -32,7 +32,9 @@ def load_model(*overrides: str) -> Model:
 def resolve(model: Model, config: dict[str, Any], family: str = "gpt2") -> DropoutConfig:
     """Return the rates of a recipe for a config."""
     fields = FAMILIES[family].dropout_fields
-    return resolve_dropout(model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields)
+    return resolve_dropout(
+        model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields
+    )
 
 
 def test_default_drops_nothing():
@@ -63,7 +65,9 @@ def test_table_names_sites_and_others_are_off():
         ("mistral", {}, NO_DROPOUT),
     ],
 )
-def test_config_takes_the_rates_of_the_checkpoint(family: str, config: dict[str, Any], expected: DropoutConfig):
+def test_config_takes_the_rates_of_the_checkpoint(
+    family: str, config: dict[str, Any], expected: DropoutConfig
+):
     assert resolve(load_model("model.dropout=config"), config, family) == expected
 
 
@@ -78,7 +82,9 @@ def test_forgetful_causal_masking_has_two_ratios():
     assert (config.fcm_ratio, config.is_active) == ((0.0, 0.15), True)
 
 
-UNKNOWN_KEY = "`model.dropout` has the unknown key `{}` - the keys are attention, residual, embedding"
+UNKNOWN_KEY = (
+    "`model.dropout` has the unknown key `{}` - the keys are attention, residual, embedding"
+)
 ERRORS = {
     "dropout = 1.0": '`model.dropout` is 1.0 - it takes a number >= 0 and < 1 or "config" or a table: ',
     'dropout = "confg"': '`model.dropout` is "confg" - ',

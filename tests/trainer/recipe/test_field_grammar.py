@@ -7,12 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
-from trainer.recipe.field_grammar import Field, FieldList, IdsField, TextField, TokenField, parse_fields
+from trainer.recipe.field_grammar import (
+    Field,
+    FieldList,
+    TextField,
+    TokenField,
+    TokenIdsField,
+    parse_fields,
+)
 
-NAMES = st.text(st.characters(exclude_characters="[]{},+<|>"), min_size=1).map(str.strip).filter(bool)
+NAMES = (
+    st.text(st.characters(exclude_characters="[]{},+<|>"), min_size=1).map(str.strip).filter(bool)
+)
 FIELDS: st.SearchStrategy[Field] = st.one_of(
     st.lists(NAMES, min_size=1, max_size=3).map(lambda names: TextField(tuple(names))),
-    NAMES.map(IdsField),
+    NAMES.map(TokenIdsField),
     st.integers(0, 2**32).map(TokenField),
     st.sampled_from([TokenField("bos"), TokenField("eos")]),
 )
@@ -22,7 +31,7 @@ def write(field: Field) -> str:
     """Return a field in the grammar."""
     if isinstance(field, TextField):
         return "+".join(field.columns)
-    return f"{{{field.column}}}" if isinstance(field, IdsField) else f"<|{field.token}|>"
+    return f"{{{field.column}}}" if isinstance(field, TokenIdsField) else f"<|{field.token}|>"
 
 
 @given(st.text(st.characters(exclude_characters="[]{},+|"), min_size=1))
@@ -33,7 +42,10 @@ def test_text_without_signs_is_one_column(name: str):
 @given(st.lists(st.tuples(FIELDS, st.booleans()), min_size=1), st.randoms())
 def test_parse_fields_reads_what_was_written(items: list[tuple[Field, bool]], random):
     items.append((TextField(("last", "target")), False))
-    texts = [f"[ {write(field)} ]" if is_bracketed else f"  {write(field)}" for field, is_bracketed in items]
+    texts = [
+        f"[ {write(field)} ]" if is_bracketed else f"  {write(field)}"
+        for field, is_bracketed in items
+    ]
     fields = parse_fields(f"{' ' * random.randrange(3)},".join(texts))
     assert fields.items == tuple(items)
     assert fields.source == tuple(field for field, is_bracketed in items if is_bracketed)

@@ -13,16 +13,26 @@ from hypothesis import strategies as st
 
 from tests.trainer.recipe.test_errors import GOOD, error_of, replaced
 from trainer.recipe import load_recipe, option_hint
-from trainer.recipe.corrections import VALUE_SYNONYMS, correct_value, is_accepted
-from trainer.recipe.diagnostics import MAX_SHOWN
+from trainer.recipe.corrections import correct_value, is_accepted
 from trainer.recipe.formatting import alternatives, example_value, to_toml
-from trainer.recipe.synonyms import ADVICE, SYNONYMS, advice_for, key_for_synonym
+from trainer.recipe.other_trainers import (
+    VALUE_FUNCTIONS,
+    advice_for,
+    hint_by_name,
+    key_for_synonym,
+    other_trainers,
+    translate_value,
+    translation_by_name,
+)
+from trainer.recipe.problems import MAX_SHOWN
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
 from trainer.recipe.unknown_keys import unknown_key_hint
-from trainer.recipe.value_translations import VALUE_TRANSLATIONS, translate_value
 
+NAMES = other_trainers().names
+ADVICE = hint_by_name()
 LIBRARY_WORDS = re.compile(
-    r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error", re.IGNORECASE
+    r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error",
+    re.IGNORECASE,
 )
 OTHER_TRAINERS_RECIPE = """\
 learning_rate = 3e-4
@@ -74,7 +84,9 @@ def test_all_errors_are_reported_with_lines():
 
 
 def test_override_errors_follow_file_errors():
-    error = error_of(replaced("size = 4", "siez = 4"), "optimizer.lr=abc", "learning_rate=1", "seed")
+    error = error_of(
+        replaced("size = 4", "siez = 4"), "optimizer.lr=abc", "learning_rate=1", "seed"
+    )
     places = [line.partition(": ")[0] for line in error.why.split("\n")]
     assert places == ["x.toml:9", "--set", "--set seed", "--set"]
 
@@ -98,7 +110,9 @@ def test_unrelated_unknown_key_does_not_hide_missing_key():
 
 
 def test_conflicts_are_reported_with_unknown_keys():
-    text = GOOD.replace("size = 4", "per_device = 1\nper_replica = 2").replace("lr = 1e-3", "lr = 1e-3\nbeta1 = 0.5")
+    text = GOOD.replace("size = 4", "per_device = 1\nper_replica = 2").replace(
+        "lr = 1e-3", "lr = 1e-3\nbeta1 = 0.5"
+    )
     first, second = error_of(text).why.split("\n")
     assert first.startswith("x.toml:10: `batch.per_device` is 1 and `batch.per_replica` is 2")
     assert second == "x.toml:13: unknown key `optimizer.beta1` - `b1 = 0.5`"
@@ -110,7 +124,9 @@ def test_conflict_caused_by_unknown_key_is_not_reported():
 
 
 def test_errors_beyond_the_maximum_are_counted():
-    lines = error_of(GOOD + "".join(f"key_{number} = 1\n" for number in range(2000))).why.split("\n")
+    lines = error_of(GOOD + "".join(f"key_{number} = 1\n" for number in range(2000))).why.split(
+        "\n"
+    )
     assert len(lines) == MAX_SHOWN + 1
     assert lines[-1] == f"and {2000 - MAX_SHOWN:,} more"
 
@@ -124,7 +140,9 @@ def test_table_of_another_trainer_is_translated_by_key():
 
 
 def test_nested_table_of_another_trainer_is_translated_by_key():
-    error = error_of(GOOD + "[data_args]\nmode = 'clm'\n[data_args.train]\ndataset = 'c4'\ndataset_name = 'en'\n")
+    error = error_of(
+        GOOD + "[data_args]\nmode = 'clm'\n[data_args.train]\ndataset = 'c4'\ndataset_name = 'en'\n"
+    )
     assert error.why.split("\n") == [
         "x.toml:14: unknown key `data_args` - did you mean `data`?",
         "x.toml:15: unknown key `data_args.mode` - `data.fields`: brackets for the encoder, none for clm",
@@ -134,18 +152,35 @@ def test_nested_table_of_another_trainer_is_translated_by_key():
 
 
 def test_synonyms_stand_for_one_existing_key():
-    assert {*SYNONYMS} <= {*KEY_SCHEMAS}
-    names = [name for key_names in SYNONYMS.values() for name in key_names]
+    assert {*NAMES} <= {*KEY_SCHEMAS}
+    names = [name for key_names in NAMES.values() for name in key_names]
     assert len(names) == len({*names}), "each synonym stands for one key"
     assert not {*names, *ADVICE} & {*KEY_SCHEMAS}
     assert not {*names} & {*ADVICE}
-    assert {*VALUE_TRANSLATIONS} <= {*names}
+    assert {*translation_by_name()} <= {*names}
 
 
-@pytest.mark.parametrize("name", [name for names in SYNONYMS.values() for name in names])
+def test_data_file_has_one_conversion_and_one_hint_per_setting():
+    data = other_trainers()
+    for entries in (data.translations, data.advice):
+        names = [name for entry in entries for name in entry.names]
+        assert len(names) == len({*names})
+    values = [name for names in data.value_names.values() for name in names]
+    assert len(values) == len({*values})
+
+
+def test_each_conversion_of_values_has_one_kind():
+    for item in other_trainers().translations:
+        kinds = [item.switch is not None, item.table is not None, item.keeps_name, item.function]
+        assert len([kind for kind in kinds if kind]) == 1, item
+    functions = {item.function for item in other_trainers().translations} - {None}
+    assert functions == {*VALUE_FUNCTIONS}
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
 def test_synonym_gives_hint_with_its_key(name: str):
     key = key_for_synonym(name)
-    assert name in SYNONYMS[key]
+    assert name in NAMES[key]
     hint = option_hint(f"--{name.replace('_', '-')}", "")
     assert hint.startswith(f"`--set {key}=")
 
@@ -205,9 +240,13 @@ def test_correct_value_returns_valid_text_or_nothing(key: str, value: Any, text:
     assert correct_value(value, KEY_SCHEMAS[key]) == text
 
 
-@pytest.mark.parametrize("value", VALUE_SYNONYMS)
+@pytest.mark.parametrize("value", other_trainers().value_names)
 def test_value_synonyms_stand_for_existing_values(value: str):
-    types = [alternative for key_schema in KEY_SCHEMAS.values() for alternative in alternatives(key_schema)]
+    types = [
+        alternative
+        for key_schema in KEY_SCHEMAS.values()
+        for alternative in alternatives(key_schema)
+    ]
     choices = [choice for alternative in types for choice in alternative.get("enum", ())]
     assert value in [*choices, "adamw", "float16"]
 
@@ -260,12 +299,19 @@ def test_option_of_another_trainer_gives_hint(option: str, value: str, hint: str
 def test_translated_values_are_valid_overrides(setting: str, key: str, expected: Any):
     (text,) = re.findall(r"`--set ([^`]+)`", str(error_of(GOOD, setting)))
     more = ["data.holdout=0.1", "train.eval_every=5", "checkpoint.optimizer_state=false"]
-    assert value_of(load_recipe(Path("x.toml"), [*shlex.split(text), *more]).recipe, key) == expected
+    assert (
+        value_of(load_recipe(Path("x.toml"), [*shlex.split(text), *more]).recipe, key) == expected
+    )
 
 
 @pytest.mark.parametrize(
     "setting",
-    ["load_best_model_at_end=false", "metric_for_best_model=accuracy", "push_to_hub=false", "profile_steps=0"],
+    [
+        "load_best_model_at_end=false",
+        "metric_for_best_model=accuracy",
+        "push_to_hub=false",
+        "profile_steps=0",
+    ],
 )
 def test_values_without_replacement_give_advice(setting: str):
     text = str(error_of(GOOD, setting))
@@ -277,11 +323,25 @@ def test_override_hints_are_valid_overrides():
     error = error_of(GOOD, "bf16=true", "n_model_shards=4", "max_grad_norm=0.5")
     sets = re.findall(r"`--set ([^`]+)`", error.why)
     recipe = load_recipe(Path("x.toml"), sets).recipe
-    assert (recipe.model.dtype, recipe.mesh, recipe.optimizer.clip_norm) == ("bfloat16", "-1,1,4", 0.5)
+    assert (recipe.model.dtype, recipe.mesh, recipe.optimizer.clip_norm) == (
+        "bfloat16",
+        "-1,1,4",
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
-    "text", [OTHER_TRAINERS_RECIPE, "", "a = [\n", "= 3\n", "[a\n", "a = 'x\n", "a.b = 1\na = 2\n", "[a]\n[a]\n"]
+    "text",
+    [
+        OTHER_TRAINERS_RECIPE,
+        "",
+        "a = [\n",
+        "= 3\n",
+        "[a\n",
+        "a = 'x\n",
+        "a.b = 1\na = 2\n",
+        "[a]\n[a]\n",
+    ],
 )
 def test_errors_hide_library_messages(text: str):
     assert not LIBRARY_WORDS.search(str(error_of(text)))
@@ -298,7 +358,15 @@ def test_errors_hide_library_messages(text: str):
 )
 def test_hints_of_generation_name_the_commands_of_the_migration_pages(key: str, command: str):
     assert unknown_key_hint(key, 1).startswith(command)
-    page = {"eval_args": "flaxlm", "eval_predictor": "redco", "eval_metric_fn": "redco"}.get(key.partition(".")[0])
+    page = {"eval_args": "flaxlm", "eval_predictor": "redco", "eval_metric_fn": "redco"}.get(
+        key.partition(".")[0]
+    )
     if page is not None:
-        rows = Path(__file__).parents[3].joinpath(f"docs/how-to/migrate-from-{page}.md").read_text().splitlines()
+        rows = (
+            Path(__file__)
+            .parents[3]
+            .joinpath(f"docs/how-to/migrate-from-{page}.md")
+            .read_text()
+            .splitlines()
+        )
         assert command.replace(" RUN", "") in next(row for row in rows if f"`{key}`" in row)

@@ -66,7 +66,11 @@ def test_statements_of_several_lines_are_parsed_once(monkeypatch: pytest.MonkeyP
     assert len(parsed) == 3
 
 
-@given(st.dictionaries(st.text(), st.text() | st.lists(st.text()) | st.dictionaries(st.text(), st.integers())))
+@given(
+    st.dictionaries(
+        st.text(), st.text() | st.lists(st.text()) | st.dictionaries(st.text(), st.integers())
+    )
+)
 def test_values_of_any_text_have_line_numbers(values: dict[str, object]):
     text = "\n".join(f"{to_toml(key)} = {to_toml(value)}" for key, value in values.items())
     lines = key_line_numbers(text)
@@ -86,4 +90,12 @@ g = 1
 
 
 def test_strings_that_end_in_quotes_have_line_numbers():
-    assert key_line_numbers(QUOTES) == {("a",): 1, ("b",): 2, ("c",): 4, ("d",): 5, ("e",): 6, ("f",): 7, ("g",): 8}
+    assert key_line_numbers(QUOTES) == {
+        ("a",): 1,
+        ("b",): 2,
+        ("c",): 4,
+        ("d",): 5,
+        ("e",): 6,
+        ("f",): 7,
+        ("g",): 8,
+    }

@@ -16,7 +16,11 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "llama-7b.toml"
 
 def test_wandb_table_is_kept_as_written():
     table = 'log.wandb={ project = "p", tags = ["a"], offline = true }'
-    assert load_recipe(RECIPE, [table]).recipe.log.wandb == {"project": "p", "tags": ["a"], "offline": True}
+    assert load_recipe(RECIPE, [table]).recipe.log.wandb == {
+        "project": "p",
+        "tags": ["a"],
+        "offline": True,
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.doc_tables import check_names, code_in, recipe_keys, table_rows
-from trainer.recipe.synonyms import advice_for
+from trainer.recipe.other_trainers import advice_for
 from trainer.recipe.tables import KEY_SCHEMAS
 from trainer.recipe.unknown_keys import guess_key, option_hint
 
@@ -26,7 +26,10 @@ SETTINGS = [  # page, setting of another system, cell with its counterparts
 
 
 def test_each_system_has_a_page_with_settings():
-    systems = {f"migrate-from-{name}" for name in ("gpt-neo-example", "llamabpt", "flaxlm", "redco", "easylm")}
+    systems = {
+        f"migrate-from-{name}"
+        for name in ("gpt-neo-example", "llamabpt", "flaxlm", "redco", "easylm")
+    }
     assert systems == {page.stem for page in PAGES} == {page for page, _, _ in SETTINGS}
     assert all(SETTING.fullmatch(setting) for _, setting, _ in SETTINGS)
 

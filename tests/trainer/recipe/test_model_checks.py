@@ -27,7 +27,9 @@ def test_policy_that_saves_scores_is_rejected_with_blockwise(policy: str):
 
 
 def test_policy_that_saves_scores_is_accepted_with_reference():
-    Path("x.toml").write_text(BLOCKWISE.format("dots_saveable").replace('"blockwise"', '"reference"'))
+    Path("x.toml").write_text(
+        BLOCKWISE.format("dots_saveable").replace('"blockwise"', '"reference"')
+    )
     assert load_recipe(Path("x.toml"), ()).recipe.model.remat_policy == "dots_saveable"
 
 
@@ -37,9 +39,21 @@ REMAT_ERRORS = {
         '`model.remat_policy` is ["q", "attention_ouput"] - it takes "none", ',
         "did you mean `attention_output`?",
     ),
-    "activation without a list": ('remat_policy = "attention_output"', "", '`remat_policy = ["attention_output"]`'),
-    "misspelled policy": ('remat_policy = "nothing_savable"', "", "did you mean `nothing_saveable`?"),
-    "empty list": ("remat_policy = []", "`model.remat_policy` is [] - ", '`remat_policy = "nothing_saveable"`'),
+    "activation without a list": (
+        'remat_policy = "attention_output"',
+        "",
+        '`remat_policy = ["attention_output"]`',
+    ),
+    "misspelled policy": (
+        'remat_policy = "nothing_savable"',
+        "",
+        "did you mean `nothing_saveable`?",
+    ),
+    "empty list": (
+        "remat_policy = []",
+        "`model.remat_policy` is [] - ",
+        '`remat_policy = "nothing_saveable"`',
+    ),
     "hidden units in chunks": (
         'remat_policy = ["mlp_hidden"]\nffn_chunk_size = 8',
         '`model.remat_policy` is ["mlp_hidden"], and `model.ffn_chunk_size` 8 - ',
@@ -102,7 +116,11 @@ def test_invalid_rope_scaling_is_rejected_with_its_line(name: str):
 
 def test_rope_scaling_may_be_a_table_or_an_override():
     table = with_rope("[model.rope_scaling]", 'rope_type = "yarn"', "factor = 4.0")
-    for text, overrides in ((with_rope(YARN), ()), (table, ()), (GOOD, ("model." + YARN.replace(" = {", "={"),))):
+    for text, overrides in (
+        (with_rope(YARN), ()),
+        (table, ()),
+        (GOOD, ("model." + YARN.replace(" = {", "={"),)),
+    ):
         Path("x.toml").write_text(text)
         scaling = load_recipe(Path("x.toml"), overrides).recipe.model.rope_scaling
         assert scaling == {"rope_type": "yarn", "factor": 4.0}
@@ -117,7 +135,10 @@ RULE_ERRORS = {
         "or a preset - "
         '`rules = ["kv_heads=mp|none"]`',
     ),
-    "two rules": ('["embed=mp", "embed=fsdp"]', "two rules for embed - `embed=mp` and `embed=fsdp` - "),
+    "two rules": (
+        '["embed=mp", "embed=fsdp"]',
+        "two rules for embed - `embed=mp` and `embed=fsdp` - ",
+    ),
     "number": ("[1]", "`rules` is [1] - it takes text or a list of texts: "),
 }
 
@@ -125,9 +146,9 @@ RULE_ERRORS = {
 @pytest.mark.parametrize("name", RULE_ERRORS)
 def test_invalid_rules_are_rejected_with_their_line(name: str):
     value, message = RULE_ERRORS[name]
-    assert str(error_of(GOOD.replace('mesh = "1,2,4"\n', f'mesh = "1,2,4"\nrules = {value}\n'))).startswith(
-        f"x.toml:2: {message}"
-    )
+    assert str(
+        error_of(GOOD.replace('mesh = "1,2,4"\n', f'mesh = "1,2,4"\nrules = {value}\n'))
+    ).startswith(f"x.toml:2: {message}")
 
 
 def test_one_rule_may_be_an_override():

@@ -23,7 +23,9 @@ TABLES = {
 
 def make_recipe(**optimizer: object) -> Recipe:
     """Return a small recipe with an optimizer."""
-    return Recipe.model_validate({"name": "small", **TABLES, "optimizer": {"lr": 1e-3, **optimizer}})
+    return Recipe.model_validate(
+        {"name": "small", **TABLES, "optimizer": {"lr": 1e-3, **optimizer}}
+    )
 
 
 def test_optimizer_type_defaults_to_adamw():
@@ -32,11 +34,15 @@ def test_optimizer_type_defaults_to_adamw():
 
 def test_optimizer_tables_are_named_by_their_type():
     types = {name: table.model_fields["type"] for name, table in OPTIMIZER_TABLES.items()}
-    assert {name: get_args(field.annotation) for name, field in types.items()} == {name: (name,) for name in types}
+    assert {name: get_args(field.annotation) for name, field in types.items()} == {
+        name: (name,) for name in types
+    }
     assert [name for name, field in types.items() if not field.is_required()] == ["adamw"]
 
 
-@pytest.mark.parametrize(("value", "text"), [("adam", '"adam"'), (3, '"3"'), (["adamw"], '["adamw"]')])
+@pytest.mark.parametrize(
+    ("value", "text"), [("adam", '"adam"'), (3, '"3"'), (["adamw"], '["adamw"]')]
+)
 def test_unknown_optimizer_is_reported_with_other_errors(tmp_path: Path, value: object, text: str):
     path = tmp_path / "small.toml"
     path.write_text(recipe_to_toml(make_recipe(), {}))
@@ -45,22 +51,45 @@ def test_unknown_optimizer_is_reported_with_other_errors(tmp_path: Path, value: 
     lines = caught.value.why.splitlines()
     assert len(lines) == 3
     (line,) = (line for line in lines if "`optimizer.type`" in line)
-    assert line.startswith(f'--set: `optimizer.type` is {text} - it takes "adamw", "adafactor", "lion", ')
+    assert line.startswith(
+        f'--set: `optimizer.type` is {text} - it takes "adamw", "adafactor", "lion", '
+    )
 
 
 def test_type_lists_all_members_of_the_union():
     schema = KEY_SCHEMAS["optimizer.type"]
     assert describe_type(schema) == '"adamw", "adafactor", "lion", "muon", "sgd" or "palm"'
-    assert "adamw: Adam with decoupled weight decay; adafactor: second moments of row" in schema["description"]
+    assert (
+        "adamw: Adam with decoupled weight decay; adafactor: second moments of row"
+        in schema["description"]
+    )
     assert schema["default"] == "adamw"
-    assert {"optimizer.weight_decay", "optimizer.momentum", "optimizer.update_rms"} <= KEY_SCHEMAS.keys()
+    assert {
+        "optimizer.weight_decay",
+        "optimizer.momentum",
+        "optimizer.update_rms",
+    } <= KEY_SCHEMAS.keys()
 
 
 def test_keys_of_a_recipe_are_those_of_its_optimizer():
     recipe = make_recipe(type="lion")
     missing = {*KEY_SCHEMAS} - {*keys_of(recipe)}
-    names = ("eps", "momentum", "nesterov", "decay_rate", "factored", "min_factored_size", "clip_threshold")
-    others = ("scale_by_parameter", "scale_by", "newton_schulz_steps", "update_rms", "bias_correction")
+    names = (
+        "eps",
+        "momentum",
+        "nesterov",
+        "decay_rate",
+        "factored",
+        "min_factored_size",
+        "clip_threshold",
+    )
+    others = (
+        "scale_by_parameter",
+        "scale_by",
+        "newton_schulz_steps",
+        "update_rms",
+        "bias_correction",
+    )
     assert missing == {f"optimizer.{name}" for name in (*names, *others)}
     assert "\neps" not in recipe_to_toml(recipe, {})
 
@@ -68,7 +97,14 @@ def test_keys_of_a_recipe_are_those_of_its_optimizer():
 def test_palm_has_the_defaults_of_easylm():
     table = make_recipe(type="palm").optimizer
     assert isinstance(table, PalmTable)
-    values = (table.lr, table.momentum, table.decay_rate, table.weight_decay, table.clip_norm, table.schedule)
+    values = (
+        table.lr,
+        table.momentum,
+        table.decay_rate,
+        table.weight_decay,
+        table.clip_norm,
+        table.schedule,
+    )
     assert values[1:] == (0.9, 0.99, 1e-4, 1.0, "rsqrt")
     assert PalmTable(type="palm").lr == 0.01
     assert warmup_decay(table, 20).warmup_steps == 10_000
@@ -85,7 +121,9 @@ def test_palm_has_the_defaults_of_easylm():
 def test_keys_of_other_optimizers_are_unknown(tmp_path: Path, optimizer: str, key: str, hint: str):
     path = tmp_path / "small.toml"
     path.write_text(recipe_to_toml(make_recipe(type=optimizer), {}))
-    with pytest.raises(PrepError, match=f"unknown key `optimizer.{key.partition('=')[0]}`") as caught:
+    with pytest.raises(
+        PrepError, match=f"unknown key `optimizer.{key.partition('=')[0]}`"
+    ) as caught:
         load_recipe(path, [f"optimizer.{key}"])
     assert hint in str(caught.value)
 
@@ -102,7 +140,13 @@ def test_loss_scale_needs_float16(tmp_path: Path):
     path = tmp_path / "small.toml"
     path.write_text(recipe_to_toml(make_recipe(), {}))
     with pytest.raises(
-        PrepError, match=r"`optimizer\.loss_scale` is 64\.0 - `model\.dtype` is float32, which needs none"
+        PrepError,
+        match=r"`optimizer\.loss_scale` is 64\.0 - `model\.dtype` is float32, which needs none",
     ):
         load_recipe(path, ["optimizer.loss_scale=64.0"])
-    assert load_recipe(path, ["optimizer.loss_scale=dynamic", "model.dtype=float16"]).recipe.model.dtype == "float16"
+    assert (
+        load_recipe(
+            path, ["optimizer.loss_scale=dynamic", "model.dtype=float16"]
+        ).recipe.model.dtype
+        == "float16"
+    )

@@ -16,8 +16,39 @@ from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 from trainer.recipe.unknown_keys import set_option_text
 
 TEXTS = (
-    *("true", "8", "1e5", "nan", "2024-01-01", "1,8,1", "all", "a/b.txt", "a b", " a ", "a=b", "a;b", "#a", "{}"),
-    *("[1]", "[a]", "[a], b", "'x'", '"x"', "''", 'a"b', "a'b", "a\\b", "$HOME", "${A}/b", "!x", "~/x", "*.txt", "é"),
+    *(
+        "true",
+        "8",
+        "1e5",
+        "nan",
+        "2024-01-01",
+        "1,8,1",
+        "all",
+        "a/b.txt",
+        "a b",
+        " a ",
+        "a=b",
+        "a;b",
+        "#a",
+        "{}",
+    ),
+    *(
+        "[1]",
+        "[a]",
+        "[a], b",
+        "'x'",
+        '"x"',
+        "''",
+        'a"b',
+        "a'b",
+        "a\\b",
+        "$HOME",
+        "${A}/b",
+        "!x",
+        "~/x",
+        "*.txt",
+        "é",
+    ),
 )
 VALUES: tuple[Any, ...] = (*TEXTS, 8, 0.5, 1e-8, True, False, ["a", "b"], ["1"], ["a b"])
 TEXT_OR_BOOLEAN = {"anyOf": [{"type": "boolean"}, {"type": "string"}]}
@@ -66,12 +97,16 @@ def test_numbers_for_a_list_of_numbers_are_no_text():
     assert parse_override_value("8", KEY_SCHEMAS["data.path"]) == "8", "a key of texts"
 
 
-@pytest.mark.parametrize("text", ["data.config=", 'data.config=""', "data.config=a", "data.config=''"])
+@pytest.mark.parametrize(
+    "text", ["data.config=", 'data.config=""', "data.config=a", "data.config=''"]
+)
 def test_empty_value_removes_a_key_that_may_be_absent(text: str):
     raw = RawRecipe(Path("x.toml"), {"data": {"config": "en", "split": "train"}})
     overridden, diagnostics = apply_overrides(raw, ["data.config=de", text, "data.source_length="])
     assert not diagnostics
-    assert overridden.tables["data"] == {"split": "train"} | ({"config": "a"} if text.endswith("a") else {})
+    assert overridden.tables["data"] == {"split": "train"} | (
+        {"config": "a"} if text.endswith("a") else {}
+    )
     assert overridden.overridden_keys == ({"data.config"} if text.endswith("a") else set())
 
 

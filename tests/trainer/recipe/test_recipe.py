@@ -54,11 +54,20 @@ def test_load_recipe_fills_in_defaults(small: Path):
     loaded = load_recipe(small)
     recipe = loaded.recipe
     assert (recipe.name, recipe.seed, recipe.mesh) == ("small", 0, "-1,1,1")
-    assert (recipe.model.path, recipe.data.path, recipe.data.fields) == ("tiny-init", ("train.txt",), None)
+    assert (recipe.model.path, recipe.data.path, recipe.data.fields) == (
+        "tiny-init",
+        ("train.txt",),
+        None,
+    )
     assert (recipe.checkpoint.keep, recipe.model.head_chunk_size) == (2, None)
     assert isinstance(recipe.optimizer, AdamWTable)
     assert recipe.optimizer.b2 == 0.999
-    assert loaded.origins["seed"] == loaded.origins["name"] == loaded.origins["eval.limit"] == "default"
+    assert (
+        loaded.origins["seed"]
+        == loaded.origins["name"]
+        == loaded.origins["eval.limit"]
+        == "default"
+    )
     assert set(KEY_SCHEMAS) - set(loaded.origins) == {
         "model.path",
         "data.type",
@@ -135,8 +144,19 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
-    conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "data.objective"}
+    conflicting = {
+        "batch.per_device",
+        "batch.per_replica",
+        "train.epochs",
+        "optimizer.warmup_ratio",
+        "data.eval_path",
+    }
+    conflicting |= {
+        "data.source_length",
+        "data.source_prefix",
+        "data.fields_from_example",
+        "data.objective",
+    }
     conflicting |= {
         "optimizer.loss_scale",
         "optimizer.cooldown_steps",
@@ -154,18 +174,28 @@ def test_examples_make_a_valid_recipe(tmp_path: Path):
     values |= {"data.type": "json", "optimizer.schedule": "cosine"}
     (tmp_path / "x.toml").write_text(toml(values))
     assert load_recipe(tmp_path / "x.toml").recipe.data.fields == "text"
-    pair = ["data.fields=[article], summary", "data.source_length=512", "data.source_prefix=summarize: "]
+    pair = [
+        "data.fields=[article], summary",
+        "data.source_length=512",
+        "data.source_prefix=summarize: ",
+    ]
     assert load_recipe(tmp_path / "x.toml", pair).recipe.data.source_prefix == "summarize:"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_shipped_recipes_are_valid(path: Path):
     recipe = load_recipe(path).recipe
     assert recipe.name == path.stem
     recipe_mesh = mesh.parse_mesh(recipe.mesh)
     n_replicas = recipe_mesh.n_devices // recipe_mesh.size("mp")
-    assert batch_shape(recipe.batch, n_devices=recipe_mesh.n_devices, n_replicas=n_replicas).accumulate in (1, 8)
-    header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+    assert batch_shape(
+        recipe.batch, n_devices=recipe_mesh.n_devices, n_replicas=n_replicas
+    ).accumulate in (1, 8)
+    header = "".join(
+        line for line in path.read_text().splitlines(keepends=True) if line.startswith("#")
+    )
     commands = ("train", "launch slurm", "launch tpu")
     assert any(re.search(rf"prep {command} {path.stem}\s", header) for command in commands)
 
@@ -185,8 +215,14 @@ def test_schema_is_strict_json_schema():
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
-NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
-START_KEYS = ("model.init", "model.preset", "model.config")  # of a random start, instead of `model.path`
+NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(
+    lambda t: t.isprintable()
+)
+START_KEYS = (
+    "model.init",
+    "model.preset",
+    "model.config",
+)  # of a random start, instead of `model.path`
 TEXT_LISTS = (
     "data.path",
     "data.eval_path",
@@ -196,18 +232,29 @@ TEXT_LISTS = (
     "optimizer.decay_include",
     "log.samples",
 )
-SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")  # conflict with default examples
+SAVE_KEYS = (
+    "train.eval_every_epochs",
+    "checkpoint.every_epochs",
+    "checkpoint.dtype",
+)  # conflict with default examples
 VALUES_BY_KEY = {
-    "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
+    "model.overrides": st.dictionaries(
+        NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2
+    ),
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
     "rules": st.sampled_from(["embed=none", ["embed=fsdp+sp", "kv_heads=mp|none"]]),
     "cluster.dcn_mesh": st.just("1,1,1"),
     "model.rope_scaling": st.fixed_dictionaries(
         {"rope_type": st.just("yarn"), "factor": st.floats(1, 64) | st.integers(1, 64)},
-        optional={"truncate": st.booleans(), "original_max_position_embeddings": st.integers(1, 2**20)},
+        optional={
+            "truncate": st.booleans(),
+            "original_max_position_embeddings": st.integers(1, 2**20),
+        },
     ),
-    "model.dropout": st.floats(0, 0.9) | st.just("config") | st.fixed_dictionaries({"residual": st.floats(0, 0.9)}),
+    "model.dropout": st.floats(0, 0.9)
+    | st.just("config")
+    | st.fixed_dictionaries({"residual": st.floats(0, 0.9)}),
     "model.fcm_ratio": st.lists(st.floats(0, 0.9), min_size=2, max_size=2).map(sorted),
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
@@ -222,18 +269,26 @@ VALUES_BY_KEY = {
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
     "train.steps": st.integers(10, 2**30),
-    "train.profile": st.fixed_dictionaries({"start": st.integers(1, 99), "steps": st.integers(1, 9)}),
+    "train.profile": st.fixed_dictionaries(
+        {"start": st.integers(1, 99), "steps": st.integers(1, 9)}
+    ),
     "log.tensorboard": st.booleans() | PATHS,
     "log.samples": TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     "log.wandb": st.fixed_dictionaries(
-        {"project": TEXTS}, optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()}
+        {"project": TEXTS},
+        optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()},
     ),
 }
 
 LORA_VALUES: list[dict[str, Any]] = [
     {},
     {"lora.path": "adapter", "lora.base_dtype": "bfloat16"},
-    {"lora.rank": 8, "lora.alpha": 4.5, "lora.targets": ["attn.*", "mlp.up"], "lora.use_rslora": True},
+    {
+        "lora.rank": 8,
+        "lora.alpha": 4.5,
+        "lora.targets": ["attn.*", "mlp.up"],
+        "lora.use_rslora": True,
+    },
 ]
 
 
@@ -253,7 +308,10 @@ def values_of_type(alternative: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     if alternative["type"] == "integer":
         return st.integers(low, high or 2**30)
     if alternative["type"] == "number":
-        excludes_low, excludes_high = "exclusiveMinimum" in alternative, "exclusiveMaximum" in alternative
+        excludes_low, excludes_high = (
+            "exclusiveMinimum" in alternative,
+            "exclusiveMaximum" in alternative,
+        )
         floats = st.floats(low, high or 1e30, exclude_min=excludes_low, exclude_max=excludes_high)
         return floats | (st.nothing() if high else st.integers(1, 9))
     return st.booleans() if alternative["type"] == "boolean" else PATHS
@@ -262,28 +320,58 @@ def values_of_type(alternative: Mapping[str, Any]) -> st.SearchStrategy[Any]:
 @st.composite
 def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     """Generate values by dotted key, without conflicting keys."""
-    batch = draw(st.sampled_from([("size",), ("per_device",), ("per_replica", "accumulate"), ("size", "per_replica")]))
+    batch = draw(
+        st.sampled_from(
+            [("size",), ("per_device",), ("per_replica", "accumulate"), ("size", "per_replica")]
+        )
+    )
     length = draw(st.sampled_from(["steps", "epochs"]))
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
-    excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
+    excluded = {
+        "optimizer.warmup_steps",
+        "optimizer.warmup_ratio",
+        "optimizer.decay_steps",
+        "data.fields",
+    }
+    excluded |= {
+        "data.source_length",
+        "data.source_prefix",
+        "data.fields_from_example",
+        *COLUMN_KEYS,
+    }
     excluded |= {"log.sample_every", "log.sample_tokens"}
     excluded |= {"optimizer.loss_scale", "optimizer.cooldown_steps", "eval.at_start"}
-    excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {
+        "train.steps",
+        "train.epochs",
+    }
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
-    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {"checkpoint.best", *SAVE_KEYS}
-    excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
-    excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {
+        "checkpoint.best",
+        *SAVE_KEYS,
+    }
+    excluded |= {"model.offload", *START_KEYS} | draw(
+        st.sampled_from([{"model.remat_policy"}, policy_conflicts])
+    )
+    excluded |= {
+        draw(st.sampled_from(["data.holdout", "data.eval_path"])),
+        "train.eval_every",
+        "eval.limit",
+    }
     excluded |= {"data.sources", "data.eval_split", "data.objective", *NOISE_KEYS}
     optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
     schemas = key_schemas_of(optimizer)
     excluded |= {"optimizer.type"} | ({"optimizer.schedule"} if optimizer == "palm" else set[str]())
-    required = {key for key, item in schemas.items() if "default" not in item and "absent" not in item} | chosen
+    required = {
+        key for key, item in schemas.items() if "default" not in item and "absent" not in item
+    } | chosen
     required |= {"model.path", "data.path"}
     optional = [*sorted(set(schemas) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
-    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
+    values = {
+        key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)
+    }
     values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
     has_columns = values.get("data.type", "auto") in DEFAULT_FIELDS
     if has_columns and draw(st.booleans()):
@@ -292,14 +380,31 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     elif has_columns and draw(st.booleans()):
         values["data.fields_from_example"] = draw(TEXTS)
     elif has_columns and draw(st.booleans()):
-        formats = ["prompt_completion"] if "data.prepend_text" in values else ["chat", "prompt_completion"]
+        formats = (
+            ["prompt_completion"]
+            if "data.prepend_text" in values
+            else ["chat", "prompt_completion"]
+        )
         values["data.format"] = draw(st.sampled_from(formats))
     elif has_columns and draw(st.booleans()):
-        values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
+        values |= {
+            "data.fields": "[title], [article], summary",
+            "data.source_length": draw(st.integers(2, 2**30)),
+        }
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
-    elif "data.packing" not in values and "data.always_start_with_bos" not in values and draw(st.booleans()):
-        values |= {"data.objective": "span_corruption", "data.source_length": 512, "data.seq_length": 114}
-        values |= draw(st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)}))
+    elif (
+        "data.packing" not in values
+        and "data.always_start_with_bos" not in values
+        and draw(st.booleans())
+    ):
+        values |= {
+            "data.objective": "span_corruption",
+            "data.source_length": 512,
+            "data.seq_length": 114,
+        }
+        values |= draw(
+            st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)})
+        )
     if "log.samples" in values:
         counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
         values |= draw(st.fixed_dictionaries({}, optional=counts))
@@ -307,7 +412,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         values |= {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1}
     values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
-        values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
+        values |= {
+            "train.eval_every": draw(st.integers(0, 9)),
+            "eval.limit": draw(st.integers(0, 9)),
+        }
         values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))
     return values
 
@@ -317,11 +425,17 @@ def toml(flat: Mapping[str, Any]) -> str:
     lines = [f"{key} = {to_toml(value)}" for key, value in flat.items() if "." not in key]
     for table in dict.fromkeys(key.partition(".")[0] for key in flat if "." in key):
         lines += [f"[{table}]"]
-        lines += [f"{key.partition('.')[2]} = {to_toml(flat[key])}" for key in flat if key.startswith(f"{table}.")]
+        lines += [
+            f"{key.partition('.')[2]} = {to_toml(flat[key])}"
+            for key in flat
+            if key.startswith(f"{table}.")
+        ]
     return "\n".join(lines)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(valid_recipes(), st.booleans())
 def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_crlf: bool):
     path = tmp_path / "a.toml"
@@ -329,7 +443,9 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
     loaded = load_recipe(path)
     for key, value in flat.items():
         expected = (value,) if key in TEXT_LISTS and isinstance(value, str) else value
-        assert value_of(loaded.recipe, key) == (tuple(expected) if isinstance(expected, list) else expected)
+        assert value_of(loaded.recipe, key) == (
+            tuple(expected) if isinstance(expected, list) else expected
+        )
         assert key not in loaded.origins
     written = tmp_path / "recipe.toml"
     written.write_text(recipe_to_toml(loaded.recipe, loaded.origins))
@@ -353,7 +469,12 @@ def test_recipe_to_toml_comments_on_origins(small: Path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("train.steps", 10**30), ("batch.size", 2**31), ("data.seq_length", 2**63), ("optimizer.warmup_steps", 10**12)],
+    [
+        ("train.steps", 10**30),
+        ("batch.size", 2**31),
+        ("data.seq_length", 2**63),
+        ("optimizer.warmup_steps", 10**12),
+    ],
 )
 def test_integers_beyond_int32_are_rejected(small: Path, key: str, value: int):
     with pytest.raises(PrepError, match=f"`{key}` is {value}") as caught:

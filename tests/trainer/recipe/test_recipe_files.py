@@ -21,10 +21,16 @@ def test_missing_recipe_suggests_similar_name():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("lama-7b.toml"))
-    assert str(caught.value) == "lama-7b.toml does not exist - a recipe is a TOML file - did you mean `llama-7b.toml`?"
+    assert (
+        str(caught.value)
+        == "lama-7b.toml does not exist - a recipe is a TOML file - did you mean `llama-7b.toml`?"
+    )
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("no/where.toml"))
-    assert str(caught.value) == "no/where.toml does not exist - a recipe is a TOML file - `prep recipes` lists recipes"
+    assert (
+        str(caught.value)
+        == "no/where.toml does not exist - a recipe is a TOML file - `prep recipes` lists recipes"
+    )
     assert caught.value.code == USAGE
 
 
@@ -32,7 +38,10 @@ def test_folder_is_rejected_as_recipe():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("."))
-    assert str(caught.value) == ". is a folder - a recipe is a TOML file - recipes in it: llama-7b.toml"
+    assert (
+        str(caught.value)
+        == ". is a folder - a recipe is a TOML file - recipes in it: llama-7b.toml"
+    )
 
 
 @pytest.mark.parametrize("file", ["config.json", "prep-manifest.json", "_METADATA"])

@@ -36,7 +36,10 @@ def test_batch_shape_resolves_rows_and_accumulation(
     keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]
 ):
     resolved = batch_shape(batch(**keys), n_devices=n_devices, n_replicas=n_replicas)
-    assert (resolved.size, resolved.accumulate, resolved.micro_batch_size) == (*shape, shape[0] // shape[1])
+    assert (resolved.size, resolved.accumulate, resolved.micro_batch_size) == (
+        *shape,
+        shape[0] // shape[1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +68,9 @@ def test_batch_shape_resolves_rows_and_accumulation(
     ],
 )
 def test_batch_shape_rejects_indivisible_batch(keys: dict[str, int], text: str):
-    with pytest.raises(PrepError, match=re.escape(text)) as caught:
+    with pytest.raises(PrepError) as caught:
         batch_shape(batch(**keys), n_devices=8, n_replicas=4)
+    assert text in caught.value.message
     assert caught.value.code == USAGE
 
 
@@ -74,13 +78,24 @@ COUNTS = st.integers(1, 6)
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.sampled_from(["size", "accumulate"]))
-def test_batch_shape_computes_the_third_key(mp: int, replicas: int, micro: int, accumulate: int, third: str):
+def test_batch_shape_computes_the_third_key(
+    mp: int, replicas: int, micro: int, accumulate: int, third: str
+):
     size = micro * mp * replicas * accumulate
     second_key = {"accumulate": accumulate} if third == "size" else {"size": size}
     expected = BatchShape(size, accumulate)
-    assert batch_shape(batch(per_device=micro, **second_key), n_devices=mp * replicas, n_replicas=replicas) == expected
     assert (
-        batch_shape(batch(per_replica=micro * mp, **second_key), n_devices=mp * replicas, n_replicas=replicas)
+        batch_shape(
+            batch(per_device=micro, **second_key), n_devices=mp * replicas, n_replicas=replicas
+        )
+        == expected
+    )
+    assert (
+        batch_shape(
+            batch(per_replica=micro * mp, **second_key),
+            n_devices=mp * replicas,
+            n_replicas=replicas,
+        )
         == expected
     )
 
@@ -88,12 +103,16 @@ def test_batch_shape_computes_the_third_key(mp: int, replicas: int, micro: int, 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6))
 def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
     try:
-        batch_shape(batch(size=size, accumulate=accumulate), n_devices=replicas, n_replicas=replicas)
+        batch_shape(
+            batch(size=size, accumulate=accumulate), n_devices=replicas, n_replicas=replicas
+        )
     except PrepError as error:
         (better,) = map(int, re.findall(r"size=(\d+)`", error.hint))
         assert better > size
         assert (
-            batch_shape(batch(size=better, accumulate=accumulate), n_devices=replicas, n_replicas=replicas).size
+            batch_shape(
+                batch(size=better, accumulate=accumulate), n_devices=replicas, n_replicas=replicas
+            ).size
             == better
         )
     else:

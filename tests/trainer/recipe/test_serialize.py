@@ -17,9 +17,26 @@ DIGESTS = {  # SHA-256 of the complete recipes
 }
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
-    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
+    *(
+        "rope_scaling",
+        "rope_theta",
+        "max_position_embeddings",
+        "rules",
+        "dropout",
+        "fcm_ratio",
+        "offload",
+    ),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
-    *("init_lr", "cooldown_steps", "decay_exclude", "decay_include", "freeze", "moment_dtype", "ema", "loss_scale"),
+    *(
+        "init_lr",
+        "cooldown_steps",
+        "decay_exclude",
+        "decay_include",
+        "freeze",
+        "moment_dtype",
+        "ema",
+        "loss_scale",
+    ),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
@@ -31,7 +48,10 @@ ADDED_KEYS = (  # later than the digests
 ADDED_TABLES = ("loss", "log", "lora")
 CHANGED_DEFAULTS = {  # text now, the text in the digests, and the recipes that have it
     "# head_chunk_size: chosen for the devices": ("head_chunk_size = 512", {*DIGESTS}),
-    '# fields: "text", if the files have columns': ('# fields: "text" for json', {"gpt-neo-1.3b.toml"}),
+    '# fields: "text", if the files have columns': (
+        '# fields: "text" for json',
+        {"gpt-neo-1.3b.toml"},
+    ),
 }
 STORED = """\
 name = "flan-t5-base"
@@ -174,9 +194,14 @@ sample_tokens = 64                              # default
 def without_added_keys(table: str) -> str:
     """Return the text of a table without the lines of added keys."""
     name = table.partition("]")[0]
-    keys = {line: line.removeprefix("# ").split(" ")[0].rstrip(":") for line in table.splitlines(keepends=True)}
+    keys = {
+        line: line.removeprefix("# ").split(" ")[0].rstrip(":")
+        for line in table.splitlines(keepends=True)
+    }
     return "".join(
-        line for line in table.splitlines(keepends=True) if {keys[line], f"{name}.{keys[line]}"}.isdisjoint(ADDED_KEYS)
+        line
+        for line in table.splitlines(keepends=True)
+        if {keys[line], f"{name}.{keys[line]}"}.isdisjoint(ADDED_KEYS)
     )
 
 
@@ -184,7 +209,9 @@ def without_added_keys(table: str) -> str:
 def test_complete_recipe_keeps_its_digest(name: str):
     loaded = load_recipe(RECIPES / name)
     tables = recipe_to_toml(loaded.recipe, loaded.origins).split("\n[")
-    text = "\n[".join(without_added_keys(table) for table in tables if table.partition("]")[0] not in ADDED_TABLES)
+    text = "\n[".join(
+        without_added_keys(table) for table in tables if table.partition("]")[0] not in ADDED_TABLES
+    )
     for current, (earlier, recipes) in CHANGED_DEFAULTS.items():
         assert text.count(f"{current:<48}#") == (name in recipes)
         text = text.replace(f"{current:<48}#", f"{earlier:<48}#")
@@ -202,7 +229,11 @@ def test_complete_recipe_keeps_its_text(tmp_path: Path):
 def test_complete_recipe_keeps_a_rope_scaling(tmp_path: Path):
     factors = "[1, 1.5, 4.25e-3]"
     scaling = f"{{ rope_type = 'longrope', short_factor = {factors}, long_factor = {factors}, factor = 4 }}"
-    overrides = (f"model.rope_scaling={scaling}", "model.rope_theta=5e5", "model.max_position_embeddings=4096")
+    overrides = (
+        f"model.rope_scaling={scaling}",
+        "model.rope_theta=5e5",
+        "model.max_position_embeddings=4096",
+    )
     loaded = load_recipe(RECIPES / "llama-7b.toml", overrides)
     text = recipe_to_toml(loaded.recipe, loaded.origins)
     (tmp_path / "recipe.toml").write_text(text)

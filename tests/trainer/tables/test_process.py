@@ -24,7 +24,9 @@ def arrow_file(num_batches: int) -> bytes:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_worker_survives_signals_to_the_job(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_survives_signals_to_the_job(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
     data = arrow_file(num_batches=3)
     workers: list[process._Worker] = []
 

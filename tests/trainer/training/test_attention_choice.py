@@ -11,7 +11,7 @@ from tests.trainer.planning.test_step_inputs import llama
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind, KernelChoice, rank_kernels
-from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.dropout_config import DropoutConfig
 from trainer.models.errors import PrepError, UsageError
 from trainer.models.mesh import parse_mesh
@@ -22,7 +22,7 @@ from trainer.training import attention_choice
 from trainer.training.attention_choice import choose_kernel, first_correct
 
 HOPPER = DeviceKind("cuda", (9, 0))
-NEEDS = AttentionNeeds(frozenset({Feature.CAUSAL}), "bfloat16", 64)
+NEEDS = AttentionNeeds(frozenset({AttentionFeature.CAUSAL}), "bfloat16", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ def load(*overrides: str) -> Recipe:
 
 def fail_checks(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let the numeric check of some kernels fail, and that of all others pass."""
-    monkeypatch.setattr(attention_choice, "find_mismatch", lambda name, *_: "it is wrong" if name in names else "")
+    monkeypatch.setattr(
+        attention_choice, "find_mismatch", lambda name, *_: "it is wrong" if name in names else ""
+    )
 
 
 def choose_auto(device: DeviceKind, length: int = 4096) -> tuple[KernelChoice, list[str]]:
@@ -50,22 +52,34 @@ def choose_auto(device: DeviceKind, length: int = 4096) -> tuple[KernelChoice, l
 
 def test_needs_come_from_model_recipe_and_mesh():
     recipe = load("model.dtype=bfloat16", "model.remat_policy=dots_saveable")
-    needs = attention_needs(recipe, llama(num_key_value_heads=2), parse_mesh("1,2,4"), DEFAULT_RULES)
+    needs = attention_needs(
+        recipe, llama(num_key_value_heads=2), parse_mesh("1,2,4"), DEFAULT_RULES
+    )
     assert needs == AttentionNeeds(
-        frozenset({Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.SAVED_SCORES}), "bfloat16", 8
+        frozenset(
+            {AttentionFeature.CAUSAL, AttentionFeature.GROUPED_HEADS, AttentionFeature.SAVED_SCORES}
+        ),
+        "bfloat16",
+        8,
     )
 
 
 def test_needs_include_random_masks():
     rates = DropoutConfig(attention=0.1, fcm_ratio=(0.0, 0.2))
     needs = attention_needs(load(), llama(), None, DEFAULT_RULES, rates)
-    assert needs.features == {Feature.CAUSAL, Feature.DROPOUT, Feature.FCM}
+    assert needs.features == {
+        AttentionFeature.CAUSAL,
+        AttentionFeature.DROPOUT,
+        AttentionFeature.FCM,
+    }
 
 
 @pytest.mark.parametrize(("length", "name"), [(255, "reference"), (256, "blockwise")])
 def test_auto_depends_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int, name: str):
     fail_checks(monkeypatch)
-    choice = choose_kernel(load(f"data.seq_length={length}"), llama(), ShardingContext(), warn=pytest.fail)
+    choice = choose_kernel(
+        load(f"data.seq_length={length}"), llama(), ShardingContext(), warn=pytest.fail
+    )
     assert choice.name == name
     assert "no kernel for cpu" in choice.reason
 
@@ -94,14 +108,18 @@ def test_auto_ends_with_the_reference_kernel(monkeypatch: pytest.MonkeyPatch):
 def test_failure_of_all_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch):
     fail_checks(monkeypatch, "blockwise")
     choices = (KernelChoice("blockwise", "auto: the only one for split sequences"),)
-    with pytest.raises(PrepError, match="all attention kernels failed their numeric check - blockwise failed"):
+    with pytest.raises(
+        PrepError, match="all attention kernels failed their numeric check - blockwise failed"
+    ):
         first_correct(choices, NEEDS, HOPPER, is_auto=True, warn=lambda _: None)
 
 
 def test_requested_kernel_that_fails_its_check_is_an_error(monkeypatch: pytest.MonkeyPatch):
     fail_checks(monkeypatch, "blockwise")
     with pytest.raises(PrepError) as caught:
-        choose_kernel(load("model.attention_kernel=blockwise"), llama(), ShardingContext(), warn=pytest.fail)
+        choose_kernel(
+            load("model.attention_kernel=blockwise"), llama(), ShardingContext(), warn=pytest.fail
+        )
     assert not isinstance(caught.value, UsageError)
     assert str(caught.value) == (
         'attention kernel `blockwise` failed its numeric check - it is wrong - `model.attention_kernel = "auto"`'
@@ -110,7 +128,9 @@ def test_requested_kernel_that_fails_its_check_is_an_error(monkeypatch: pytest.M
 
 def test_requested_kernel_without_its_platform_is_a_usage_error():
     with pytest.raises(UsageError, match="it runs on cuda, not on cpu"):
-        choose_kernel(load("model.attention_kernel=cudnn"), llama(), ShardingContext(), warn=pytest.fail)
+        choose_kernel(
+            load("model.attention_kernel=cudnn"), llama(), ShardingContext(), warn=pytest.fail
+        )
 
 
 def test_reference_kernel_is_not_checked(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,9 @@ from trainer.training.loading import init_state, restore_state
 
 def reader_of(state: runs.TrainState, optimizer_state: bool = True) -> runs.MemoryReader:
     """Return a checkpoint in memory of a state."""
-    return runs.MemoryReader({name: leaf.fetch() for name, leaf in host_leaves(state, optimizer_state).items()})
+    return runs.MemoryReader(
+        {name: leaf.fetch() for name, leaf in host_leaves(state, optimizer_state).items()}
+    )
 
 
 @pytest.mark.parametrize("mesh", ["1,2,4", "8,1,1", ""])
@@ -26,7 +28,9 @@ def test_restore_state_is_exact_on_any_mesh(mesh: str):
     assert runs.state_bytes(after) == runs.state_bytes(before)
     if mesh == "1,2,4":
         leaf = after["params"]["layers"]["mlp"]["up"]["weight"]
-        assert leaf.sharding == setup.forward_config.sharding.param_sharding(setup.model.leaves["layers.mlp.up.weight"])
+        assert leaf.sharding == setup.forward_config.sharding.param_sharding(
+            setup.model.leaves["layers.mlp.up.weight"]
+        )
         assert leaf.addressable_shards[0].data.shape == (3, 32, 16)
 
 
@@ -48,7 +52,11 @@ def test_init_state_widens_half_precision_to_float32():
     import ml_dtypes
 
     arrays = reader_of(runs.make_state(runs.make_setup())).arrays
-    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items() if name.startswith("params.")}
+    half = {
+        name: array.astype(ml_dtypes.bfloat16)
+        for name, array in arrays.items()
+        if name.startswith("params.")
+    }
     after = init_state(runs.MemoryReader(half), runs.make_setup(mesh="1,2,4"))
     leaf = after["params"]["embed"]["tokens"]
     assert leaf.dtype == np.float32
@@ -67,9 +75,13 @@ def test_init_state_shards_moments_like_parameters():
 def test_restore_state_names_missing_or_mismatched_leaf():
     setup = runs.make_setup()
     arrays = dict(reader_of(runs.make_state(setup)).arrays)
-    lost = arrays.pop("opt_state.adam.nu.head.weight", None) or arrays.pop("opt_state.adam.nu.embed.tokens")
+    lost = arrays.pop("opt_state.adam.nu.head.weight", None) or arrays.pop(
+        "opt_state.adam.nu.embed.tokens"
+    )
     assert lost is not None
-    with pytest.raises(PrepError, match=r"the checkpoint has no opt_state\.adam\.nu\.embed\.tokens"):
+    with pytest.raises(
+        PrepError, match=r"the checkpoint has no opt_state\.adam\.nu\.embed\.tokens"
+    ):
         restore_state(runs.MemoryReader(arrays), setup)
     arrays["opt_state.adam.nu.embed.tokens"] = lost[:-1]
     with pytest.raises(PrepError, match="has another shape"):

@@ -25,7 +25,12 @@ T5 = {
     "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 TEXTS = {"type": "text", "path": ("nowhere.txt",)}
-PAIRS = {"type": "json", "path": ("nowhere.jsonl",), "fields": "[source], target", "source_length": 24}
+PAIRS = {
+    "type": "json",
+    "path": ("nowhere.jsonl",),
+    "fields": "[source], target",
+    "source_length": 24,
+}
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the extra `tpu`")
 
 
@@ -55,8 +60,12 @@ def test_plan_is_that_of_the_training_step():
     manifest = make_manifest(runs.LLAMA)
     plan = compiled_plan(recipe, manifest, parse_mesh(MESH))
     sharding = make_sharding_context(parse_mesh(MESH))
-    setup = build_step_setup(recipe, model_from_manifest(manifest), sharding=sharding, kernel="reference", steps=10)
-    expected = compile_plan(setup, batch_shapes(runs.make_job(setup).train, 8, setup.sharding), "8 CPU devices")
+    setup = build_step_setup(
+        recipe, model_from_manifest(manifest), sharding=sharding, kernel="reference", steps=10
+    )
+    expected = compile_plan(
+        setup, batch_shapes(runs.make_job(setup).train, 8, setup.sharding), "8 CPU devices"
+    )
     assert (plan.target, plan.is_upper_bound) == ("8 CPU devices", True)
     assert plan.alias_nbytes >= 0.9 * plan.output_nbytes > 0, "the state is donated"
     cost_of_process = {"compile_s": 0, "host_nbytes": 0}
@@ -74,7 +83,9 @@ def test_state_is_donated():
 
 
 def test_errors_of_the_process_are_raised():
-    with pytest.raises(PrepError, match="a micro-batch of 8 does not divide among 16 replicas") as caught:
+    with pytest.raises(
+        PrepError, match="a micro-batch of 8 does not divide among 16 replicas"
+    ) as caught:
         compiled_plan(make_recipe(), make_manifest(runs.LLAMA), parse_mesh("1,16,1"))
     assert caught.value.code == USAGE
 
@@ -94,6 +105,8 @@ def test_tpu_plan_is_no_upper_bound(dtype: str, monkeypatch: pytest.MonkeyPatch)
 @needs_libtpu
 @pytest.mark.slow
 def test_unknown_topology_is_a_usage_error():
-    with pytest.raises(PrepError, match=r"unknown TPU topology 'v5p' - INVALID_ARGUMENT.* - for example") as caught:
+    with pytest.raises(
+        PrepError, match=r"unknown TPU topology 'v5p' - INVALID_ARGUMENT.* - for example"
+    ) as caught:
         compiled_plan(make_recipe(), make_manifest(runs.LLAMA), parse_mesh("1,2,2"), "v5p")
     assert caught.value.code == USAGE

@@ -45,7 +45,11 @@ LINES = """\
 
 
 def load_datasets(
-    folder: Path, config: dict[str, Any], *overrides: str, note: Callable[[str], None] = print, **changes: Any
+    folder: Path,
+    config: dict[str, Any],
+    *overrides: str,
+    note: Callable[[str], None] = print,
+    **changes: Any,
 ) -> Datasets:
     """Return the datasets of a recipe for a model with special tokens 1 (bos) and 2 (eos)."""
     (folder / "a.jsonl").write_text(LINES)
@@ -69,11 +73,18 @@ def read_tokens(datasets: Datasets) -> tuple[list[int], list[float]]:
 
 
 def test_prompts_have_no_loss(tmp_path: Path):
-    ids, weights = read_tokens(load_datasets(tmp_path, LLAMA, "data.format=prompt_completion", "data.add_bos=true"))
+    ids, weights = read_tokens(
+        load_datasets(tmp_path, LLAMA, "data.format=prompt_completion", "data.add_bos=true")
+    )
     expected: list[tuple[int, int]] = []
     for prompt, completion in (("the cat", "the hat sat"), ("the mat", "the cat sat")):
-        expected += [(1, 0), *((token_id, 0) for token_id in encode(tmp_path / "tokenizer.json", prompt))]
-        expected += [(token_id, 1) for token_id in (*encode(tmp_path / "tokenizer.json", completion), 2)]
+        expected += [
+            (1, 0),
+            *((token_id, 0) for token_id in encode(tmp_path / "tokenizer.json", prompt)),
+        ]
+        expected += [
+            (token_id, 1) for token_id in (*encode(tmp_path / "tokenizer.json", completion), 2)
+        ]
     n = len(ids)
     assert ids == [token_id for token_id, _ in expected[:n]]
     assert n > len(expected) - 4
@@ -92,7 +103,11 @@ def test_always_start_with_bos_reaches_every_row(tmp_path: Path):
 
 
 def test_max_examples_limits_only_the_training_data(tmp_path: Path):
-    overrides = ("data.fields=completion", "data.seq_length=2", f"data.eval_path={tmp_path}/a.jsonl")
+    overrides = (
+        "data.fields=completion",
+        "data.seq_length=2",
+        f"data.eval_path={tmp_path}/a.jsonl",
+    )
     limited = load_datasets(tmp_path, LLAMA, *overrides, "data.max_examples=1")
     assert limited.evaluation is not None
     assert limited.train.n_rows < limited.evaluation.n_rows
@@ -131,7 +146,12 @@ def test_max_examples_limits_only_the_training_data(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_settings_that_the_model_cannot_follow_are_rejected(
-    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], overrides: list[str], what: str, why: str
+    tmp_path: Path,
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    overrides: list[str],
+    what: str,
+    why: str,
 ):
     with pytest.raises(PrepError) as caught:
         load_datasets(tmp_path, config, *overrides, **changes)
@@ -141,10 +161,16 @@ def test_settings_that_the_model_cannot_follow_are_rejected(
 
 
 def test_fields_from_example_differ_by_record(tmp_path: Path):
-    ids, weights = read_tokens(load_datasets(tmp_path, LLAMA, "data.fields_from_example=how", "data.seq_length=2"))
+    ids, weights = read_tokens(
+        load_datasets(tmp_path, LLAMA, "data.fields_from_example=how", "data.seq_length=2")
+    )
     tokenizer = tmp_path / "tokenizer.json"
     expected = [(token_id, 0) for token_id in encode(tokenizer, "the cat the hat sat")]
-    expected += [(token_id, 1) for text in ("the cat", "the mat") for token_id in (*encode(tokenizer, text), 2)]
+    expected += [
+        (token_id, 1)
+        for text in ("the cat", "the mat")
+        for token_id in (*encode(tokenizer, text), 2)
+    ]
     assert ids == [token_id for token_id, _ in expected[: len(ids)]]
     assert weights[::2] == [weight for _, weight in expected[1 : len(ids) + 1 : 2]]
 
@@ -152,16 +178,27 @@ def test_fields_from_example_differ_by_record(tmp_path: Path):
 @pytest.mark.parametrize("packing", ["documents", "none"])
 def test_packing_of_documents_reaches_the_rows(tmp_path: Path, packing: str):
     notes: list[str] = []
-    overrides = (f"data.packing={packing}", "data.fields=completion", "data.seq_length=64", "data.holdout=0")
+    overrides = (
+        f"data.packing={packing}",
+        "data.fields=completion",
+        "data.seq_length=64",
+        "data.holdout=0",
+    )
     datasets = load_datasets(tmp_path, LLAMA, *overrides, note=notes.append)
     batch = datasets.train.get_batch(range(datasets.train.n_rows))
-    expected = [[*encode(tmp_path / "tokenizer.json", text), 2] for text in ("the hat sat", "the cat sat")]
+    expected = [
+        [*encode(tmp_path / "tokenizer.json", text), 2] for text in ("the hat sat", "the cat sat")
+    ]
     n_tokens = sum(map(len, expected))
     if packing == "none":
-        assert [row[: len(ids)].tolist() for row, ids in zip(batch["tokens"], expected, strict=True)] == expected
+        assert [
+            row[: len(ids)].tolist() for row, ids in zip(batch["tokens"], expected, strict=True)
+        ] == expected
         assert "segment_ids" not in batch
     else:
-        assert batch["tokens"][0, :n_tokens].tolist() == [token_id for ids in expected for token_id in ids]
+        assert batch["tokens"][0, :n_tokens].tolist() == [
+            token_id for ids in expected for token_id in ids
+        ]
         assert batch["segment_ids"][0].max() == 2
     places = f"{100 * n_tokens / batch['tokens'].size:.2f} % of their places have a token"
     assert notes == [
@@ -175,7 +212,9 @@ def test_span_corruption_reaches_the_rows(tmp_path: Path):
     tokenizer.add_special_tokens(["<extra_id_0>"])
     tokenizer.save(str(tmp_path / "spans.json"))
     sentinel = tokenizer.token_to_id("<extra_id_0>")
-    datasets = load_datasets(tmp_path, T5, *SPANS, f"data.tokenizer={tmp_path}/spans.json", vocab_size=310)
+    datasets = load_datasets(
+        tmp_path, T5, *SPANS, f"data.tokenizer={tmp_path}/spans.json", vocab_size=310
+    )
     batch = datasets.train.get_batch([0])
     text = [
         token_id

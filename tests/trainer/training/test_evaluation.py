@@ -55,11 +55,14 @@ def loss_sums(setup: StepSetup, num_rows: int) -> LossSums:
     """Compute the sums of the first rows in one batch, with the parameters of `run_evaluate`."""
     rows = evaluation_data(setup).get_batch(range(num_rows))
     batch = {name: jax.numpy.asarray(array) for name, array in rows.items()}
-    return transformer.loss_sums(runs.make_state(setup)["params"], batch, setup.model, setup.forward_config)
+    return transformer.loss_sums(
+        runs.make_state(setup)["params"], batch, setup.model, setup.forward_config
+    )
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch_size"), slow_except([("", 1), ("", 3), ("", 8), ("2,2,2", 4)], [("", 3), ("2,2,2", 4)])
+    ("mesh", "batch_size"),
+    slow_except([("", 1), ("", 3), ("", 8), ("2,2,2", 4)], [("", 3), ("2,2,2", 4)]),
 )
 def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
     setup = runs.make_setup()
@@ -94,7 +97,10 @@ def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
         return callbacks.lines[0], callbacks.evaluations[0]["eval_loss"]
 
     plain, evaluation = first_line_and_evaluation("plain")
-    changes = {"loss_terms": LossTerms(0.5, 0.9), "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2))}
+    changes = {
+        "loss_terms": LossTerms(0.5, 0.9),
+        "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2)),
+    }
     penalized, penalized_evaluation = first_line_and_evaluation("penalized", **changes)
     assert "z_loss" not in plain
     assert list(penalized)[:3] == ["step", "loss", "z_loss"]
@@ -107,7 +113,9 @@ def test_evaluate_without_tokens_is_nan():
     zeros = {name: jax.numpy.zeros(()) for name in ("loss", "weight", "correct")}
     setup = runs.make_setup()
     data, sharding = evaluation_data(setup), setup.sharding
-    result = evaluate({}, data, eval_step=lambda params, batch: zeros, sharding=sharding, batch_size=4)
+    result = evaluate(
+        {}, data, eval_step=lambda params, batch: zeros, sharding=sharding, batch_size=4
+    )
     assert math.isnan(result.mean_loss)
     assert math.isnan(result.accuracy)
     assert math.isnan(result.perplexity)
@@ -141,7 +149,12 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
     state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
     Loop(
-        job, state, store=runs.MemoryStore(), metrics=metrics, callbacks=callbacks, poll_stop_reason=runs.never_stop
+        job,
+        state,
+        store=runs.MemoryStore(),
+        metrics=metrics,
+        callbacks=callbacks,
+        poll_stop_reason=runs.never_stop,
     ).run()
     result = run_evaluate(setup)
     expected = {
@@ -155,7 +168,9 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     assert (tmp_path / METRICS_FILE).read_text().splitlines()[0] == json.dumps(expected)
 
 
-def run_row_evaluation(mesh: str, batch_size: int, config: Mapping[str, Any] = runs.GPT_NEO) -> EvaluationResult:
+def run_row_evaluation(
+    mesh: str, batch_size: int, config: Mapping[str, Any] = runs.GPT_NEO
+) -> EvaluationResult:
     """Evaluate random parameters row by row."""
     setup = runs.make_setup(config, mesh=mesh)
     return evaluate(
@@ -185,12 +200,16 @@ def test_row_evaluation_is_equal_on_any_mesh(mesh: str, batch_size: int):
 def test_fast_sums_of_rows_are_those_of_each_row(mesh: str):
     setup = runs.make_setup(mesh=mesh)
     params, rows = runs.make_state(setup)["params"], evaluation_data(setup).get_batch([0, 1, 2, 3])
-    sums = jit_fast_row_eval_step(setup.model, setup.forward_config)(params, place_batch(rows, setup.sharding))
+    sums = jit_fast_row_eval_step(setup.model, setup.forward_config)(
+        params, place_batch(rows, setup.sharding)
+    )
     reference = runs.make_setup()
     for row in range(4):
         alone = {name: jax.numpy.asarray(array[row : row + 1]) for name, array in rows.items()}
         state = runs.make_state(reference)
-        expected = transformer.loss_sums(state["params"], alone, reference.model, reference.forward_config)
+        expected = transformer.loss_sums(
+            state["params"], alone, reference.model, reference.forward_config
+        )
         for name, value in expected._asdict().items():
             assert float(sums[name][row]) == pytest.approx(float(value), rel=1e-5)
 
@@ -200,7 +219,11 @@ def test_fast_sums_of_rows_leave_parameters_split():
     setup = runs.make_setup(mesh="1,2,4")
     params = runs.make_state(setup)["params"]
     batch = place_batch(evaluation_data(setup).get_batch([0, 1, 2, 3]), setup.sharding)
-    shapes = {leaf.shape[1:] for path, leaf in setup.model.leaves.items() if path.endswith("mlp.up.weight")}
+    shapes = {
+        leaf.shape[1:]
+        for path, leaf in setup.model.leaves.items()
+        if path.endswith("mlp.up.weight")
+    }
     assert shapes
     for jit_step, is_whole in ((jit_row_eval_step, True), (jit_fast_row_eval_step, False)):
         step: Any = jit_step(setup.model, setup.forward_config)
@@ -209,14 +232,24 @@ def test_fast_sums_of_rows_leave_parameters_split():
 
 
 def test_combined_result_weighs_datasets_by_tokens():
-    parts = [EvaluationResult(2.0, 0.5, 30), EvaluationResult(4.0, 0.0, 10), EvaluationResult(math.nan, math.nan, 0)]
+    parts = [
+        EvaluationResult(2.0, 0.5, 30),
+        EvaluationResult(4.0, 0.0, 10),
+        EvaluationResult(math.nan, math.nan, 0),
+    ]
     assert combine_results(parts) == EvaluationResult(2.5, 0.375, 40)
     assert math.isnan(combine_results(parts[2:]).mean_loss)
 
 
 def test_evaluation_of_an_infinite_loss_is_infinite():
-    sums = {"loss": jax.numpy.array([1.0, math.inf]), "weight": jax.numpy.ones(2), "correct": jax.numpy.zeros(2)}
+    sums = {
+        "loss": jax.numpy.array([1.0, math.inf]),
+        "weight": jax.numpy.ones(2),
+        "correct": jax.numpy.zeros(2),
+    }
     setup = runs.make_setup()
     data, sharding = evaluation_data(setup), setup.sharding
-    result = evaluate({}, data, eval_step=lambda params, batch: sums, sharding=sharding, batch_size=4)
+    result = evaluate(
+        {}, data, eval_step=lambda params, batch: sums, sharding=sharding, batch_size=4
+    )
     assert result.mean_loss == math.inf

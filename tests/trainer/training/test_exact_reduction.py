@@ -52,7 +52,9 @@ class Variant:
         """Return the setup of exact steps with 8 logical shards on some of the devices."""
         options = {name: getattr(self, name) for name in OPTIONS}
         dropout = runs.DROPOUT if self.dropout else runs.NO_DROPOUT
-        setup = runs.make_setup(runs.CONFIGS[self.family], accumulate=accumulate, dropout=dropout, **options)
+        setup = runs.make_setup(
+            runs.CONFIGS[self.family], accumulate=accumulate, dropout=dropout, **options
+        )
         parsed = parse_mesh(mesh)
         sharding = make_sharding_context(parsed, devices=jax.devices()[: parsed.n_devices])
         forward_config = replace(setup.forward_config, sharding=sharding)
@@ -62,13 +64,19 @@ class Variant:
 VARIANTS = (
     Variant("llama"),
     Variant("llama", dropout=True, scan_layers=False, remat_policy="dots_saveable"),
-    Variant("llama", remat_policy="nothing_saveable", dtype="bfloat16", attention_options=BLOCKWISE),
+    Variant(
+        "llama", remat_policy="nothing_saveable", dtype="bfloat16", attention_options=BLOCKWISE
+    ),
     Variant("gpt_neo", dropout=True, remat_policy="nothing_saveable"),
     Variant("gpt_neo", scan_layers=False),
     Variant("mixtral"),
     Variant("llama", optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT)),
     Variant("llama", optimizer=make_optimizer("sgd", lr=1.0, clip_norm=0.5)),
-    Variant("llama", optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT), param_dtype="bfloat16"),
+    Variant(
+        "llama",
+        optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT),
+        param_dtype="bfloat16",
+    ),
 )
 FAST = ((VARIANTS[1], "2,4,1"),)
 
@@ -115,18 +123,26 @@ def test_exact_runs_end_in_equal_bytes(
     assert result.lines == expected.lines
     assert [name for name in result.state if result.state[name] != expected.state[name]] == []
     assert result.lines[9]["loss"] < result.lines[0]["loss"] - 0.3
-    assert max(line["grad_norm"] for line in result.lines[:10]) > variant.optimizer.clip_norm, "nothing is clipped"
+    assert max(line["grad_norm"] for line in result.lines[:10]) > variant.optimizer.clip_norm, (
+        "nothing is clipped"
+    )
 
 
-def test_exact_runs_do_not_depend_on_micro_batches(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_exact_runs_do_not_depend_on_micro_batches(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
     expected = one_device_run(VARIANTS[1], tmp_path_factory.getbasetemp())
     assert run(VARIANTS[1].setup("1,2,1", accumulate=4), tmp_path) == expected
 
 
-def test_exact_step_equals_fast_step_up_to_rounding(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_exact_step_equals_fast_step_up_to_rounding(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
     expected = one_device_run(VARIANTS[1], tmp_path_factory.getbasetemp())
     fast = run(replace(VARIANTS[1].setup("1,2,1"), reduction_shards=0), tmp_path)
-    losses, fast_losses = ([line["loss"] for line in result.lines[:10]] for result in (expected, fast))
+    losses, fast_losses = (
+        [line["loss"] for line in result.lines[:10]] for result in (expected, fast)
+    )
     np.testing.assert_allclose(losses, fast_losses, rtol=1e-4)
 
 
@@ -136,6 +152,8 @@ def test_exact_runs_end_in_equal_bytes_with_the_flags_of_users():
     flags = "--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true --xla_cpu_max_isa=AVX"
     test = f"{__file__}::{test_exact_runs_end_in_equal_bytes.__name__}"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     assert f"{len(FAST)} passed" in done.stdout

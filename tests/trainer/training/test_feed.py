@@ -62,7 +62,10 @@ def test_load_batch_gives_each_device_of_sp_two_blocks_of_each_row():
 def test_load_batch_rejects_rows_that_sp_does_not_divide():
     setup = runs.make_setup(mesh="dp:2,sp:4", attention_options=AttentionOptions("blockwise"))
     tokens = MappedTokens(np.arange(40, dtype="<u2"), np.array([40], "<u8"), "x", 20)
-    with pytest.raises(PrepError, match=r"20 tokens cannot be split over sp 4.*20 mod 8 = 4.*a multiple of 8 tokens"):
+    with pytest.raises(
+        PrepError,
+        match=r"20 tokens cannot be split over sp 4.*20 mod 8 = 4.*a multiple of 8 tokens",
+    ):
         feed.load_batch(PackedDataset(tokens, first_row=0, n_rows=2), np.arange(2), setup.sharding)
 
 

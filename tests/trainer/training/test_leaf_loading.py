@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
 from trainer.models import read_plan
-from trainer.models.partition import Box
+from trainer.models.boxes import Box
 from trainer.training import leaf_loading, shard_filling
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 
@@ -37,17 +37,24 @@ class SlabReader(CountingReader):
     """A reader that records the elements of each read."""
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
-        self.read_volumes = [*getattr(self, "read_volumes", []), sum(part.size for part in parts.values())]
+        self.read_volumes = [
+            *getattr(self, "read_volumes", []),
+            sum(part.size for part in parts.values()),
+        ]
         super().read(name, parts)
 
 
 def sharding_of(mesh: str, *axes: str | tuple[str, ...] | None) -> NamedSharding:
     """Return a sharding on 8 devices."""
     devices = np.array(jax.devices()[:8]).reshape([int(size) for size in mesh.split(",")])
-    return NamedSharding(Mesh(devices, ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3), PartitionSpec(*axes))
+    return NamedSharding(
+        Mesh(devices, ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3), PartitionSpec(*axes)
+    )
 
 
-def check_exchange(array: np.ndarray, unit: tuple[int, ...], sharding: NamedSharding, dtype: str = "") -> None:
+def check_exchange(
+    array: np.ndarray, unit: tuple[int, ...], sharding: NamedSharding, dtype: str = ""
+) -> None:
     """Load an array with exchanges; compare all shards, and check that each element was read once."""
     reader = CountingReader({"x": array}, read_units={"x": unit})
     expected = array.astype(dtype or array.dtype)
@@ -55,7 +62,10 @@ def check_exchange(array: np.ndarray, unit: tuple[int, ...], sharding: NamedShar
     loaded = LeafLoader(reader, exchanges=True).load_exchanged("x", target, sharding)
     assert loaded.sharding.is_equivalent_to(sharding, array.ndim)
     for shard in loaded.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
+        assert (
+            np.asarray(shard.data).tobytes()
+            == np.ascontiguousarray(expected[shard.index]).tobytes()
+        )
     assert (reader.counts["x"] == 1).all()
 
 
@@ -68,7 +78,9 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"])
+@pytest.mark.parametrize(
+    "unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"]
+)
 def test_exchanged_leaf_equals_the_stored_one(mesh: str, unit: tuple[int, ...]):
     array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
     check_exchange(array, unit, sharding_of(mesh, None, "fsdp", "mp"))
@@ -89,7 +101,9 @@ def test_exchanged_leaf_may_split_a_dim_over_several_axes():
     check_exchange(array, (16, 1), sharding_of("2,2,2", "fsdp", "mp"))
 
 
-@pytest.mark.parametrize("unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"])
+@pytest.mark.parametrize(
+    "unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"]
+)
 @pytest.mark.parametrize("axes", [(None, "fsdp", "mp"), (None, "mp", None), ("mp", None, "fsdp")])
 def test_leaf_filled_by_slabs_equals_the_stored_one(
     monkeypatch: pytest.MonkeyPatch, unit: tuple[int, ...], axes: tuple[str | None, ...]
@@ -122,12 +136,16 @@ def test_exchanged_leaf_may_be_a_scalar():
     check_exchange(np.array(7, np.int32), (), sharding_of("2,2,2"))
 
 
-@pytest.mark.parametrize(("processes", "hosts", "expected"), [(1, 1, (0, 0)), (2, 1, (0, 1)), (2, 2, (1, 1))])
+@pytest.mark.parametrize(
+    ("processes", "hosts", "expected"), [(1, 1, (0, 0)), (2, 1, (0, 1)), (2, 2, (1, 1))]
+)
 def test_exchange_is_faster_on_several_hosts_or_from_a_server(
     monkeypatch: pytest.MonkeyPatch, processes: int, hosts: int, expected: tuple[bool, bool]
 ):
     monkeypatch.setattr(leaf_loading, "has_several_processes", lambda: processes > 1)
-    monkeypatch.setattr(leaf_loading, "all_agree_on_exchange", lambda is_remote, _: is_remote or hosts > 1)
+    monkeypatch.setattr(
+        leaf_loading, "all_agree_on_exchange", lambda is_remote, _: is_remote or hosts > 1
+    )
     local, remote = runs.MemoryReader({}), runs.MemoryReader({}, is_remote=True)
     assert (exchange_is_faster(local), exchange_is_faster(remote)) == expected
 

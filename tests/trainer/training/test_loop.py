@@ -18,7 +18,7 @@ from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import loop
 from trainer.training.loading import restore_state
-from trainer.training.loop import Job, Loop
+from trainer.training.loop import Loop, LoopConfig
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trainer.training.step import TrainState
 
@@ -32,12 +32,20 @@ class FinishedRun:
     """
 
     def __init__(
-        self, folder: Path, job: Job, store: runs.MemoryStore | None = None, state: TrainState | None = None
+        self,
+        folder: Path,
+        job: LoopConfig,
+        store: runs.MemoryStore | None = None,
+        state: TrainState | None = None,
     ) -> None:
         self.store, self.callbacks = store or runs.MemoryStore(), runs.RecordingCallbacks()
         steps = self.store.steps()
         if state is None:
-            state = restore_state(self.store.open(steps[-1]), job.setup) if steps else runs.make_state(job.setup)
+            state = (
+                restore_state(self.store.open(steps[-1]), job.setup)
+                if steps
+                else runs.make_state(job.setup)
+            )
         self.metrics_path = folder / METRICS_FILE
         self.loop = Loop(
             job,
@@ -63,9 +71,12 @@ def compiled_once() -> Iterator[None]:
     """Compile each setup and batch size once, so that all runs use the same executable."""
 
     def cached(self: Loop) -> Any:
-        key = id(self.job.setup), self.job.order.batch_size
+        key = id(self.config.setup), self.config.order.batch_size
         if key not in COMPILED:
-            COMPILED[key] = compile_step(self), self.job.setup  # keeps the setup alive, so that its id is not reused
+            COMPILED[key] = (
+                compile_step(self),
+                self.config.setup,
+            )  # keeps the setup alive, so that its id is not reused
         return COMPILED[key][0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +126,9 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
 
-def test_loop_resumes_bit_exactly_where_sp_splits_tokens(uninterrupted: FinishedRun, tmp_path: Path):
+def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
+    uninterrupted: FinishedRun, tmp_path: Path
+):
     """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
     options = {"attention_options": AttentionOptions("blockwise", 2, 3), "ffn_chunk_size": 3}
     setup = runs.make_setup(mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
@@ -128,7 +141,9 @@ def test_loop_resumes_bit_exactly_where_sp_splits_tokens(uninterrupted: Finished
     assert runs.state_bytes(second.loop.state) == runs.state_bytes(whole.loop.state)
 
 
-def test_loop_logs_steps_after_last_checkpoint_again(setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path):
+def test_loop_logs_steps_after_last_checkpoint_again(
+    setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
+):
     """A kill between two checkpoints leaves lines of repeated steps, and an incomplete line."""
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=9, save_every=5))
     del first.store.saved[9]
@@ -139,14 +154,18 @@ def test_loop_logs_steps_after_last_checkpoint_again(setup: runs.StepSetup, unin
 
 
 def test_loop_evaluates_saves_and_logs_at_intervals(setup: runs.StepSetup, tmp_path: Path):
-    run = FinishedRun(tmp_path, runs.make_job(setup, steps=7, eval_every=3, save_every=2, log_every=5))
+    run = FinishedRun(
+        tmp_path, runs.make_job(setup, steps=7, eval_every=3, save_every=2, log_every=5)
+    )
     assert [line["step"] for line in run.callbacks.evaluations] == [0, 3, 6, 7]
     assert run.callbacks.steps == [2, 4, 6, 7] == run.store.steps()
     assert [line["step"] for line in run.callbacks.lines] == [1, 5, 7]
     assert [line["step"] for line in read_metrics(run.metrics_path)] == [0, 1, 3, 5, 6, 7, 7]
 
 
-def test_loop_of_finished_run_does_nothing(setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path):
+def test_loop_of_finished_run_does_nothing(
+    setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
+):
     repeated = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), uninterrupted.store)
     assert repeated.result.step == STEPS
     assert not repeated.callbacks.lines
@@ -182,7 +201,11 @@ def with_nan_params(state: TrainState) -> TrainState:
 
 def test_loop_ends_after_consecutive_nonfinite_steps(setup: runs.StepSetup, tmp_path: Path):
     with pytest.raises(PrepError, match="no finite loss in 3 steps, up to step 3") as caught:
-        FinishedRun(tmp_path, runs.make_job(setup, save_every=10), state=with_nan_params(runs.make_state(setup)))
+        FinishedRun(
+            tmp_path,
+            runs.make_job(setup, save_every=10),
+            state=with_nan_params(runs.make_state(setup)),
+        )
     assert caught.value.hint == "a new run, with a lower `optimizer.lr` or more warm-up"
     assert [line["loss"] for line in read_metrics(tmp_path / METRICS_FILE)] == [None] * 3
 
@@ -190,7 +213,12 @@ def test_loop_ends_after_consecutive_nonfinite_steps(setup: runs.StepSetup, tmp_
 def test_loop_does_not_save_nonfinite_state(setup: runs.StepSetup, tmp_path: Path):
     store = runs.MemoryStore()
     with pytest.raises(PrepError, match="the state after step 1 is not finite"):
-        FinishedRun(tmp_path, runs.make_job(setup, save_every=1), store, with_nan_params(runs.make_state(setup)))
+        FinishedRun(
+            tmp_path,
+            runs.make_job(setup, save_every=1),
+            store,
+            with_nan_params(runs.make_state(setup)),
+        )
     assert store.steps() == []
 
 
@@ -233,7 +261,9 @@ class Result:
         return self.value
 
 
-@pytest.mark.parametrize(("blocks", "lag"), [(False, loop.METRICS_LAG), (True, loop.CPU_METRICS_LAG)])
+@pytest.mark.parametrize(
+    ("blocks", "lag"), [(False, loop.METRICS_LAG), (True, loop.CPU_METRICS_LAG)]
+)
 def test_loop_logs_time_mfu_and_memory_of_steps(
     setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool, lag: int
 ):
@@ -284,12 +314,16 @@ class DelayedStore(runs.MemoryStore):
 
     save_error: PrepError | None = None
 
-    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+    def start_save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> PendingSave:
         super().start_save(step, leaves, manifest_fields)
         return DelayedSave(2, self.save_error)
 
 
-def test_loop_takes_steps_during_a_save(setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loop_takes_steps_during_a_save(
+    setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr(
         runs.RecordingCallbacks,

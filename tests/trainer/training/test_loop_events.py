@@ -22,7 +22,9 @@ from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
 
 
-def run_loop(tmp_path: Path, *, options: dict[str, Any] | None = None, **changes: Any) -> tuple[runs.MemoryStore, Loop]:
+def run_loop(
+    tmp_path: Path, *, options: dict[str, Any] | None = None, **changes: Any
+) -> tuple[runs.MemoryStore, Loop]:
     """Run a job of 12 steps; return its checkpoints and the loop."""
     setup = runs.make_setup()
     store = runs.MemoryStore()
@@ -78,7 +80,9 @@ def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
             best = loss
             expected.append(step)
     assert store.steps() == sorted({*expected, 12})
-    assert {step: store.open(step).manifest["eval_loss"] for step in expected} == {s: losses[s] for s in expected}
+    assert {step: store.open(step).manifest["eval_loss"] for step in expected} == {
+        s: losses[s] for s in expected
+    }
 
 
 def test_resumed_loop_saves_only_below_the_best_loss(tmp_path: Path):
@@ -98,9 +102,13 @@ def test_saved_parameters_are_cast_and_changes_counted(tmp_path: Path):
     assert {reader.arrays[name].dtype.name for name in names} == {"bfloat16"}
     assert reader.arrays["step"].dtype == np.int32
     state = {
-        name: np.frombuffer(data, np.float32) for name, data in runs.state_bytes(loop.state).items() if name in names
+        name: np.frombuffer(data, np.float32)
+        for name, data in runs.state_bytes(loop.state).items()
+        if name in names
     }
-    num_changed = sum(int((reader.arrays[name].astype(np.float32).ravel() != state[name]).sum()) for name in names)
+    num_changed = sum(
+        int((reader.arrays[name].astype(np.float32).ravel() != state[name]).sum()) for name in names
+    )
     assert num_changed > 0
     assert reader.manifest["param_cast"] == {
         "from": "float32",
@@ -125,15 +133,24 @@ def test_cast_to_float16_refuses_overflow():
     assert raised.value.why == "2 parameters, a first, have values that are too large for it"
 
 
-def test_parameters_too_large_for_the_cast_are_saved_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parameters_too_large_for_the_cast_are_saved_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*_: object) -> None:
-        raise PrepError("parameters cannot be saved in float16", "embed.tokens has values that are too large for it")
+        raise PrepError(
+            "parameters cannot be saved in float16",
+            "embed.tokens has values that are too large for it",
+        )
 
     monkeypatch.setattr(loop_module, "count_changed_values", refuse)
     warnings = list[str]()
-    store, _ = run_loop(tmp_path, optimizer_state=False, saved_dtype="float16", options={"warn": warnings.append})
+    store, _ = run_loop(
+        tmp_path, optimizer_state=False, saved_dtype="float16", options={"warn": warnings.append}
+    )
     reader = store.open(12)
-    assert {array.dtype.name for name, array in reader.arrays.items() if name.startswith("params.")} == {"float32"}
+    assert {
+        array.dtype.name for name, array in reader.arrays.items() if name.startswith("params.")
+    } == {"float32"}
     assert "param_cast" not in reader.manifest
     assert warnings == [
         "step 12: parameters cannot be saved in float16 - embed.tokens has values that are too large for it; "
@@ -143,10 +160,15 @@ def test_parameters_too_large_for_the_cast_are_saved_without_it(tmp_path: Path, 
 
 def test_counts_of_equal_leaves_are_compiled_once(caplog: pytest.LogCaptureFixture):
     leaves = {"a": jnp.ones((5, 7)), "b": jnp.zeros((5, 7))}
-    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):  # commands of other tests silence it
+    with (
+        jax.log_compiles(),
+        caplog.at_level("WARNING", logger="jax"),
+    ):  # commands of other tests silence it
         count_changed_values(leaves, "bfloat16")
         count_changed_values(leaves, "bfloat16")
-    assert sum("Compiling" in message and "_count_rows" in message for message in caplog.messages) == 1
+    assert (
+        sum("Compiling" in message and "_count_rows" in message for message in caplog.messages) == 1
+    )
 
 
 def raise_warning(text: str) -> None:

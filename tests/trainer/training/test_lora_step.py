@@ -25,10 +25,14 @@ from trainer.training.step import StepSetup, TrainState, init_train_state, state
 LORA = LoraConfig(4, 8.0, ("attn.*", "mlp.*"))
 
 
-def make_setup(mesh: str = "", dtype: str = "float32", scan_axis: int = 0, **options: Any) -> StepSetup:
+def make_setup(
+    mesh: str = "", dtype: str = "float32", scan_axis: int = 0, **options: Any
+) -> StepSetup:
     """Return the setup of a tiny LLaMA with adapters whose frozen parameters have a dtype."""
     setup = runs.make_setup(runs.LLAMA, mesh, **options)
-    model = build_model(FAMILIES["llama"], runs.LLAMA, is_tied=False, lora=LORA, scan_axis=scan_axis)
+    model = build_model(
+        FAMILIES["llama"], runs.LLAMA, is_tied=False, lora=LORA, scan_axis=scan_axis
+    )
     return replace(setup, model=model, frozen_dtypes=dict.fromkeys(model.frozen_paths, dtype))
 
 
@@ -36,7 +40,9 @@ def make_state(setup: StepSetup) -> TrainState:
     """Return the state before the first step, with random parameters."""
     base = build_model(FAMILIES["llama"], runs.LLAMA, is_tied=False)
     leaves = {**flatten_tree(init_params(base, 0)), **flatten_tree(init_adapters(setup.model, 0))}
-    cast = {path: leaf.astype(setup.frozen_dtypes.get(path, "float32")) for path, leaf in leaves.items()}
+    cast = {
+        path: leaf.astype(setup.frozen_dtypes.get(path, "float32")) for path, leaf in leaves.items()
+    }
     state = init_train_state(unflatten_tree(cast), setup)
     if setup.sharding.device_mesh is None:
         return state

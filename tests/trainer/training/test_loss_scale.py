@@ -22,7 +22,9 @@ from trainer.training.step import StepSetup
 DYNAMIC = LossScale()
 
 
-def make_setup(scale: LossScale | None = DYNAMIC, dtype: str = "float16", **options: Any) -> StepSetup:
+def make_setup(
+    scale: LossScale | None = DYNAMIC, dtype: str = "float16", **options: Any
+) -> StepSetup:
     """Return a setup in float16."""
     return dataclasses.replace(runs.make_setup(dtype=dtype, **options), loss_scale=scale)
 
@@ -34,7 +36,9 @@ def losses(scale: LossScale | None, dtype: str = "float16", accumulate: int = 1)
     step, job, state = compile_step(setup), runs.make_job(setup), runs.make_state(setup)
     means = []
     for number in range(8):
-        state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
+        state, metrics = step(
+            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
+        )
         means.append(float(metrics["loss"]) / float(metrics["weight"]))
     assert int(state["skipped"]) == 0
     return means
@@ -54,7 +58,11 @@ def test_loss_scale_changes_float32_by_rounding():
 def test_overflow_is_skipped_and_halves_the_scale():
     setup = make_setup(LossScale(2.0**40))
     state = take_steps(setup, runs.make_state(setup), until=3)
-    assert (int(state["skipped"]), float(state["loss_scale"]), int(state["loss_scale_steps"])) == (3, 2.0**37, 0)
+    assert (int(state["skipped"]), float(state["loss_scale"]), int(state["loss_scale_steps"])) == (
+        3,
+        2.0**37,
+        0,
+    )
     before = runs.make_state(setup)["params"]["embed"]["tokens"]
     assert np.array_equal(state["params"]["embed"]["tokens"], before)
 
@@ -63,7 +71,9 @@ def test_step_without_tokens_keeps_the_scale():
     setup = make_setup()
     job = runs.make_job(setup)
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
-    state, _ = compile_step(setup)(runs.make_state(setup), {**batch, "weights": jnp.zeros_like(batch["weights"])})
+    state, _ = compile_step(setup)(
+        runs.make_state(setup), {**batch, "weights": jnp.zeros_like(batch["weights"])}
+    )
     assert (int(state["skipped"]), float(state["loss_scale"])) == (1, 2.0**15)
 
 
@@ -74,14 +84,19 @@ def test_scale_grows_up_to_its_maximum():
     assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (8, GROWTH_STEPS - 1)
     state = scale.next(state, finite)
     assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (16, 0)
-    largest = {"loss_scale": jnp.float32(MAX_SCALE), "loss_scale_steps": jnp.int32(GROWTH_STEPS - 1)}
+    largest = {
+        "loss_scale": jnp.float32(MAX_SCALE),
+        "loss_scale_steps": jnp.int32(GROWTH_STEPS - 1),
+    }
     assert float(scale.next(largest, finite)["loss_scale"]) == MAX_SCALE
 
 
 def test_static_scale_has_no_state():
     scale = LossScale(256.0, is_dynamic=False)
     assert "loss_scale" not in runs.make_state(make_setup(scale))
-    assert losses(scale, accumulate=2)[:2] == pytest.approx(losses(DYNAMIC, accumulate=2)[:2], rel=1e-3)
+    assert losses(scale, accumulate=2)[:2] == pytest.approx(
+        losses(DYNAMIC, accumulate=2)[:2], rel=1e-3
+    )
 
 
 def test_resume_keeps_the_scale():
@@ -89,4 +104,6 @@ def test_resume_keeps_the_scale():
     at_2 = take_steps(setup, runs.make_state(setup), until=2)
     arrays = {name: leaf.fetch().copy() for name, leaf in host_leaves(at_2).items()}
     resumed = take_steps(setup, restore_state(runs.MemoryReader(arrays), setup), until=4)
-    assert runs.state_bytes(resumed) == runs.state_bytes(take_steps(setup, jax.tree.map(jnp.copy, at_2), until=4))
+    assert runs.state_bytes(resumed) == runs.state_bytes(
+        take_steps(setup, jax.tree.map(jnp.copy, at_2), until=4)
+    )

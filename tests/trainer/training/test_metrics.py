@@ -27,10 +27,27 @@ def test_metrics_writer_lines_are_visible_at_once(tmp_path: Path):
 
 def test_metrics_writer_drops_later_and_incomplete_lines(tmp_path: Path):
     path = tmp_path / "m"
-    path.write_text('{"step": 1}\n{"step": 2, "eval_loss": 1.0}\nnonsense\n{"step": 3}\n{"step": 4, "lo')
+    path.write_text(
+        '{"step": 1}\n{"step": 2, "eval_loss": 1.0}\nnonsense\n{"step": 3}\n{"step": 4, "lo'
+    )
     MetricsWriter(path, 2).write({"step": 3, "loss": 1.0})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2, "eval_loss": 1.0}, {"step": 3, "loss": 1.0}]
+    assert read_metrics(path) == [
+        {"step": 1},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": 3, "loss": 1.0},
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_older_writer_does_not_write_to_the_file_of_a_newer_one(tmp_path: Path):
+    """A bucket's lock may be taken over: both starts of the run then have the same local folder for some time."""
+    path = tmp_path / "m"
+    old = MetricsWriter(path, 0)
+    old.write({"step": 1, "loss": 1.0})
+    new = MetricsWriter(path, 0)
+    old.write({"step": 2, "loss": 1.0})
+    new.write({"step": 1, "loss": 2.0})
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
 
 
 def test_read_metrics_without_file_is_empty(tmp_path: Path):
@@ -74,7 +91,12 @@ def test_metrics_writer_keeps_the_bytes_of_lines(tmp_path: Path):
     """Lines are copied, not written anew: NaN in a line that a user added is no error."""
     path = tmp_path / "m"
     lines = ['{"step":1, "loss":  1.0}', '{"loss": NaN, "step": 2}', '{"step": 3, "loss": 1.0}']
-    broken = ['{"step": 1, "loss"', "[" * 100_000, '{"step": "1"}', '{"step": 1, "text": "' + "x" * (1 << 20) + '"}']
+    broken = [
+        '{"step": 1, "loss"',
+        "[" * 100_000,
+        '{"step": "1"}',
+        '{"step": 1, "text": "' + "x" * (1 << 20) + '"}',
+    ]
     path.write_text("".join(f"{line}\n" for line in [*lines, *broken]))
     MetricsWriter(path, 2)
     assert path.read_text() == f"{lines[0]}\n{lines[1]}\n"
@@ -108,4 +130,6 @@ def test_remove_other_metrics_keeps_processes_that_log(tmp_path: Path):
     for name in names:
         (tmp_path / name).touch()
     remove_other_metrics(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*names} - {"metrics.2.jsonl", "metrics.3.jsonl"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        {*names} - {"metrics.2.jsonl", "metrics.3.jsonl"}
+    )

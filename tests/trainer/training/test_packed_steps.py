@@ -63,9 +63,18 @@ def test_losses_do_not_depend_on_the_mesh(mesh: str, accumulate: int, num_shards
 
 def test_evaluation_does_not_depend_on_packing():
     setup = make_setup("1,1,1", 1, REFERENCE)
-    params, eval_step = runs.make_state(setup)["params"], jit_eval_step(setup.model, setup.forward_config)
+    params, eval_step = (
+        runs.make_state(setup)["params"],
+        jit_eval_step(setup.model, setup.forward_config),
+    )
     packed, padded = (
-        evaluate(params, make_dataset(packing), eval_step=eval_step, sharding=setup.sharding, batch_size=ROWS)
+        evaluate(
+            params,
+            make_dataset(packing),
+            eval_step=eval_step,
+            sharding=setup.sharding,
+            batch_size=ROWS,
+        )
         for packing in ("documents", "none")
     )
     assert packed.num_tokens == padded.num_tokens

@@ -20,7 +20,9 @@ from trainer.training.feed import batch_shapes
 from trainer.training.loading import init_state, random_state
 from trainer.training.step_compilation import compile_plan
 
-SPECIAL = np.array([1.0, 1 + 2**-9, 1e-45, np.nan, -np.inf, 3.3895e38, -(2.0**-130), 0.1], np.float32)
+SPECIAL = np.array(
+    [1.0, 1 + 2**-9, 1e-45, np.nan, -np.inf, 3.3895e38, -(2.0**-130), 0.1], np.float32
+)
 NUM_CHANGED = 4  # of SPECIAL: the second, the third, the largest and the last
 
 
@@ -45,21 +47,33 @@ def test_init_state_rounds_and_counts(mesh: str):
         assert np.array_equal(np.asarray(leaf), expected, equal_nan=True)
         num_changed += np.count_nonzero((expected.astype(np.float32) != stored) & ~np.isnan(stored))
     num_values = sum(array.size for array in arrays.values())
-    assert counts == [{"from": "float32", "to": "bfloat16", "values": num_values, "changed": num_changed}]
+    assert counts == [
+        {"from": "float32", "to": "bfloat16", "values": num_values, "changed": num_changed}
+    ]
 
 
 def test_changed_values_are_counted_exactly():
     arrays = {name: np.zeros_like(array) for name, array in stored_params().items()}
     arrays["params.layers.mlp.up.weight"][0, 0, : len(SPECIAL)] = SPECIAL
     counts = []
-    init_state(runs.MemoryReader(arrays), runs.make_setup(param_dtype="bfloat16"), on_rounding=counts.append)
+    init_state(
+        runs.MemoryReader(arrays),
+        runs.make_setup(param_dtype="bfloat16"),
+        on_rounding=counts.append,
+    )
     assert counts[0]["changed"] == NUM_CHANGED
 
 
 def test_float16_values_are_rounded_and_counted():
-    arrays = {name: np.full_like(array, 1 + 2**-10, np.float16) for name, array in stored_params().items()}
+    arrays = {
+        name: np.full_like(array, 1 + 2**-10, np.float16) for name, array in stored_params().items()
+    }
     counts = []
-    init_state(runs.MemoryReader(arrays), runs.make_setup(param_dtype="bfloat16"), on_rounding=counts.append)
+    init_state(
+        runs.MemoryReader(arrays),
+        runs.make_setup(param_dtype="bfloat16"),
+        on_rounding=counts.append,
+    )
     assert counts[0]["changed"] == counts[0]["values"]
 
 
@@ -68,10 +82,14 @@ def test_float16_values_are_rounded_and_counted():
 )
 def test_parameters_that_fit_are_not_counted(stored: str, dtype: str):
     arrays, counts = stored_params(ml_dtypes.bfloat16 if stored == "bfloat16" else stored), []
-    state = init_state(runs.MemoryReader(arrays), runs.make_setup(param_dtype=dtype), on_rounding=counts.append)
+    state = init_state(
+        runs.MemoryReader(arrays), runs.make_setup(param_dtype=dtype), on_rounding=counts.append
+    )
     for path, leaf in flatten_tree(state["params"]).items():
         assert leaf.dtype == dtype
-        assert np.array_equal(np.asarray(leaf, np.float32), arrays[f"params.{path}"].astype(np.float32))
+        assert np.array_equal(
+            np.asarray(leaf, np.float32), arrays[f"params.{path}"].astype(np.float32)
+        )
     assert counts == []
 
 
@@ -86,15 +104,23 @@ def test_value_that_overflows_is_an_error():
 
 def test_random_parameters_are_rounded_on_any_mesh():
     wide = random_state(runs.make_setup(), 5)["params"]
-    states = [random_state(runs.make_setup(mesh=mesh, param_dtype="bfloat16"), 5) for mesh in ("", "1,2,4")]
+    states = [
+        random_state(runs.make_setup(mesh=mesh, param_dtype="bfloat16"), 5)
+        for mesh in ("", "1,2,4")
+    ]
     assert runs.state_bytes(states[0]) == runs.state_bytes(states[1])
     for path, leaf in flatten_tree(states[0]["params"]).items():
-        assert np.array_equal(np.asarray(leaf), np.asarray(flatten_tree(wide)[path]).astype(ml_dtypes.bfloat16))
+        assert np.array_equal(
+            np.asarray(leaf), np.asarray(flatten_tree(wide)[path]).astype(ml_dtypes.bfloat16)
+        )
 
 
 def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
     setup = replace(make_lora_setup(), param_dtype="bfloat16")
-    base = {path: np.full(setup.model.leaves[path].shape, 0.1, np.float32) for path in setup.model.frozen_paths}
+    base = {
+        path: np.full(setup.model.leaves[path].shape, 0.1, np.float32)
+        for path in setup.model.frozen_paths
+    }
     reader, counts = runs.MemoryReader({f"params.{path}": leaf for path, leaf in base.items()}), []
     state = init_state(reader, setup, on_rounding=counts.append)
     dtypes = {path: leaf.dtype for path, leaf in flatten_tree(state["params"]).items()}
@@ -109,5 +135,7 @@ def test_compiled_step_takes_2_bytes_less_per_parameter():
         setup = runs.make_setup(runs.LLAMA, "8,1,1", param_dtype=dtype)
         batch = batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
         sizes.append(compile_plan(setup, batch, "8 CPU devices").argument_nbytes)
-    num_parameters = sum(math.prod(leaf.shape) for leaf in runs.make_setup(runs.LLAMA).model.leaves.values())
+    num_parameters = sum(
+        math.prod(leaf.shape) for leaf in runs.make_setup(runs.LLAMA).model.leaves.values()
+    )
     assert sizes[0] - sizes[1] == 2 * num_parameters

@@ -58,7 +58,10 @@ def load_test_recipe(*overrides: str) -> Recipe:
         (['data.path=["empty.txt", "empty.txt"]'], "empty.txt is empty"),
         (["data.split=train"], "`data.split` is 'train'"),
         (["data.path=s3://bucket/a.txt"], "cannot read s3://bucket/a.txt"),
-        (["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'], "the type of recipe.toml is unknown"),
+        (
+            ["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'],
+            "the type of recipe.toml is unknown",
+        ),
         (["data.eval_split=test"], "`data.eval_split` is 'test'"),
         (["data.tokenizer=nowhere"], "no tokenizer at nowhere"),
         (["data.tokenizer=."], ". has no tokenizer"),
@@ -81,8 +84,12 @@ def test_check_inputs_accepts_an_empty_file_among_others():
 
 
 def test_check_inputs_checks_every_source():
-    tables = [f'[[data.sources]]\nname = "{name}"\npath = "{name}.txt"' for name in ("train", "nowhere")]
-    text = RECIPE.replace('path = "train.txt"\n', "").replace("[batch]", "\n".join([*tables, "[batch]"]))
+    tables = [
+        f'[[data.sources]]\nname = "{name}"\npath = "{name}.txt"' for name in ("train", "nowhere")
+    ]
+    text = RECIPE.replace('path = "train.txt"\n', "").replace(
+        "[batch]", "\n".join([*tables, "[batch]"])
+    )
     Path("recipe.toml").write_text(text)
     with pytest.raises(PrepError, match=r"no data in `nowhere\.txt`"):
         check_inputs(load_test_recipe())
@@ -123,7 +130,9 @@ def sharding_on(device: Device) -> ShardingContext:
     return ShardingContext(mesh=parse_mesh("1,1,1"), device_mesh=device_mesh)
 
 
-@pytest.mark.parametrize("device", [Device("cpu", ("device", "pinned_host")), Device("gpu", ("device",))])
+@pytest.mark.parametrize(
+    "device", [Device("cpu", ("device", "pinned_host")), Device("gpu", ("device",))]
+)
 def test_check_devices_rejects_offload_without_host_memory(device: Device):
     recipe = load_test_recipe("model.remat_policy=nothing_saveable", "model.offload=residuals")
     with pytest.raises(PrepError) as caught:
@@ -149,8 +158,12 @@ def test_check_devices_accepts_offload_with_host_memory():
         (["train.steps=1", "optimizer.warmup_steps=0"], 1, 8, []),
     ],
 )
-def test_run_warnings_compare_lengths_with_data(overrides: list[str], steps: int, batch_size: int, words: list[str]):
-    warnings = list(run_warnings(load_test_recipe(*overrides), make_job(make_setup(), batch_size, steps)))
+def test_run_warnings_compare_lengths_with_data(
+    overrides: list[str], steps: int, batch_size: int, words: list[str]
+):
+    warnings = list(
+        run_warnings(load_test_recipe(*overrides), make_job(make_setup(), batch_size, steps))
+    )
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings))
 
@@ -162,15 +175,23 @@ def test_run_warnings_name_epochs_below_one_step():
     assert warning == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
 
 
-@pytest.mark.parametrize(("start", "words"), [(21, "the run has 20 steps"), (5, "resumes after step 5"), (6, "")])
+@pytest.mark.parametrize(
+    ("start", "words"), [(21, "the run has 20 steps"), (5, "resumes after step 5"), (6, "")]
+)
 def test_run_warnings_name_a_profile_without_steps(start: int, words: str):
     recipe = load_test_recipe(f"train.profile={{ start = {start}, steps = 2 }}")
     warnings = [*run_warnings(recipe, make_job(make_setup(), 8, 20), last_step=5)]
-    assert [words in warning for warning in warnings if "profile" in warning] == ([True] if words else [])
+    assert [words in warning for warning in warnings if "profile" in warning] == (
+        [True] if words else []
+    )
 
 
 def test_run_warnings_name_intervals_beyond_the_run():
-    warnings = list(run_warnings(load_test_recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
+    warnings = list(
+        run_warnings(
+            load_test_recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)
+        )
+    )
     assert [warning.partition("`")[2].partition("`")[0] for warning in warnings] == [
         "train.eval_every",
         "checkpoint.every",
@@ -183,9 +204,15 @@ def test_run_warnings_name_evaluation_larger_than_training():
     (first, *_) = run_warnings(load_test_recipe(), swapped)
     assert first == "a batch of 8 takes sequences more than once: the data has 5"
     warnings = list(run_warnings(load_test_recipe(), swapped))
-    assert any(warning.startswith("45 sequences are evaluated, more than the 5") for warning in warnings)
-    limited = make_job(make_setup(), 8, 20, train=job.evaluation, evaluation=job.train, eval_limit=5)
-    assert not any("are evaluated" in warning for warning in run_warnings(load_test_recipe(), limited))
+    assert any(
+        warning.startswith("45 sequences are evaluated, more than the 5") for warning in warnings
+    )
+    limited = make_job(
+        make_setup(), 8, 20, train=job.evaluation, evaluation=job.train, eval_limit=5
+    )
+    assert not any(
+        "are evaluated" in warning for warning in run_warnings(load_test_recipe(), limited)
+    )
 
 
 @pytest.mark.parametrize("scan_axis", [0, 1])

@@ -23,7 +23,9 @@ def schedule(kind: Any, **changes: Any) -> LRSchedule:
 
 def check(before: LRSchedule, after: LRSchedule) -> None:
     """Check that a run with one schedule may resume with another one."""
-    job = make_job(make_setup(), steps=MORE_STEPS, manifest_fields={"rate": after.manifest_fields()})
+    job = make_job(
+        make_setup(), steps=MORE_STEPS, manifest_fields={"rate": after.manifest_fields()}
+    )
     check_resumable({"rate": before.manifest_fields()}, job, changed={}, step=1)
 
 
@@ -43,20 +45,24 @@ def test_changed_schedule_is_named():
 
 
 def test_later_end_of_the_decay_has_a_hint():
-    with pytest.raises(PrepError, match=r"decay 20 -> 30 - `--set optimizer\.decay_steps=20` keeps it; `--restart`"):
+    with pytest.raises(PrepError, match="decay 20 -> 30") as caught:
         check(schedule("cosine"), schedule("cosine", decay=MORE_STEPS))
+    assert caught.value.hint.startswith("`--set optimizer.decay_steps=20` keeps it; `--restart`")
 
 
 def test_cooldown_derived_from_a_later_end_has_the_hint_too():
-    with pytest.raises(PrepError, match=r"decay 20 -> 30, cooldown 2 -> 3 - `--set optimizer\.decay_steps=20` keeps"):
+    with pytest.raises(PrepError, match="decay 20 -> 30, cooldown 2 -> 3") as caught:
         check(schedule("wsd", cooldown=2), schedule("wsd", decay=MORE_STEPS, cooldown=3))
+    assert caught.value.hint.startswith("`--set optimizer.decay_steps=20` keeps")
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.eval_path", "data.tokenizer"])
 def test_moved_data_may_have_another_path(key: str):
     job = make_job(make_setup(), manifest_fields={"data": "digest"})
     check_resumable({"data": "digest"}, job, changed={key: (("a",), ("b",))}, step=1)
-    with pytest.raises(PrepError, match="the data has changed since the run began - other digest, now digest"):
+    with pytest.raises(
+        PrepError, match="the data has changed since the run began - other digest, now digest"
+    ):
         check_resumable({"data": "other digest"}, job, changed={key: (("a",), ("b",))}, step=1)
 
 
@@ -73,7 +79,11 @@ def test_moved_sources_may_have_other_paths(change: dict[str, Any], is_allowed: 
     source = {"name": "web", "path": "web.txt", "eval_path": ["a", "b"], "weight": 1.0}
     before = ({"name": "wiki", "path": "wiki.txt", "weight": 1.0}, source)
     changed = {"data.sources": (before, (before[0], source | change))}
-    with nullcontext() if is_allowed else pytest.raises(PrepError, match=r"another recipe - data\.sources: "):
+    with (
+        nullcontext()
+        if is_allowed
+        else pytest.raises(PrepError, match=r"another recipe - data\.sources: ")
+    ):
         check_resumable({}, make_job(make_setup()), changed=changed, step=1)
 
 

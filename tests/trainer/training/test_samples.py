@@ -52,7 +52,13 @@ def make_sampler(tokenizer: TextTokenizer, setup: StepSetup, **changes: Any) -> 
         "decoder_start_id": None,
         **changes,
     }
-    return Sampler(options.pop("prompts"), tokenizer, setup.model, sharding=setup.forward_config.sharding, **options)
+    return Sampler(
+        options.pop("prompts"),
+        tokenizer,
+        setup.model,
+        sharding=setup.forward_config.sharding,
+        **options,
+    )
 
 
 def most_likely_tokens(setup: StepSetup, params: Any, prompt: list[int], count: int) -> list[int]:
@@ -93,7 +99,9 @@ def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
     for text, source in zip(texts, sources, strict=True):
         ids, batch = [0], {"source": np.array([source]), "present": np.ones((1, len(source)), bool)}
         for _ in range(5):
-            logits = model_logits(setup.model, params, {"tokens": np.array([ids], np.int32), **batch})
+            logits = model_logits(
+                setup.model, params, {"tokens": np.array([ids], np.int32), **batch}
+            )
             ids.append(int(np.argmax(logits[0, -1, : runs.VOCAB])))
         assert text.split() == [f"w{token}" for token in ids[1:]]
 
@@ -101,13 +109,18 @@ def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
 def test_sampler_generates_fewer_tokens_than_positions(tokenizer: TextTokenizer):
     setup = runs.make_setup()  # of 32 positions
     params = runs.make_state(setup)["params"]
-    (sample,) = make_sampler(tokenizer, setup, prompts=(" ".join(["w1"] * 30),), max_new_tokens=64).generate(params)
+    (sample,) = make_sampler(
+        tokenizer, setup, prompts=(" ".join(["w1"] * 30),), max_new_tokens=64
+    ).generate(params)
     assert len(sample.text.split()) == 3
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(" ".join(["w1"] * 33), r"a prompt of `log\.samples` has 33 tokens"), (" ", r"`log\.samples`: empty prompt")],
+    [
+        (" ".join(["w1"] * 33), r"a prompt of `log\.samples` has 33 tokens"),
+        (" ", r"`log\.samples`: empty prompt"),
+    ],
     ids=["long", "no tokens"],
 )
 def test_impossible_prompts_are_refused(tokenizer: TextTokenizer, prompt: str, message: str):
@@ -160,7 +173,9 @@ def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, t
     callbacks = loop.callbacks
     assert isinstance(callbacks, runs.RecordingCallbacks)
     assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
-    assert read_metrics(log) == [line for step, samples in callbacks.samples for line in sample_lines(step, samples)]
+    assert read_metrics(log) == [
+        line for step, samples in callbacks.samples for line in sample_lines(step, samples)
+    ]
     assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
     assert callbacks.samples[0][1] != callbacks.samples[-1][1]
 

@@ -25,7 +25,9 @@ SHARDING = ShardingContext(parse_mesh("1,1,1"))
 def test_check_model_layout_rejects_hidden_units_of_experts(tmp_path: Path, policy: str):
     (tmp_path / "x.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "x.toml", [f"model.remat_policy={policy}"]).recipe
-    dense, moe = (build_model(family_of(config), config, is_tied=False) for config in (LLAMA, MIXTRAL))
+    dense, moe = (
+        build_model(family_of(config), config, is_tied=False) for config in (LLAMA, MIXTRAL)
+    )
     check_model_layout(recipe, dense, SHARDING)
     if "mlp_hidden" not in policy:
         check_model_layout(recipe, moe, SHARDING)
@@ -33,15 +35,25 @@ def test_check_model_layout_rejects_hidden_units_of_experts(tmp_path: Path, poli
     with pytest.raises(PrepError) as caught:
         check_model_layout(recipe, moe, SHARDING)
     why = "the experts of mixtral compute their hidden units again"
-    assert str(caught.value) == f"`model.remat_policy` has mlp_hidden - {why} - remove it from the list"
+    assert (
+        str(caught.value)
+        == f"`model.remat_policy` has mlp_hidden - {why} - remove it from the list"
+    )
 
 
-def build_forward_config(tmp_path: Path, *overrides: str, device: DeviceKind | None = None) -> ForwardConfig:
+def build_forward_config(
+    tmp_path: Path, *overrides: str, device: DeviceKind | None = None
+) -> ForwardConfig:
     """Return the options of a step on two CPU devices, with 8 sequences of 300 tokens."""
     (tmp_path / "x.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "x.toml", ["data.seq_length=300", *overrides]).recipe
-    model, sharding = build_model(family_of(LLAMA), LLAMA, is_tied=False), ShardingContext(parse_mesh("1,2,1"))
-    return build_step_setup(recipe, model, sharding=sharding, kernel="blockwise", steps=9, device=device).forward_config
+    model, sharding = (
+        build_model(family_of(LLAMA), LLAMA, is_tied=False),
+        ShardingContext(parse_mesh("1,2,1")),
+    )
+    return build_step_setup(
+        recipe, model, sharding=sharding, kernel="blockwise", steps=9, device=device
+    ).forward_config
 
 
 @pytest.mark.parametrize(
@@ -55,7 +67,11 @@ def build_forward_config(tmp_path: Path, *overrides: str, device: DeviceKind | N
     ],
 )
 def test_step_has_the_sizes_of_recipe_or_devices(
-    tmp_path: Path, overrides: tuple[str, ...], device: DeviceKind | None, tile: tuple[int, int], head_chunk_size: int
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    device: DeviceKind | None,
+    tile: tuple[int, int],
+    head_chunk_size: int,
 ):
     forward_config = build_forward_config(tmp_path, *overrides, device=device)
     assert forward_config.attention_options == AttentionOptions("blockwise", *tile)

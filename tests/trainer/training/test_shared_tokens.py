@@ -21,11 +21,15 @@ def config(tmp_path: Path) -> TokenizeConfig:
     return make_config(tmp_path, tmp_path / "a.txt")
 
 
-def tokenize(process: ThreadProcess, config: TokenizeConfig) -> tuple[list[int], list[str], list[int]]:
+def tokenize(
+    process: ThreadProcess, config: TokenizeConfig
+) -> tuple[list[int], list[str], list[int]]:
     """Return the tokens, the notes, and the bytes that the process tokenized."""
     notes: list[str] = []
     progress: list[int] = []
-    tokens = tokenize_in_group(config, process, progress=lambda *counts: progress.append(counts[0]), note=notes.append)
+    tokens = tokenize_in_group(
+        config, process, progress=lambda *counts: progress.append(counts[0]), note=notes.append
+    )
     return tokens.ids.tolist(), notes, progress
 
 
@@ -35,7 +39,9 @@ def test_process_0_makes_the_tokens_of_a_shared_cache(config: TokenizeConfig):
     assert others == [(first[0], first[1], [])] * 2
     again = run_processes(3, lambda process: tokenize(process, config))
     assert [result[2] for result in again] == [[], [], []]
-    assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [open_identity(config)]
+    assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [
+        open_identity(config)
+    ]
 
 
 def open_identity(config: TokenizeConfig) -> str:
@@ -48,7 +54,9 @@ def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
     """Only processes that tokenize read the data files."""
 
     def tokenize_own_files(process: ThreadProcess) -> list[int]:
-        return tokenize(process, config if process.index == 0 else replace(config, paths=("missing.txt",)))[0]
+        return tokenize(
+            process, config if process.index == 0 else replace(config, paths=("missing.txt",))
+        )[0]
 
     results = run_processes(2, tokenize_own_files)
     assert results[0] == results[1]
@@ -56,7 +64,9 @@ def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
 
 def test_processes_with_own_caches_make_own_tokens(config: TokenizeConfig, tmp_path: Path):
     def tokenize_own_cache(process: ThreadProcess) -> tuple[list[int], list[int]]:
-        ids, _, progress = tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}"))
+        ids, _, progress = tokenize(
+            process, replace(config, cache=tmp_path / f"cache{process.index}")
+        )
         return ids, progress
 
     results = run_processes(2, tokenize_own_cache)
@@ -71,7 +81,9 @@ def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path
         path = str(tmp_path / f"{'ab'[process.index]}.txt")
         tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}", paths=(path,)))
 
-    with pytest.raises(PrepError, match="the data of process 1 differs from that of process 0 - its tokens are "):
+    with pytest.raises(
+        PrepError, match="the data of process 1 differs from that of process 0 - its tokens are "
+    ):
         run_processes(2, tokenize_own_files)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.corpus import make_tokenizer
 from tests.helpers.tiny_configs import LLAMA
-from trainer.data.mixing import ConcatenatedDataset
+from trainer.data.packing import ConcatenatedDataset
 from trainer.models.errors import PrepError
 from trainer.models.registry import family_of
 from trainer.nn.model_spec import build_model
@@ -47,8 +47,14 @@ def load_datasets(
 ) -> tuple[Datasets, list[str]]:
     """Return the datasets of two sources, and the notes."""
     (folder / "a.txt").write_text("the cat sat on the mat. " * 30)
-    (folder / "b.jsonl").write_text("".join(json.dumps({"text": f"12 hats {i}"}) + "\n" for i in range(40)))
-    text = RECIPE.replace("{folder}", str(folder)).replace("{first}", first).replace("{second}", second)
+    (folder / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"12 hats {i}"}) + "\n" for i in range(40))
+    )
+    text = (
+        RECIPE.replace("{folder}", str(folder))
+        .replace("{first}", first)
+        .replace("{second}", second)
+    )
     text = text.replace("{holdout}", str(holdout)).replace("{keys}", keys)
     (folder / "x.toml").write_text(text)
     config = {**LLAMA, "eos_token_id": 2, "vocab_size": 304}
@@ -71,7 +77,10 @@ def test_weighted_sources_have_their_shares_and_token_counts(tmp_path: Path):
     n_first = datasets.train.parts["a"].n_rows
     rows = np.concatenate([order.rows(step) for step in range(10)])
     assert (rows < n_first).sum() == 60
-    assert tokens_by_source(order, datasets.train, 10, tokens_per_row=4) == {"tokens.a": 240, "tokens.b": 80}
+    assert tokens_by_source(order, datasets.train, 10, tokens_per_row=4) == {
+        "tokens.a": 240,
+        "tokens.b": 80,
+    }
     assert any(note.startswith("a: 75 % of ") for note in notes)
 
 

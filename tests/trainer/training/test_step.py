@@ -32,7 +32,9 @@ def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, Trai
     job = runs.make_job(setup)
     losses = []
     for number in range(steps):
-        state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
+        state, metrics = step(
+            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
+        )
         losses.append(float(metrics["loss"]) / float(metrics["weight"]))
     return np.array(losses), state
 
@@ -57,11 +59,21 @@ def test_train_step_decreases_loss(one_device_losses: np.ndarray):
             ("1,2,4", 4, {"remat_policy": "nothing_saveable"}),
             ("2,2,2", 2, {"scan_layers": False}),
             ("fsdp:2,mp:2,sp:2", 1, {"attention_options": RING, "ffn_chunk_size": 3}),
-            ("dp:2,sp:4", 2, {"attention_options": RING, "remat_policy": "nothing_saveable", "scan_layers": False}),
+            (
+                "dp:2,sp:4",
+                2,
+                {
+                    "attention_options": RING,
+                    "remat_policy": "nothing_saveable",
+                    "scan_layers": False,
+                },
+            ),
             ("", 4, {}),
             ("2,2,2", 2, {"rules": ("heads=dp", "mlp=dp+fsdp", "embed=mp", "vocab=none")}),
         ],
-        lambda case: case[0] == "2,2,2" and case[1] == 2 and "rules" in case[2],  # test_loop has the usual meshes
+        lambda case: (
+            case[0] == "2,2,2" and case[1] == 2 and "rules" in case[2]
+        ),  # test_loop has the usual meshes
     ),
 )
 def test_losses_do_not_depend_on_mesh_or_micro_batches(
@@ -80,7 +92,9 @@ def test_losses_with_unsplit_kv_heads_match_one_device():
 
 
 def test_losses_of_experts_do_not_depend_on_mesh_or_micro_batches():
-    setup = runs.make_setup(runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5)
+    setup = runs.make_setup(
+        runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5
+    )
     expected, _ = train_losses(runs.make_setup(runs.MIXTRAL), 5)
     np.testing.assert_allclose(train_losses(setup, 5)[0], expected, rtol=1e-5)
 
@@ -89,7 +103,10 @@ def updated_weight(accumulate: int, weights: np.ndarray) -> jax.Array:
     """Return a weight after a step with these token weights."""
     setup = runs.make_setup(accumulate=accumulate)
     job = runs.make_job(setup)
-    batch = {**feed.load_batch(job.train, job.order.rows(0), setup.sharding), "weights": jnp.asarray(weights)}
+    batch = {
+        **feed.load_batch(job.train, job.order.rows(0), setup.sharding),
+        "weights": jnp.asarray(weights),
+    }
     state, metrics = jax.jit(partial(train_step, setup=setup))(runs.make_state(setup), batch)
     assert float(metrics["weight"]) == weights.sum()
     return state["params"]["layers"]["mlp"]["up"]["weight"]
@@ -101,7 +118,9 @@ def test_micro_batches_count_by_their_token_weights(accumulate: int):
     weights = np.zeros((8, runs.LENGTH), np.float32)
     weights[0] = 1
     weights[1, :3] = 1  # in another micro-batch than row 0; of 8 micro-batches most have no token
-    np.testing.assert_allclose(updated_weight(accumulate, weights), updated_weight(1, weights), atol=1e-7)
+    np.testing.assert_allclose(
+        updated_weight(accumulate, weights), updated_weight(1, weights), atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -112,7 +131,9 @@ def test_z_loss_is_apart_from_the_loss(accumulate: int):
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
 
     def first_step(terms: LossTerms) -> dict[str, jax.Array]:
-        return jax.jit(partial(train_step, setup=replace(setup, loss_terms=terms)))(runs.make_state(setup), batch)[1]
+        return jax.jit(partial(train_step, setup=replace(setup, loss_terms=terms)))(
+            runs.make_state(setup), batch
+        )[1]
 
     plain, penalized = first_step(LossTerms()), first_step(LossTerms(z_loss=0.5))
     assert penalized.keys() - plain.keys() == {"z_loss"}
@@ -132,10 +153,14 @@ def mesh_setup_and_step() -> tuple[StepSetup, CompiledStep]:
 
 
 @pytest.mark.parametrize("cause", ["infinite loss", "no tokens"])
-def test_skipped_step_changes_only_counters(mesh_setup_and_step: tuple[StepSetup, CompiledStep], cause: str):
+def test_skipped_step_changes_only_counters(
+    mesh_setup_and_step: tuple[StepSetup, CompiledStep], cause: str
+):
     setup, step = mesh_setup_and_step
     job = runs.make_job(setup)
-    state, _ = step(runs.make_state(setup), feed.load_batch(job.train, job.order.rows(0), setup.sharding))
+    state, _ = step(
+        runs.make_state(setup), feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    )
     batch = feed.load_batch(job.train, job.order.rows(1), setup.sharding)
     if cause == "infinite loss":
         batch["weights"] = batch["weights"].at[3, 2].set(jnp.inf)
@@ -143,9 +168,19 @@ def test_skipped_step_changes_only_counters(mesh_setup_and_step: tuple[StepSetup
         batch["weights"] = jnp.zeros_like(batch["weights"])
     skipped_state, metrics = step(state, batch)
     before, after = runs.state_bytes(state), runs.state_bytes(skipped_state)
-    assert {name for name in before if before[name] != after[name]} == {"step", "skipped", "skipped_in_row"}
-    assert (int(skipped_state["step"]), int(skipped_state["skipped"]), int(metrics["in_row"])) == (2, 1, 1)
-    next_state, _ = step(skipped_state, feed.load_batch(job.train, job.order.rows(2), setup.sharding))
+    assert {name for name in before if before[name] != after[name]} == {
+        "step",
+        "skipped",
+        "skipped_in_row",
+    }
+    assert (int(skipped_state["step"]), int(skipped_state["skipped"]), int(metrics["in_row"])) == (
+        2,
+        1,
+        1,
+    )
+    next_state, _ = step(
+        skipped_state, feed.load_batch(job.train, job.order.rows(2), setup.sharding)
+    )
     assert (int(next_state["skipped"]), int(next_state["skipped_in_row"])) == (1, 0)
     assert runs.state_bytes(next_state)["params.embed.tokens"] != after["params.embed.tokens"]
 
@@ -167,23 +202,30 @@ def test_train_step_updates_state_in_place():
     setup = runs.make_setup(mesh="1,2,4")
     shapes = state_shapes(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+    step = jax.jit(
+        partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None)
+    )
     batch = feed.batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
     memory = step.lower(shapes, batch).compile().memory_analysis()
-    state_nbytes = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
+    state_nbytes = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes)
+    )
     assert memory is not None
     assert memory.alias_size_in_bytes == state_nbytes
 
 
 @pytest.mark.parametrize(
-    ("rules", "spec"), [((), PartitionSpec("mp", "fsdp")), (("embed=mp", "vocab=fsdp"), PartitionSpec("fsdp", "mp"))]
+    ("rules", "spec"),
+    [((), PartitionSpec("mp", "fsdp")), (("embed=mp", "vocab=fsdp"), PartitionSpec("fsdp", "mp"))],
 )
 def test_moments_are_sharded_like_params(rules: tuple[str, ...], spec: PartitionSpec):
     shapes = state_shapes(runs.make_setup(mesh="1,2,4", rules=rules))
     params, moments = shapes["params"], shapes["opt_state"]["adam"]
     assert params["embed"]["tokens"].sharding.spec == spec
     for moment in (moments.mu, moments.nu):
-        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == jax.tree.map(lambda leaf: leaf.sharding, params)
+        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == jax.tree.map(
+            lambda leaf: leaf.sharding, params
+        )
     assert moments.count.sharding.is_fully_replicated
 
 

@@ -25,7 +25,9 @@ def train_losses(setup: StepSetup) -> np.ndarray:
     state, job, losses = runs.make_state(setup), runs.make_job(setup), []
     step = jax.jit(partial(train_step, setup=setup))
     for number in range(STEPS):
-        state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
+        state, metrics = step(
+            state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
+        )
         losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
     return np.array(losses)
 
@@ -76,9 +78,13 @@ def test_masks_differ_between_steps():
 def test_step_without_dropout_has_no_random_numbers():
     setup = runs.make_setup(runs.LLAMA)
     batch = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch_shapes(setup).items()}
-    assert "shift_left" not in str(jax.make_jaxpr(partial(train_step, setup=setup))(runs.make_state(setup), batch))
+    assert "shift_left" not in str(
+        jax.make_jaxpr(partial(train_step, setup=setup))(runs.make_state(setup), batch)
+    )
     dropping = runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT)
-    assert "shift_left" in str(jax.make_jaxpr(partial(train_step, setup=dropping))(runs.make_state(setup), batch))
+    assert "shift_left" in str(
+        jax.make_jaxpr(partial(train_step, setup=dropping))(runs.make_state(setup), batch)
+    )
 
 
 def batch_shapes(setup: StepSetup) -> dict[str, jax.ShapeDtypeStruct]:

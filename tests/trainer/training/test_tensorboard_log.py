@@ -42,7 +42,9 @@ def test_restarted_run_replaces_all_steps(tmp_path: Path):
     assert read_scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_missing_tensorboard_is_an_error_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_tensorboard_is_an_error_with_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(PrepError, match=r"log\.tensorboard") as raised:
         TensorBoardLog(tmp_path, 0)

@@ -17,7 +17,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_plans import load_text
 from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.token_order import token_order
+from trainer.distributed.zigzag_order import zigzag_order
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.nn import transformer
@@ -40,7 +40,10 @@ def focal_loss(logits: Array, targets: Array) -> Array:
 def metrics(logits: Array, targets: Array) -> dict[str, Array]:
     """Return whether the target is among the five most likely tokens, and the entropy."""
     above = (logits > jnp.take_along_axis(logits, targets[..., None], -1)).sum(-1)
-    return {"top5": above < 5, "entropy": -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1)}
+    return {
+        "top5": above < 5,
+        "entropy": -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1),
+    }
 
 
 def direct_mean_loss(params: Tree, batch: feed.TokenBatch, setup: StepSetup) -> Array:
@@ -59,7 +62,7 @@ def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[floa
     """Return the mean loss of a step, and the state after it."""
     batch = first_batch(setup)
     if weights is not None:
-        order = token_order(runs.LENGTH, setup.sharding)
+        order = zigzag_order(runs.LENGTH, setup.sharding)
         batch |= {"weights": jax.device_put(weights[:, order], batch["weights"].sharding)}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     step = jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
@@ -69,21 +72,31 @@ def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[floa
 
 def first_moments(state: TrainState) -> dict[str, Array]:
     """Return the first moments of a state by parameter."""
-    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state["opt_state"])[0]}
+    leaves = {
+        leaf_name(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state["opt_state"])[0]
+    }
     return {name.partition("mu.")[2]: leaf for name, leaf in leaves.items() if "mu." in name}
 
 
 def focal_setup(**options: Any) -> StepSetup:
     optimizer = replace(runs.ADAMW, lr_schedule=replace(runs.ADAMW.lr_schedule, warmup=0))
-    return replace(runs.make_setup(**options), optimizer=optimizer, loss_terms=LossTerms(token_loss=focal_loss))
+    return replace(
+        runs.make_setup(**options), optimizer=optimizer, loss_terms=LossTerms(token_loss=focal_loss)
+    )
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("chunk_size", [-1, 2])
 def test_token_loss_gradients_equal_those_of_a_direct_computation(chunk_size: int, softcap: float):
     rng = np.random.default_rng(0)
-    hidden, weight, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 8), (12, 8), (12,)))
-    targets, weights = jnp.asarray(rng.integers(0, 11, (2, 5))), jnp.asarray(rng.integers(0, 3, (2, 5)), jnp.float32)
+    hidden, weight, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 8), (12, 8), (12,))
+    )
+    targets, weights = (
+        jnp.asarray(rng.integers(0, 11, (2, 5))),
+        jnp.asarray(rng.integers(0, 3, (2, 5)), jnp.float32),
+    )
     head = LMHead(11, chunk_size, ShardingContext(), softcap, LossTerms(token_loss=focal_loss))
 
     def chunked(*parameters: Array) -> Array:
@@ -96,7 +109,9 @@ def test_token_loss_gradients_equal_those_of_a_direct_computation(chunk_size: in
         logits = logits if softcap == 0 else softcap * jnp.tanh(logits / softcap)
         return (focal_loss(logits[..., :11], targets) * weights).sum()
 
-    computed, expected = (jax.value_and_grad(f, (0, 1, 2))(hidden, weight, bias) for f in (chunked, direct))
+    computed, expected = (
+        jax.value_and_grad(f, (0, 1, 2))(hidden, weight, bias) for f in (chunked, direct)
+    )
     for value, other in zip(jax.tree.leaves(computed), jax.tree.leaves(expected)):
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
     assert not computed[1][1][11].any()  # the padded row
@@ -124,7 +139,9 @@ def test_loss_of_a_step_equals_a_direct_computation():
         [("2,2,2", 2, {})],
     ),
 )
-def test_token_loss_does_not_depend_on_mesh_or_micro_batches(mesh: str, accumulate: int, options: dict[str, Any]):
+def test_token_loss_does_not_depend_on_mesh_or_micro_batches(
+    mesh: str, accumulate: int, options: dict[str, Any]
+):
     weights = np.random.default_rng(0).integers(0, 3, (8, runs.LENGTH)).astype(np.float32)
     loss, state = take_step(focal_setup(mesh=mesh, accumulate=accumulate, **options), weights)
     expected_loss, expected = take_step(focal_setup(), weights)
@@ -132,7 +149,9 @@ def test_token_loss_does_not_depend_on_mesh_or_micro_batches(mesh: str, accumula
     moments, expected_moments = (first_moments(tree) for tree in (state, expected))
     assert moments.keys() == {*flatten_tree(expected["params"])}
     for path, moment in moments.items():  # a tenth of the gradient
-        np.testing.assert_allclose(moment, expected_moments[path], rtol=2e-4, atol=2e-7, err_msg=path)
+        np.testing.assert_allclose(
+            moment, expected_moments[path], rtol=2e-4, atol=2e-7, err_msg=path
+        )
 
 
 @pytest.mark.parametrize("mesh", ["", "2,2,2"])
@@ -143,7 +162,9 @@ def test_evaluation_reports_means_of_metrics(mesh: str):
     rows = job.evaluation.get_batch(np.arange(5))
     whole = runs.make_setup()
     whole_params = runs.make_state(whole)["params"]
-    logits = transformer.compute_logits(whole_params, jnp.asarray(rows["tokens"]), whole.model, whole.forward_config)
+    logits = transformer.compute_logits(
+        whole_params, jnp.asarray(rows["tokens"]), whole.model, whole.forward_config
+    )
     values = metrics(logits[..., : runs.VOCAB], jnp.asarray(rows["targets"]))
     expected = {name: np.average(value, weights=rows["weights"]) for name, value in values.items()}
     results = [
@@ -171,14 +192,20 @@ def mean_loss(logits: Array, targets: Array) -> Array:
 
 def test_loss_of_another_shape_is_an_error():
     setup = replace(runs.make_setup(), loss_terms=LossTerms(token_loss=mean_loss))
-    with pytest.raises(PrepError, match=r"`loss_fn` did not return a value for each token - it has shape \[\], not"):
+    with pytest.raises(
+        PrepError, match=r"`loss_fn` did not return a value for each token - it has shape \[\], not"
+    ):
         take_step(setup)
 
 
 def test_metric_of_another_shape_is_an_error():
     setup = runs.make_setup()
-    eval_step = jit_eval_step(setup.model, setup.forward_config, lambda logits, targets: {"last": logits})
-    with pytest.raises(PrepError, match=r"`metric_fn` 'last' did not return a value for each token"):
+    eval_step = jit_eval_step(
+        setup.model, setup.forward_config, lambda logits, targets: {"last": logits}
+    )
+    with pytest.raises(
+        PrepError, match=r"`metric_fn` 'last' did not return a value for each token"
+    ):
         eval_step(runs.make_state(setup)["params"], first_batch(setup))
 
 
@@ -186,7 +213,10 @@ def test_metric_of_another_shape_is_an_error():
     ("metric_fn", "what"),
     [
         (focal_loss, "`metric_fn` did not return a dict - it returned "),
-        (focal_metric, "`metric_fn` returned the name 'loss' - evaluations have a value of this name"),
+        (
+            focal_metric,
+            "`metric_fn` returned the name 'loss' - evaluations have a value of this name",
+        ),
     ],
 )
 def test_metrics_without_a_name_of_their_own_are_an_error(metric_fn: Any, what: str):
@@ -199,13 +229,19 @@ def test_metrics_without_a_name_of_their_own_are_an_error(metric_fn: Any, what: 
 @pytest.mark.parametrize(
     ("functions", "override", "what"),
     [
-        (TokenFunctions(focal_loss), "train.reduction=exact", "`train.reduction` is exact - the order of sums"),
+        (
+            TokenFunctions(focal_loss),
+            "train.reduction=exact",
+            "`train.reduction` is exact - the order of sums",
+        ),
         (TokenFunctions(metric_fn=metrics), "train.reduction=exact", "`train.reduction` is exact"),
         (TokenFunctions(focal_loss), "loss.z_loss=0.1", "`loss.z_loss` is set"),
         (TokenFunctions(focal_loss), "loss.label_smoothing=0.1", "`loss.label_smoothing` is set"),
     ],
 )
-def test_token_functions_refuse_conflicting_keys(tmp_path: Path, functions: TokenFunctions, override: str, what: str):
+def test_token_functions_refuse_conflicting_keys(
+    tmp_path: Path, functions: TokenFunctions, override: str, what: str
+):
     recipe = load_text(tmp_path, override)
     with pytest.raises(PrepError, match=what):
         functions.check(recipe)

@@ -33,10 +33,14 @@ class FakeDevice:
 
 def sharding_of(*devices: FakeDevice) -> Any:
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
-    return SimpleNamespace(mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES)
+    return SimpleNamespace(
+        mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES
+    )
 
 
-@pytest.mark.parametrize("overrides", [(), ("lora.rank=4",), ("optimizer.freeze=layers.mlp.up.weight",)], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [(), ("lora.rank=4",), ("optimizer.freeze=layers.mlp.up.weight",)], ids=str
+)
 def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[str, ...]):
     plan = plan_text(tmp_path, "mesh=2,1,1", *overrides)
     family, lora = family_of(TINY), plan.recipe.lora.new_adapters
@@ -44,8 +48,12 @@ def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[
     sharding = sharding_of(FakeDevice("NVIDIA H200"), FakeDevice("NVIDIA H200"))
     peak_flops = 2 * ACCELERATORS["H200"].peak_flops
     assert peak_step_s(plan.recipe, model, sharding) == plan.flops.model_full / peak_flops
-    assert (plan.flops.model_full < plan_text(tmp_path, "mesh=2,1,1").flops.model_full) == bool(overrides)
-    assert peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
+    assert (plan.flops.model_full < plan_text(tmp_path, "mesh=2,1,1").flops.model_full) == bool(
+        overrides
+    )
+    assert (
+        peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
+    )
 
 
 def test_jax_kinds_name_known_accelerators():
@@ -54,7 +62,10 @@ def test_jax_kinds_name_known_accelerators():
 
 
 def test_peak_memory_is_that_of_the_fullest_device():
-    full, empty = FakeDevice(stats={"peak_bytes_in_use": 9}), FakeDevice(stats={"peak_bytes_in_use": 3})
+    full, empty = (
+        FakeDevice(stats={"peak_bytes_in_use": 9}),
+        FakeDevice(stats={"peak_bytes_in_use": 3}),
+    )
     assert peak_memory_nbytes(sharding_of(empty, full)) == 9
     assert peak_memory_nbytes(sharding_of(FakeDevice())) is None
     assert peak_memory_nbytes(ShardingContext()) is None

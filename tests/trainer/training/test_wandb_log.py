@@ -53,7 +53,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def open_log(folder: Path, step: int, logged: int = 0, warnings: list[str] | None = None) -> WandbLog:
+def open_log(
+    folder: Path, step: int, logged: int = 0, warnings: list[str] | None = None
+) -> WandbLog:
     """Open the log of a run that has logged the lines of training up to a step."""
     keys = {(number, False) for number in range(1, logged + 1)}
     warn = [].append if warnings is None else warnings.append
@@ -69,7 +71,11 @@ def test_new_run_passes_the_table_and_keeps_its_id(wandb: FakeWandb, tmp_path: P
     log.close()
     (arguments,) = wandb.inits
     assert (arguments["project"], arguments["group"], arguments["name"]) == ("p", "g", "run")
-    assert (arguments["mode"], arguments["id"], arguments["config"]) == ("offline", None, {"seed": 3})
+    assert (arguments["mode"], arguments["id"], arguments["config"]) == (
+        "offline",
+        None,
+        {"seed": 3},
+    )
     assert "offline" not in arguments
     assert wandb.logged == [(0, {"eval/loss": 2.0}), (1, {"train/loss": 1.0})]
     assert (wandb.exit_codes, (tmp_path / ID_FILE).read_text()) == ([0], "new1\n")

@@ -1,7 +1,8 @@
 """Parquet and Arrow files, decoded and checked in a worker process with a memory limit.
 
-pyarrow does not check offsets and lengths of Arrow files when it opens them, and reading a text outside of its buffer
-ends the process by a signal. A few bytes of a compressed page can expand to gigabytes.
+pyarrow does not check offsets and lengths of Arrow files when it opens them, and reading a text
+outside of its buffer ends the process by a signal. A few bytes of a compressed page can expand to
+gigabytes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainer.data.files import DataFile
-from trainer.data.readers.limits import SIZE_KEY, too_large_error
-from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, Record, read_seekable
+from trainer.data.readers.reader import (
+    SIZE_KEY,
+    Reader,
+    ReadOptions,
+    Record,
+    read_seekable,
+    too_large_error,
+)
 from trainer.models.errors import PrepError
 from trainer.tables.batches import ARROW, PARQUET, InvalidRow
 from trainer.tables.process import TableError, read_table
@@ -24,12 +31,14 @@ MEMORY_HINT = f"write it again with smaller row groups or batches, or raise `{SI
 ROW_HINT = "fix or remove the row, or `data.bad_lines = N` skips up to N of them"
 
 
-def _read_table(table_format: str, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[Record]:
-    """Yield one record per row; `pyarrow` must be installed."""
+def _read_table(table_format: str, file: DataFile, options: ReadOptions) -> Iterator[Record]:
+    """Yield one record per row. `pyarrow` must be installed."""
     return read_seekable(file, partial(_parse_table, file, table_format, options))
 
 
-def _parse_table(file: DataFile, table_format: str, options: ReadOptions, stream: BinaryIO) -> Iterator[Record]:
+def _parse_table(
+    file: DataFile, table_format: str, options: ReadOptions, stream: BinaryIO
+) -> Iterator[Record]:
     _check_installed(file)
     number = 0
     try:
@@ -63,12 +72,14 @@ def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
 
 
 class _Row(Mapping[str, Any]):
-    """A row of a record batch; a value is converted to a Python object when it is used."""
+    """A row of a record batch. A value is converted to a Python object when it is used."""
 
     __slots__ = ("_batch", "_index", "_place")
 
     def __init__(self, batch: RecordBatch, index: int, place: str) -> None:
-        self._batch, self._index, self._place = batch, index, place
+        self._batch = batch
+        self._index = index
+        self._place = place
 
     def __getitem__(self, column: str) -> Any:
         position = self._batch.schema.get_field_index(column)
@@ -76,7 +87,8 @@ class _Row(Mapping[str, Any]):
             raise KeyError(column)
         try:
             return self._batch.column(position)[self._index].as_py()
-        except Exception as error:  # of dates, times and zones that Python does not have; pyarrow names no types
+        except Exception as error:
+            # Of dates, times and zones that Python does not have; pyarrow names no types.
             what = f"{self._place}: column `{column}` has no value in Python"
             raise PrepError(what, f"{type(error).__name__}: {error}"[:200], ROW_HINT) from error
 

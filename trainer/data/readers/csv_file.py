@@ -9,29 +9,34 @@ from typing import Any, BinaryIO
 
 from trainer.data.compression import split_compression
 from trainer.data.files import DataFile
-from trainer.data.readers.limits import read_lines, too_large_error
 from trainer.data.readers.reader import (
     BYTE_ORDER_MARK,
-    DEFAULT_OPTIONS,
     Reader,
     ReadOptions,
     Record,
+    read_lines,
     read_stream,
+    too_large_error,
 )
 from trainer.models.errors import PrepError
 
 LINE_END = "\r\n"
-CARRIAGE_RETURN_ERROR = "new-line character seen in unquoted field"  # of the csv module
+# Message of Python's csv module for a carriage return, which has no error type of its own.
+CARRIAGE_RETURN_ERROR = "new-line character seen in unquoted field"
 LINE_HINT = "fix or remove the line, or `data.bad_lines = N` skips up to N of them"
 
 
-def _read_rows(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[Record]:
-    csv.field_size_limit(options.max_document_nbytes)  # the module has one limit for the process
+def _read_rows(file: DataFile, options: ReadOptions) -> Iterator[Record]:
+    # The module has one limit for the process.
+    csv.field_size_limit(options.max_document_nbytes)
     return read_stream(file, lambda stream: _parse_rows(file, stream, options))
 
 
 def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per valid row; the bytes of the header, of blank and of invalid rows count for the next one.
+    """Yield one record per valid row.
+
+    The bytes of the header, of blank and of invalid rows count for the next valid row, and the
+    shares of all records add up to the size of the file.
 
     Each line of an invalid row is reported.
     """
@@ -41,7 +46,8 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
     done_nbytes = 0
     while True:
         first = lines.start_row()
-        place, values = f"{file.path}:{first}", None
+        place = f"{file.path}:{first}"
+        values = None
         try:
             row = _next_row(place, rows)
             if row is None:
@@ -52,7 +58,9 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
             if not header:
                 raise
             options.on_error(error)
-            for number in range(first + 1, lines.number + 1):  # a quote without an end takes many lines
+            for number in range(first + 1, lines.number + 1):
+                # A quote without an end swallows many lines. Each of them counts as an invalid
+                # line.
                 what = f"{file.path}:{number}: a line of the invalid row at line {first}"
                 options.on_error(PrepError(what, error.why, error.hint))
         if values is not None:
@@ -61,7 +69,7 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
 
 
 class _Lines:
-    """Lines of a stream as text; bytes that are not UTF-8 become surrogates.
+    """Lines of a stream as text. Invalid UTF-8 becomes surrogates.
 
     It is an iterator and not a generator, because iteration continues after the error of a row.
 
@@ -71,13 +79,18 @@ class _Lines:
     """
 
     def __init__(self, file: DataFile, stream: BinaryIO, max_row_nbytes: int) -> None:
-        self._file, self._lines, self._max_row_nbytes = file, read_lines(stream, max_row_nbytes), max_row_nbytes
-        self.nbytes, self.number = 0, 0
-        self._row_start, self._row_number = 0, 1
+        self._file = file
+        self._lines = read_lines(stream, max_row_nbytes)
+        self._max_row_nbytes = max_row_nbytes
+        self.nbytes = 0
+        self.number = 0
+        self._row_start = 0
+        self._row_number = 1
 
     def start_row(self) -> int:
-        """Count the bytes of the next lines for a new row; return the number of its first line."""
-        self._row_start, self._row_number = self.nbytes, self.number + 1
+        """Start a new row at the next line, and return the number of that line."""
+        self._row_start = self.nbytes
+        self._row_number = self.number + 1
         return self._row_number
 
     def __iter__(self) -> _Lines:
@@ -90,9 +103,15 @@ class _Lines:
         self.number += 1
         row_nbytes = self.nbytes - self._row_start
         if line.is_too_long or row_nbytes > self._max_row_nbytes + len(LINE_END):
-            raise too_large_error(f"{self._file.path}:{self._row_number}: too large", row_nbytes, self._max_row_nbytes)
+            raise too_large_error(
+                f"{self._file.path}:{self._row_number}: too large", row_nbytes, self._max_row_nbytes
+            )
+        # The csv module splits the row first. Bytes that are not UTF-8 are reported afterwards,
+        # with the number of their field (see `_check_encoding`).
         text = line.content.decode(errors="surrogateescape")
-        return text.removeprefix(BYTE_ORDER_MARK) if is_first else text
+        if is_first:
+            return text.removeprefix(BYTE_ORDER_MARK)
+        return text
 
 
 def _delimiter(file: DataFile) -> str:
@@ -100,7 +119,7 @@ def _delimiter(file: DataFile) -> str:
 
 
 def _next_row(place: str, rows: Iterator[list[str]]) -> list[str] | None:
-    """Return the next row, empty for a blank line; None at the end."""
+    """Return the next row, empty for a blank line. Return None at the end."""
     try:
         row = next(rows, None)
     except csv.Error as error:
@@ -110,13 +129,15 @@ def _next_row(place: str, rows: Iterator[list[str]]) -> list[str] | None:
 
 
 def _row_error(place: str, why: str) -> PrepError:
-    """Return the error for a row that the csv module refuses."""
+    """Return the error for a row rejected by the csv module."""
     what = f"{place}: not CSV"
     if not why.startswith(CARRIAGE_RETURN_ERROR):
         return PrepError(what, why, LINE_HINT)
     path, _, _ = place.rpartition(":")
     why = "it has a carriage return outside of quotes; lines end with a line feed"
-    return PrepError(what, why, rf"`tr '\r' '\n' < {shlex.quote(path)} > NEW` converts such line ends")
+    return PrepError(
+        what, why, rf"`tr '\r' '\n' < {shlex.quote(path)} > NEW` converts such line ends"
+    )
 
 
 def _check_encoding(place: str, row: Sequence[str]) -> None:
@@ -125,7 +146,9 @@ def _check_encoding(place: str, row: Sequence[str]) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             why = f"field {number} has the byte 0x{ord(value[error.start]) - 0xDC00:02x}"
-            raise PrepError(f"{place}: not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it") from None
+            raise PrepError(
+                f"{place}: not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it"
+            ) from None
 
 
 def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:

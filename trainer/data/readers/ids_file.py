@@ -1,4 +1,4 @@
-"""Files of token ids: `.npy` arrays, and `.bin` files of little-endian integers without a header."""
+"""Files of token ids: `.npy` arrays, and headerless `.bin` files of little-endian integers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trainer.data.files import DataFile
-from trainer.data.readers.reader import DEFAULT_OPTIONS, IdsChunk, Reader, ReadOptions, read_stream
-from trainer.models.errors import PrepError
+from trainer.data.readers.reader import IdsChunk, Reader, ReadOptions, read_stream
+from trainer.models.errors import Key, PrepError, Text
 
-MAGIC_NBYTES = 8  # of an .npy file: 6 of the magic, 2 of the version
-MAX_HEADER_NBYTES = 10_000  # the limit of NumPy
-READ_NBYTES = 1 << 20  # of ids that are read at once
+# First bytes of an .npy file: 6 of the magic and 2 of the version.
+MAGIC_NBYTES = 8
+# Limit of NumPy for headers, which it parses as Python literals.
+MAX_HEADER_NBYTES = 10_000
+# Of ids that are read at once.
+READ_NBYTES = 1 << 20
 MAX_DIMS = 2
 ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
 
 
-def _read_ids(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[IdsChunk]:
+def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
     if str(file.path).endswith(".npy"):
         return read_stream(file, lambda stream: _parse_npy(file, stream))
     dtype = np.dtype(options.ids_dtype).newbyteorder("<")
-    return read_stream(file, lambda stream: _read_chunks(file, stream, dtype, n_ids=_count_ids(file, dtype)))
+    return read_stream(
+        file, lambda stream: _read_chunks(file, stream, dtype, n_ids=_count_ids(file, dtype))
+    )
 
 
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     if file.nbytes % dtype.itemsize:
         why = f"it has {file.nbytes:,} bytes, an id of {dtype.name} has {dtype.itemsize}"
-        raise PrepError(f"{file.path} has a part of an id", why, "`data.ids_dtype` sets the dtype")
+        hint = Text(Key("data.ids_dtype"), " sets the dtype")
+        raise PrepError(f"{file.path} has a part of an id", why, hint)
     return file.nbytes // dtype.itemsize
 
 
@@ -42,7 +48,8 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
     if n_ids * dtype.itemsize > file.nbytes:
         why = f"it has {file.nbytes:,} bytes, and its header the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
-    if not n_ids:  # an array can have any number of rows without ids
+    if not n_ids:
+        # An array can have any number of rows without ids.
         return
     if len(shape) == 1:
         yield from _read_chunks(file, stream, dtype, n_ids=shape[0])
@@ -56,29 +63,39 @@ def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...],
     try:
         header = io.BytesIO(_read_npy_prefix(stream))
         version = formats.read_magic(header)
-        read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+        read_header = formats.read_array_header_2_0
+        if version == (1, 0):
+            read_header = formats.read_array_header_1_0
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy warns of headers that Python 2 wrote
+            # NumPy warns of headers that Python 2 wrote.
+            warnings.simplefilter("ignore")
             shape, is_fortran, dtype = read_header(header)
-    except Exception as error:  # of the parser of Python expressions, which NumPy uses, too
+    except Exception as error:
+        # Of the parser of Python expressions, which NumPy uses, too.
         why = str(error).partition("\n")[0] or type(error).__name__
         raise PrepError(f"{file.path} is not a NumPy array", f"{why:.200}", ARRAY_HINT) from error
     if any(type(extent) is not int or extent < 0 for extent in shape):
-        raise PrepError(f"{file.path} is not a NumPy array", f"its shape is {shape!r:.60}", ARRAY_HINT)
+        raise PrepError(
+            f"{file.path} is not a NumPy array", f"its shape is {shape!r:.60}", ARRAY_HINT
+        )
     if dtype.kind not in "iu" or not 1 <= len(shape) <= MAX_DIMS or (is_fortran and len(shape) > 1):
         order = " in Fortran order" if is_fortran else ""
-        raise PrepError(f"{file.path} has no token ids", f"it is {dtype.name} {list(shape)}{order}", ARRAY_HINT)
+        raise PrepError(
+            f"{file.path} has no token ids", f"it is {dtype.name} {list(shape)}{order}", ARRAY_HINT
+        )
     return shape, dtype
 
 
 def _read_npy_prefix(stream: BinaryIO) -> bytes:
-    """Read the bytes before the values: the magic bytes, the version, and the header with its length.
+    """Read the bytes before the values: magic, version, length of the header, header.
 
     Raises:
         ValueError: The header is too long.
     """
     start = stream.read(MAGIC_NBYTES)
-    length = stream.read(2 if start[-2:-1] == b"\x01" else 4)
+    # Version 1 stores the length of the header in 2 bytes, later versions in 4.
+    length_nbytes = 2 if start[-2:-1] == b"\x01" else 4
+    length = stream.read(length_nbytes)
     nbytes = int.from_bytes(length, "little")
     if nbytes > MAX_HEADER_NBYTES:
         raise ValueError(f"its header has {nbytes:,} bytes, the limit is {MAX_HEADER_NBYTES:,}")
@@ -88,15 +105,22 @@ def _read_npy_prefix(stream: BinaryIO) -> bytes:
 def _read_chunks(
     file: DataFile, stream: BinaryIO, dtype: np.dtype[Any], *, n_ids: int, first: int = 0
 ) -> Iterator[IdsChunk]:
-    """Yield ids in chunks; the last one ends a document."""
+    """Yield ids in chunks. The last chunk ends a document."""
     chunk_ids = READ_NBYTES // dtype.itemsize
     for start in range(0, n_ids, chunk_ids):
         count = min(chunk_ids, n_ids - start)
         data = stream.read(count * dtype.itemsize)
         if len(data) < count * dtype.itemsize:
-            raise PrepError(f"{file.path} is cut short", f"its header has {n_ids:,} ids or more", "get the file again")
-        ids, ends_document = np.frombuffer(data, dtype), start + count == n_ids
-        yield IdsChunk(ids, str(file.path), first + start, nbytes=len(data), ends_document=ends_document)
+            raise PrepError(
+                f"{file.path} is cut short",
+                f"it should hold {n_ids:,} ids and ends earlier",
+                "get the file again",
+            )
+        ids = np.frombuffer(data, dtype)
+        ends_document = start + count == n_ids
+        yield IdsChunk(
+            ids, str(file.path), first + start, nbytes=len(data), ends_document=ends_document
+        )
 
 
 IDS_READER = Reader((".npy", ".bin"), _read_ids, has_ids=True)

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A document of a data file without columns, or a part of a long one, which is tokenized by itself.
+    """A separately tokenized text: a document of a file without columns, or a part of one.
 
     Attributes:
         text: The text.
@@ -53,7 +53,7 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdsChunk:
-    """Token ids of a data file that was tokenized before.
+    """Token ids of a previously tokenized data file.
 
     Attributes:
         ids: Ids of a part of the file, any integer dtype.
@@ -97,19 +97,8 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-class ReadFunction(Protocol):
-    """Function that reads a data file of one type."""
-
-    def __call__(
-        self, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /
-    ) -> Iterator[Record] | Iterator[TextChunk] | Iterator[IdsChunk]:
-        """Yield the records, the text or the ids of a file, in order and in bounded memory.
-
-        Raises:
-            PrepError: The file is invalid, with the line, the row or the byte offset; or it changed since it was
-                hashed.
-        """
-        ...
+Pieces: TypeAlias = Iterator[Record] | Iterator[TextChunk] | Iterator[IdsChunk]
+ReadFunction: TypeAlias = Callable[[DataFile, ReadOptions], Pieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +107,39 @@ class Reader:
 
     Attributes:
         suffixes: Suffixes of the files to read from folders.
-        read: Reads a file.
-        other_suffixes: Suffixes that tell the type of a file which is named itself.
+        read_file: Reads a file, see `read`.
+        other_suffixes: More suffixes for files named in the recipe, outside of folders.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
         has_ids: Whether files have token ids instead of texts.
     """
 
     suffixes: tuple[str, ...]
-    read: ReadFunction
+    read_file: ReadFunction
     other_suffixes: tuple[str, ...] = ()
     is_compressible: bool = False
     has_ids: bool = False
+
+    def read(self, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS) -> Pieces:
+        """Yield the records, the text or the ids of a file, in order and in bounded memory.
+
+        Raises:
+            PrepError: The file is invalid, or changed since it was hashed. The error names the
+                line, the row or the byte offset.
+        """
+        return self.read_file(file, options)
 
     def reads_from_folder(self, name: str) -> bool:
         """Return whether a file in a folder belongs to this reader, by its suffix."""
         return name.endswith(self._with_compression(name, self.suffixes))
 
     def reads_named(self, name: str) -> bool:
-        """Return whether a file that is named itself belongs to this reader, by its suffix."""
+        """Return whether a file named in the recipe belongs to this reader, by its suffix."""
         return name.endswith(self._with_compression(name, self.suffixes + self.other_suffixes))
 
     def _with_compression(self, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        compression = split_compression(name)[1] if self.is_compressible else ""
+        if not self.is_compressible:
+            return suffixes
+        _, compression = split_compression(name)
         return tuple(suffix + compression for suffix in suffixes)
 
 
@@ -147,10 +147,10 @@ PieceT = TypeVar("PieceT", Record, TextChunk, IdsChunk)
 
 
 def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -> Iterator[PieceT]:
-    """Parse a file from its start to its end, decompressed, and check at the end that it has not changed.
+    """Parse a decompressed file from start to end, then check its digest.
 
     Args:
-        file: The file; its suffix tells its compression.
+        file: The file. Its suffix selects the compression.
         parse: Yields the pieces of the content. Its progress counts the bytes of the content.
 
     Yields:
@@ -164,7 +164,11 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
         hashing = HashingStream(raw)
         stream = cast(BinaryIO, hashing)
         if compression:
-            content, done_nbytes = open_decompressed(stream, str(file.path), compression), 0
+            # The parser counts decompressed bytes. For the progress each piece gets the compressed
+            # bytes read since the piece before it, so that the shares add up to the size of the
+            # file.
+            content = open_decompressed(stream, str(file.path), compression)
+            done_nbytes = 0
             for piece in parse(content):
                 yield replace(piece, nbytes=hashing.position - done_nbytes)
                 done_nbytes = hashing.position
@@ -173,8 +177,10 @@ def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -
         file.check_digest(hashing.digest())
 
 
-def read_seekable(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -> Iterator[PieceT]:
-    """Parse a file in any order, and check at the end that it has not changed.
+def read_seekable(
+    file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]
+) -> Iterator[PieceT]:
+    """Parse a file in any order, then check its digest.
 
     Args:
         file: The file.
@@ -185,7 +191,8 @@ def read_seekable(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]])
     """
     with file.open() as raw:
         yield from parse(raw)
-        if file.open_remote is None:  # a remote file is read at one version
+        if file.open_remote is None:
+            # A remote file is read at one version.
             raw.seek(0)
             file.check_digest(HashingStream(raw).digest())
 
@@ -199,11 +206,70 @@ def decode_utf8(path: Path | str, data: bytes, offset: int) -> str:
         offset: Offset of `data` in the file.
 
     Raises:
-        PrepError: The bytes are not UTF-8; the error names the byte offset.
+        PrepError: The bytes are not UTF-8. The error names the byte offset.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         why = f"byte {offset + error.start:,} is 0x{data[error.start]:02x}: {error.reason}"
-        raise PrepError(f"{path} is not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it") from None
-    return text if offset else text.removeprefix(BYTE_ORDER_MARK)
+        raise PrepError(
+            f"{path} is not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it"
+        ) from None
+    if offset:
+        return text
+    return text.removeprefix(BYTE_ORDER_MARK)
+
+
+# Recipe key of the limit on the bytes of a document, a line, a row and a cell.
+SIZE_KEY = "data.max_document_bytes"
+# Bytes read at once of a line above the limit, which is skipped without being held in memory.
+SKIP_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file.
+
+    Attributes:
+        content: Its bytes with the line feed. Empty if the line is too long.
+        nbytes: Size of the whole line.
+    """
+
+    content: bytes
+    nbytes: int
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the line is longer than the limit."""
+        return self.nbytes > len(self.content)
+
+
+def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
+    """Yield the lines of a stream in bounded memory.
+
+    Args:
+        stream: The stream.
+        max_nbytes: Maximum bytes of a line, without its line feed.
+    """
+    while content := stream.readline(max_nbytes + 1):
+        nbytes = len(content)
+        if nbytes <= max_nbytes or content.endswith(b"\n"):
+            yield Line(content, nbytes)
+            continue
+        while not content.endswith(b"\n") and (rest := stream.readline(SKIP_NBYTES)):
+            nbytes += len(rest)
+            content = rest
+        yield Line(b"", nbytes)
+
+
+def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:
+    """Return the error for a line or row above the limit.
+
+    Args:
+        what: The place, and its fault.
+        nbytes: Its size, or a lower bound of it.
+        max_nbytes: The limit.
+    """
+    why = f"it has {nbytes:,} bytes or more"
+    hint = f"`--set {SIZE_KEY}=N` allows more, `data.bad_lines = N` skips up to N of them"
+    return PrepError(what, f"{why}, `{SIZE_KEY}` is {max_nbytes:,}", hint)

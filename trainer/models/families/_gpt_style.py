@@ -25,7 +25,8 @@ def sizes(
 ) -> dict[str, int]:
     """Return the extent of each atom (named axis).
 
-    A size is read from the common field name (`hidden_size`) or else from that of the config class (`n_embd`).
+    A size is read from the common field name (`hidden_size`), or else from the name in the
+    config class (`n_embd`).
 
     Args:
         config: Content of a config.json.
@@ -34,7 +35,7 @@ def sizes(
         embed: Width of the layers.
         layers: Number of layers.
         heads: Number of attention heads.
-        mlp: Width of the MLP; None is four times `embed`.
+        mlp: Width of the MLP. None is four times `embed`.
         field_names: Atom -> name of its field in the config class.
 
     Raises:
@@ -45,7 +46,8 @@ def sizes(
         class_value = read_size(config, field_names.get(atom, common_name), default, maximum)
         return read_size(config, common_name, class_value, maximum)
 
-    embed, heads = read("embed", "hidden_size", embed), read("heads", "num_attention_heads", heads)
+    embed = read("embed", "hidden_size", embed)
+    heads = read("heads", "num_attention_heads", heads)
     if embed % heads:
         raise invalid_config_error(f"{heads} attention heads do not divide the width {embed}")
     return {
@@ -61,7 +63,9 @@ def sizes(
 
 
 def arch_config(
-    config: HFConfig, axis_sizes: Mapping[str, int], activation: tuple[str, str] = ("activation_function", "gelu_new")
+    config: HFConfig,
+    axis_sizes: Mapping[str, int],
+    activation: tuple[str, str] = ("activation_function", "gelu_new"),
 ) -> ArchConfig:
     """Return the architecture of GPT-2.
 
@@ -85,4 +89,7 @@ def arch_config(
 
 def mask_buffers(attention: str) -> dict[str, str]:
     """Return the buffers of masks that old files store in the attention module of this name."""
-    return {f"{attention}.bias": "causal mask", f"{attention}.masked_bias": "value of masked scores"}
+    return {
+        f"{attention}.bias": "causal mask",
+        f"{attention}.masked_bias": "value of masked scores",
+    }

@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from trainer.models import rows
-from trainer.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive, read_sliding_windows
+from trainer.models.architecture import (
+    FULL_ATTENTION,
+    ArchConfig,
+    read_activation,
+    read_positive,
+    read_sliding_windows,
+)
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
-from trainer.models.parameters import MAX_LAYERS, NEVER, Condition, Family, HFConfig, TreeLayout, read_size
+from trainer.models.parameters import (
+    MAX_LAYERS,
+    NEVER,
+    Condition,
+    Family,
+    HFConfig,
+    TreeLayout,
+    read_size,
+)
 from trainer.models.rope_config import Rope, read_rope
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
 
 TENSOR_PREFIX = "model."
-LEGACY_BUFFERS = {"layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"}
+LEGACY_BUFFERS = {
+    "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
+}
 
 
 def build_family(
@@ -26,7 +42,7 @@ def build_family(
     dropped: Mapping[str, str] = LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
 ) -> Family:
-    """Return a family whose files name their tensors as LLaMA's do.
+    """Return a family with LLaMA's tensor names in its files.
 
     Args:
         name: `model_type` of its config.json.
@@ -76,13 +92,15 @@ def sizes(
         mlp: Width of the MLP.
         layers: Number of layers.
         heads: Number of attention heads.
-        kv_heads: Number of key and value heads. If it is None, or the config has null, there are as many as heads.
+        kv_heads: Number of key and value heads. If it is None, or the config has null, there are as
+            many as heads.
         head_dim: Width of a head. If it is None, or the config has null, it is `embed // heads`.
 
     Raises:
         PrepError: A size is invalid.
     """
-    embed, heads = read_size(config, "hidden_size", embed), read_size(config, "num_attention_heads", heads)
+    embed = read_size(config, "hidden_size", embed)
+    heads = read_size(config, "num_attention_heads", heads)
     if embed < heads and config.get("head_dim") is None:
         why = f"hidden_size {embed} is too small for {heads} num_attention_heads"
         raise invalid_config_error(why)
@@ -120,7 +138,8 @@ def arch_config(
     Raises:
         PrepError: The config is invalid, or the key and value heads do not divide the query heads.
     """
-    heads, kv_heads = axis_sizes["heads"], axis_sizes["kv_heads"]
+    heads = axis_sizes["heads"]
+    kv_heads = axis_sizes["kv_heads"]
     if heads % kv_heads:
         why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
         raise invalid_config_error(why)
@@ -132,7 +151,10 @@ def arch_config(
         has_gated_mlp=True,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
-        rope=rope or read_rope(config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta),
+        rope=rope
+        or read_rope(
+            config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta
+        ),
         max_positions=max_positions,
         init_std=read_positive(config, "initializer_range", 0.02),
     )
@@ -153,7 +175,7 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:
-    """Return the number of experts per token; raise PrepError if the model has fewer experts."""
+    """Return the number of experts per token. Raise PrepError if the model has fewer experts."""
     count = read_size(config, "num_experts_per_tok", default)
     if count > experts:
         why = f"num_experts_per_tok is {count}, but there are {experts} experts"
@@ -184,7 +206,9 @@ QK_NORMS = {
 
 def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER) -> Parameters:
     """Return the parameters of attention, with the conditions of `rows.attention`."""
-    return rows.attention("self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias)
+    return rows.attention(
+        "self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias
+    )
 
 
 def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
@@ -199,7 +223,8 @@ def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
 def experts(gate: str, up: str, down: str, router: str) -> Parameters:
     """Return the parameters of an MoE layer.
 
-    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate before up.
+    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate
+    before up.
 
     Args:
         gate: Name of an expert's gate matrix, with `{experts}` in place of its index.
@@ -207,7 +232,9 @@ def experts(gate: str, up: str, down: str, router: str) -> Parameters:
         down: Name of its down matrix.
         router: Name of the router's matrix.
     """
-    row, fused_row = (f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight"))
+    row, fused_row = (
+        f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight")
+    )
     fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
     return {
         **matrix("mlp.router", row, alternate="" if row == fused_row else fused_row),

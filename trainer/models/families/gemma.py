@@ -13,20 +13,26 @@ TANH_GELU = "gelu_pytorch_tanh"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of GemmaConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GemmaConfig."""
     return _llama_style.sizes(
         config, vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256
     )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias")
     axis_sizes = sizes(config)
     if config.get("hidden_act") == "gelu":
-        config = {**config, "hidden_act": TANH_GELU}  # the first Gemma configs have "gelu" but mean this
+        # The first Gemma configs have "gelu" but mean this.
+        config = {
+            **config,
+            "hidden_act": TANH_GELU,
+        }
     return dataclasses.replace(
-        _llama_style.arch_config(config, axis_sizes, max_positions=8192, activation=("hidden_act", TANH_GELU)),
+        _llama_style.arch_config(
+            config, axis_sizes, max_positions=8192, activation=("hidden_act", TANH_GELU)
+        ),
         norm="rms_offset",
         embed_scale=axis_sizes["embed"] ** 0.5,
     )

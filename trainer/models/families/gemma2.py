@@ -17,12 +17,14 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Gemma2Config."""
-    return _llama_style.sizes(config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Gemma2Config."""
+    return _llama_style.sizes(
+        config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256
+    )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     softcap_fields = ("attn_logit_softcapping", "final_logit_softcapping")
     reject_unsupported_fields(
         config,
@@ -36,14 +38,20 @@ def arch_config(config: HFConfig) -> ArchConfig:
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(
-            config, axis_sizes, max_positions=8192, activation=("hidden_activation", "gelu_pytorch_tanh")
+            config,
+            axis_sizes,
+            max_positions=8192,
+            activation=("hidden_activation", "gelu_pytorch_tanh"),
         ),
         norm="rms_offset",
         block_type="sandwich",
         embed_scale=axis_sizes["embed"] ** 0.5,
         attn_scale=read_positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_windows=read_sliding_windows(
-            config, axis_sizes["layers"], config.get("sliding_window", 4096), lambda layer: layer % 2 == 0
+            config,
+            axis_sizes["layers"],
+            config.get("sliding_window", 4096),
+            lambda layer: layer % 2 == 0,
         ),
         attn_logit_softcap=read_softcap(config, "attn_logit_softcapping", 50.0),
         final_logit_softcap=read_softcap(config, "final_logit_softcapping", 30.0),

@@ -22,21 +22,26 @@ ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Gemma3TextConfig."""
-    return _llama_style.sizes(config, vocab=262208, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Gemma3TextConfig."""
+    return _llama_style.sizes(
+        config, vocab=262208, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256
+    )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     gemma_fields = (
         "final_logit_softcapping",
         "rope_local_base_freq",
         "sliding_window_pattern",
         "query_pre_attn_scalar",
     )
-    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "layer_types", "sliding_window", *gemma_fields)
+    reject_unsupported_fields(
+        config, *ROPE_FIELDS, "attention_bias", "layer_types", "sliding_window", *gemma_fields
+    )
     axis_sizes = sizes(config)
-    pattern = read_size(config, "sliding_window_pattern", 6)  # transformers never reads `_sliding_window_pattern`
+    # Transformers never reads `_sliding_window_pattern`.
+    pattern = read_size(config, "sliding_window_pattern", 6)
     window = config.get("sliding_window", 4096)
     return dataclasses.replace(
         _llama_style.arch_config(

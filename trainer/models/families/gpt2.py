@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, biases on all matrices, fused QKV; matrices are stored as [in, out]."""
+"""GPT-2: learned positions, biases on all matrices, fused QKV. Matrices are stored as [in, out]."""
 
 from __future__ import annotations
 
@@ -10,31 +10,43 @@ from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
-from trainer.models.rows import build_family, embedding, fused_qkv, layer_norm, linear, matrix, stack
+from trainer.models.rows import (
+    build_family,
+    embedding,
+    fused_qkv,
+    layer_norm,
+    linear,
+    matrix,
+    stack,
+)
 
 INVERSE_LAYER_SCALE_FIELD = "scale_attn_by_inverse_layer_idx"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of GPT2Config."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GPT2Config."""
     return _gpt_style.sizes(config, vocab=50257, positions=1024, embed=768, layers=12, heads=12)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported.
+    """Return the architecture. Raise PrepError if the config is invalid or not supported.
 
-    `reorder_and_upcast_attn` asks for attention scores in float32. The trainer always computes them so.
+    `reorder_and_upcast_attn` asks for attention scores in float32. The trainer always computes them
+    so.
     """
     reject_unsupported_fields(config, INVERSE_LAYER_SCALE_FIELD)
     axis_sizes = sizes(config)
     arch = _gpt_style.arch_config(config, axis_sizes)
-    residual_std = arch.init_std / math.sqrt(2 * axis_sizes["layers"])  # GPT-2's scheme for residual connections
+    # GPT-2's scheme for residual connections.
+    residual_std = arch.init_std / math.sqrt(2 * axis_sizes["layers"])
     arch = dataclasses.replace(
         arch,
         scale_attn_by_inverse_layer_idx=bool(config.get(INVERSE_LAYER_SCALE_FIELD)),
         leaf_init_stds=(("attn.o.weight", residual_std), ("mlp.down.weight", residual_std)),
     )
-    return arch if config.get("scale_attn_weights", True) else dataclasses.replace(arch, attn_scale=1.0)
+    if config.get("scale_attn_weights", True):
+        return arch
+    return dataclasses.replace(arch, attn_scale=1.0)
 
 
 PARAMETERS = {
@@ -53,7 +65,10 @@ PARAMETERS = {
 }  # fmt: skip
 LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
 LAYOUTS = hf_flax_layout(
-    PARAMETERS, prefix="transformer.", allows_tied_head=True, ignored_fields=(INVERSE_LAYER_SCALE_FIELD,)
+    PARAMETERS,
+    prefix="transformer.",
+    allows_tied_head=True,
+    ignored_fields=(INVERSE_LAYER_SCALE_FIELD,),
 )
 FAMILY = build_family(
     name="gpt2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -12,22 +13,37 @@ from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import ALWAYS, MAX_LAYERS, HFConfig, read_size
-from trainer.models.rows import attention, build_family, embedding, layer_norm, linear, matrix, stack
+from trainer.models.rows import (
+    attention,
+    build_family,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    stack,
+)
 
 FIELD_NAMES = {"layers": "num_layers", "heads": "num_heads", "mlp": "intermediate_size"}
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of GPTNeoConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GPTNeoConfig."""
     return _gpt_style.sizes(
-        config, vocab=50257, positions=2048, embed=2048, layers=24, heads=16, field_names=FIELD_NAMES
+        config,
+        vocab=50257,
+        positions=2048,
+        embed=2048,
+        layers=24,
+        heads=16,
+        field_names=FIELD_NAMES,
     )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, "attention_layers", "attention_types")
-    window, axis_sizes = read_size(config, "window_size", 256), sizes(config)
+    window = read_size(config, "window_size", 256)
+    axis_sizes = sizes(config)
     windows = windows_by_layer_type(
         _attention_kinds(config),
         ("global", "local"),
@@ -35,19 +51,30 @@ def arch_config(config: HFConfig) -> ArchConfig:
         window=window,
         field="attention_types",
     )
-    return dataclasses.replace(_gpt_style.arch_config(config, axis_sizes), attn_scale=1.0, sliding_windows=windows)
+    return dataclasses.replace(
+        _gpt_style.arch_config(config, axis_sizes), attn_scale=1.0, sliding_windows=windows
+    )
 
 
 def _attention_kinds(config: HFConfig) -> Any:
-    """Return the attention type of each layer; `attention_layers` overrides `attention_types`, as in transformers.
+    """Return the attention type of each layer. `attention_layers` overrides `attention_types`, as in transformers.
 
     Return a malformed pattern as it is.
     """
     pattern = config.get("attention_types") or [[["global", "local"], 12]]
     with contextlib.suppress(TypeError, ValueError):
-        layer_kinds = (kind for kinds, repeats in pattern if kinds for _ in range(repeats) for kind in kinds)
-        return config.get("attention_layers") or list(islice(layer_kinds, MAX_LAYERS + 1))
+        # The number of repeats may be huge in a broken config: build one layer too many at most.
+        layer_kinds = islice(_repeat_kinds(pattern), MAX_LAYERS + 1)
+        return config.get("attention_layers") or list(layer_kinds)
     return pattern
+
+
+def _repeat_kinds(pattern: Any) -> Iterator[Any]:
+    """Yield the kinds of a pattern, e.g. [[["global", "local"], 2]] -> global, local, global, local."""
+    for kinds, repeats in pattern:
+        if kinds:
+            for _ in range(repeats):
+                yield from kinds
 
 
 PARAMETERS = {

@@ -4,41 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE_FIELDS, ArchConfig, read_positive, reject_unsupported_fields
+from trainer.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    read_positive,
+    reject_unsupported_fields,
+)
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
 from trainer.models.rope_config import read_rope
-from trainer.models.rows import build_family, embedding, fused_qkv, layer_norm, linear, matrix, stack, unless_false
+from trainer.models.rows import (
+    build_family,
+    embedding,
+    fused_qkv,
+    layer_norm,
+    linear,
+    matrix,
+    stack,
+    unless_false,
+)
 
 FIELD_NAMES = {"mlp": "intermediate_size"}
 HAS_BIAS = unless_false("attention_bias")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of GPTNeoXConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GPTNeoXConfig."""
     return _gpt_style.sizes(
         config, vocab=50432, positions=2048, embed=6144, layers=44, heads=64, mlp=24576, field_names=FIELD_NAMES
     )  # fmt: skip
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported.
+    """Return the architecture. Raise PrepError if the config is invalid or not supported.
 
-    `rotary_pct` and `rotary_emb_base` override `partial_rotary_factor` and `rope_theta`, which transformers 4.57
-    writes as well.
+    `rotary_pct` and `rotary_emb_base` override `partial_rotary_factor` and `rope_theta`, which
+    transformers 4.57 writes as well.
     """
     reject_unsupported_fields(
-        config, *ROPE_FIELDS, "attention_bias", "use_parallel_residual", "rotary_pct", "partial_rotary_factor"
+        config,
+        *ROPE_FIELDS,
+        "attention_bias",
+        "use_parallel_residual",
+        "rotary_pct",
+        "partial_rotary_factor",
     )
     axis_sizes = sizes(config)
-    rotary = {"partial_rotary_factor": config.get("rotary_pct", 0.25), "rope_theta": config.get("rotary_emb_base", 1e4)}
+    rotary = {
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+        "rope_theta": config.get("rotary_emb_base", 1e4),
+    }
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes, activation=("hidden_act", "gelu")),
         norm_eps=read_positive(config, "layer_norm_eps", 1e-5),
         block_type="parallel" if config.get("use_parallel_residual", True) else "pre",
         rope=read_rope(
-            {**config, **rotary}, axis_sizes["head_dim"], max_positions=axis_sizes["positions"], allow_partial=True
+            {**config, **rotary},
+            axis_sizes["head_dim"],
+            max_positions=axis_sizes["positions"],
+            allow_partial=True,
         ),
     )
 
@@ -72,5 +97,7 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=False,
     dropped=LEGACY_BUFFERS,
-    dropout_fields=DropoutFields(residual=("hidden_dropout", 0.0), embedding=("hidden_dropout", 0.0)),
+    dropout_fields=DropoutFields(
+        residual=("hidden_dropout", 0.0), embedding=("hidden_dropout", 0.0)
+    ),
 )

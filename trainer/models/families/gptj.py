@@ -14,15 +14,17 @@ from trainer.models.rows import attention, build_family, embedding, layer_norm, 
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of GPTJConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GPTJConfig."""
     return _gpt_style.sizes(config, vocab=50400, positions=2048, embed=4096, layers=28, heads=16)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
     axis_sizes = sizes(config)
-    rotary_dim = check_rotary_dim(read_size(config, "rotary_dim", 64), axis_sizes["head_dim"], "rotary_dim")
+    rotary_dim = check_rotary_dim(
+        read_size(config, "rotary_dim", 64), axis_sizes["head_dim"], "rotary_dim"
+    )
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes),
         block_type="parallel_one_norm",

@@ -10,14 +10,14 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of LlamaConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of LlamaConfig."""
     axis_sizes = _llama_style.sizes(config)
     # A rotated pair of elements is `half` apart in Hugging Face files and adjacent in EasyLM trees.
     return {**axis_sizes, "two": 2, "half": axis_sizes["head_dim"] // 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "mlp_bias")
     return _llama_style.arch_config(config, sizes(config), max_positions=2048)
 
@@ -38,7 +38,10 @@ FAMILY = _llama_style.build_family(
     },
     layouts=lambda parameters: {
         **hf_flax_layout(
-            parameters, prefix=TENSOR_PREFIX, norm_name="weight", condition_overrides={if_set("mlp_bias"): False}
+            parameters,
+            prefix=TENSOR_PREFIX,
+            norm_name="weight",
+            condition_overrides={if_set("mlp_bias"): False},
         ),
         "easylm": EASYLM_LAYOUT,
     },

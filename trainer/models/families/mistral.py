@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields, uniform_windows
+from trainer.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    reject_unsupported_fields,
+    uniform_windows,
+)
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of MistralConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of MistralConfig."""
     return _llama_style.sizes(config, mlp=14336, kv_heads=8)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported.
+    """Return the architecture. Raise PrepError if the config is invalid or not supported.
 
     A `sliding_window` of null means full attention.
     """
@@ -34,5 +39,7 @@ FAMILY = _llama_style.build_family(
     arch_config=arch_config,
     tied_by_default=False,
     layer={**_llama_style.PRE_NORMS, **_llama_style.attention(), **_llama_style.gated_mlp()},
-    layouts=lambda parameters: hf_flax_layout(parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"),
+    layouts=lambda parameters: hf_flax_layout(
+        parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"
+    ),
 )

@@ -16,20 +16,25 @@ from trainer.models.parameters import HFConfig, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of MixtralConfig."""
-    experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))  # the alias overrides
+    """Return the extent of each atom (named axis). Absent fields have the defaults of MixtralConfig."""
+    # The alias overrides.
+    experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))
     return {**_llama_style.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types", "num_local_experts", "num_experts")
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    reject_unsupported_fields(
+        config, *ROPE_FIELDS, "sliding_window", "layer_types", "num_local_experts", "num_experts"
+    )
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=131072, rope_theta=1e6),
         norm_eps=read_positive(config, "rms_norm_eps", 1e-5),
         sliding_windows=uniform_windows(axis_sizes["layers"], config.get("sliding_window")),
-        experts_per_token=_llama_style.read_experts_per_token(config, axis_sizes["experts"], default=2),
+        experts_per_token=_llama_style.read_experts_per_token(
+            config, axis_sizes["experts"], default=2
+        ),
     )
 
 

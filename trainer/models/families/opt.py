@@ -1,4 +1,4 @@
-"""OPT: learned positions with two unused rows; pre-norm, or post-norm with narrower embeddings (350M)."""
+"""OPT: learned positions with two unused rows. Pre-norm, or post-norm with narrower embeddings (350M)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig, read_size
-from trainer.models.rows import attention, build_family, embedding, layer_norm, linear, matrix, stack, unless_false
+from trainer.models.rows import (
+    attention,
+    build_family,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    stack,
+    unless_false,
+)
 
 UNUSED_POSITIONS = 2
-NORM_EPS = 1e-5  # the default of torch.nn.LayerNorm; no config field sets it
-HAS_PRE_NORM, HAS_BIAS = unless_false("do_layer_norm_before"), unless_false("enable_bias")
+# The default of torch.nn.LayerNorm. No config field sets it.
+NORM_EPS = 1e-5
+HAS_PRE_NORM = unless_false("do_layer_norm_before")
+HAS_BIAS = unless_false("enable_bias")
 HAS_NORM_WEIGHTS = unless_false("layer_norm_elementwise_affine")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of OPTConfig."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of OPTConfig."""
     axis_sizes = _gpt_style.sizes(
         config,
         vocab=50272,
@@ -37,7 +48,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
     axis_sizes = sizes(config)
     return dataclasses.replace(
@@ -89,7 +100,10 @@ PARAMETERS = {
 }  # fmt: skip
 LEGACY_BUFFERS = {"decoder.version": "version of the format"}
 LAYOUTS = hf_flax_layout(
-    PARAMETERS, prefix="model.", allows_tied_head=True, condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True}
+    PARAMETERS,
+    prefix="model.",
+    allows_tied_head=True,
+    condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True},
 )
 FAMILY = build_family(
     name="opt",

@@ -20,23 +20,27 @@ from trainer.models.rows import matrix
 QKV = "head_dim embed <- self_attn.qkv_proj.weight"
 GATE_UP = "mlp embed <- mlp.gate_up_proj.weight"
 
+# "su" and "yarn" are names of longrope in older Phi-3 configs.
 ROPE_TYPE_ALIASES = {
     "default": "default",
     "longrope": "longrope",
     "su": "longrope",
     "yarn": "longrope",
-}  # "su" and "yarn" are names of longrope in older Phi-3 configs
+}
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Phi3Config."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Phi3Config."""
     return {**_llama_style.sizes(config, vocab=32064, embed=3072, mlp=8192), "gate_up": 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config, *ROPE_FIELDS, "partial_rotary_factor", "sliding_window", "layer_types")
-    axis_sizes, max_positions = sizes(config), read_size(config, "max_position_embeddings", 4096)
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    reject_unsupported_fields(
+        config, *ROPE_FIELDS, "partial_rotary_factor", "sliding_window", "layer_types"
+    )
+    axis_sizes = sizes(config)
+    max_positions = read_size(config, "max_position_embeddings", 4096)
     original = read_size(config, "original_max_position_embeddings", 4096)
     with_original = {**config, "original_max_position_embeddings": original}
     rope = read_rope(
@@ -60,10 +64,21 @@ FAMILY = _llama_style.build_family(
     tied_by_default=False,
     layer={
         **_llama_style.PRE_NORMS,
-        **matrix("attn.q", f"heads {QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed"),
-        **matrix("attn.k", f"kv_heads {QKV}: (heads head_dim | >kv_heads head_dim | kv_heads head_dim) embed"),
-        **matrix("attn.v", f"kv_heads {QKV}: (heads head_dim | kv_heads head_dim | >kv_heads head_dim) embed"),
-        **matrix("attn.o", "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"),
+        **matrix(
+            "attn.q",
+            f"heads {QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed",
+        ),
+        **matrix(
+            "attn.k",
+            f"kv_heads {QKV}: (heads head_dim | >kv_heads head_dim | kv_heads head_dim) embed",
+        ),
+        **matrix(
+            "attn.v",
+            f"kv_heads {QKV}: (heads head_dim | kv_heads head_dim | >kv_heads head_dim) embed",
+        ),
+        **matrix(
+            "attn.o", "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"
+        ),
         **matrix("mlp.gate", f"{GATE_UP}: (gate_up=0 mlp) embed"),
         **matrix("mlp.up", f"{GATE_UP}: (gate_up=1 mlp) embed"),
         **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),

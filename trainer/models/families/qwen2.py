@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: LLaMA with biases on QKV; upper layers may have a sliding window."""
+"""Qwen2 and 2.5: LLaMA with biases on QKV. Upper layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.models.parameters import ALWAYS, HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen2Config."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Qwen2Config."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types")
     axis_sizes = sizes(config)
     windows = _llama_style.read_upper_layer_windows(config, axis_sizes["layers"])

@@ -1,4 +1,4 @@
-"""Qwen3: LLaMA with QK norms and a head width of its own; upper layers may have a sliding window."""
+"""Qwen3: LLaMA with QK norms and a separate head width. Upper layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen3Config."""
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Qwen3Config."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32, head_dim=128)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "sliding_window", "layer_types")
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    reject_unsupported_fields(
+        config, *ROPE_FIELDS, "attention_bias", "sliding_window", "layer_types"
+    )
     axis_sizes = sizes(config)
     windows = _llama_style.read_upper_layer_windows(config, axis_sizes["layers"])
     return dataclasses.replace(

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields, uniform_windows
+from trainer.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    reject_unsupported_fields,
+    uniform_windows,
+)
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, if_set, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen3MoeConfig.
+    """Return the extent of each atom (named axis). Absent fields have the defaults of Qwen3MoeConfig.
 
-    `intermediate_size` is not read: it belongs to dense layers, and prep does not support them here.
+    `intermediate_size` is not read: it belongs to dense layers, and prep does not support them
+    here.
     """
     axis_sizes = _llama_style.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
     _check_every_layer_has_experts(config, axis_sizes["layers"])
-    experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 128))  # the alias overrides
+    # The alias overrides.
+    experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 128))
     return {
         **axis_sizes,
         "mlp": read_size(config, "moe_intermediate_size", 768),
@@ -28,7 +35,8 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
     """Raise PrepError if a layer has a dense MLP."""
-    dense_layers, step = config.get("mlp_only_layers") or [], read_size(config, "decoder_sparse_step", 1)
+    dense_layers = config.get("mlp_only_layers") or []
+    step = read_size(config, "decoder_sparse_step", 1)
     if not isinstance(dense_layers, list):
         why = f"mlp_only_layers is {dense_layers!r:.60}, it must be a list of layers"
         raise invalid_config_error(why)
@@ -40,15 +48,23 @@ def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
-    moe_fields = ("sliding_window", "layer_types", "num_experts", "num_local_experts", "mlp_only_layers")
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    moe_fields = (
+        "sliding_window",
+        "layer_types",
+        "num_experts",
+        "num_local_experts",
+        "mlp_only_layers",
+    )
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", *moe_fields)
     axis_sizes = sizes(config)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=32768),
         sliding_windows=uniform_windows(axis_sizes["layers"], window),
-        experts_per_token=_llama_style.read_experts_per_token(config, axis_sizes["experts"], default=8),
+        experts_per_token=_llama_style.read_experts_per_token(
+            config, axis_sizes["experts"], default=8
+        ),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
     )
 

@@ -20,30 +20,39 @@ from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
-FIELDS = {  # atom -> config field and its default
+# Atom -> config field and its default.
+FIELDS = {
     "vocab": ("vocab_size", 32128), "embed": ("d_model", 512), "mlp": ("d_ff", 2048), "heads": ("num_heads", 8),
     "head_dim": ("d_kv", 64), "encoder_layers": ("num_layers", 6), "buckets": ("relative_attention_num_buckets", 32),
 }  # fmt: skip
-FIELD_ALIASES = {  # atom -> field that overrides the one above; the decoder's layers ignore `num_hidden_layers`
+# Atom -> field that overrides the one above. The decoder's layers ignore `num_hidden_layers`.
+FIELD_ALIASES = {
     "embed": "hidden_size", "heads": "num_attention_heads", "head_dim": "head_dim",
     "encoder_layers": "num_hidden_layers",
 }  # fmt: skip
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return the extent of each atom (named axis); absent fields have the defaults of T5Config."""
-    field_sizes = {atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()}
-    axis_sizes = {atom: read_size(config, FIELD_ALIASES.get(atom, ""), value) for atom, value in field_sizes.items()}
+    """Return the extent of each atom (named axis). Absent fields have the defaults of T5Config."""
+    field_sizes = {
+        atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()
+    }
+    axis_sizes = {
+        atom: read_size(config, FIELD_ALIASES.get(atom, ""), value)
+        for atom, value in field_sizes.items()
+    }
     read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
     layers = read_size(config, "num_decoder_layers", field_sizes["encoder_layers"], MAX_LAYERS)
     return axis_sizes | {"layers": layers}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, "is_encoder_decoder")
     if not config.get("is_encoder_decoder", True):
-        raise PrepError("`is_encoder_decoder` false is not supported for this family", "T5 needs its encoder")
+        raise PrepError(
+            "`is_encoder_decoder` false is not supported for this family", "T5 needs its encoder"
+        )
     axis_sizes = sizes(config)
     activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
     causal_bias = RelativePositionBias(
@@ -54,7 +63,9 @@ def arch_config(config: HFConfig) -> ArchConfig:
     decoder = ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-6),
-        activation=read_activation({activation_field: _read_feed_forward(config)[1]}, activation_field, ""),
+        activation=read_activation(
+            {activation_field: _read_feed_forward(config)[1]}, activation_field, ""
+        ),
         has_gated_mlp=_is_gated(config),
         attn_scale=1.0,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
@@ -73,9 +84,12 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=scale)
 
 
-def _leaf_init_stds(config: HFConfig, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
-    """Return the standard deviations of Mesh TensorFlow's T5; those of queries include the scale of attention."""
-    factor, embed = read_positive(config, "initializer_factor", 1.0), axis_sizes["embed"]
+def _leaf_init_stds(
+    config: HFConfig, axis_sizes: Mapping[str, int]
+) -> tuple[tuple[str, float], ...]:
+    """Return the standard deviations of Mesh TensorFlow's T5. Those of queries include the scale of attention."""
+    factor = read_positive(config, "initializer_factor", 1.0)
+    embed = axis_sizes["embed"]
     return (
         ("embed.tokens", factor),
         ("head.weight", factor),
@@ -100,15 +114,15 @@ def _is_gated(config: HFConfig) -> bool:
 
 
 def _scales_decoder_output(config: HFConfig) -> bool:
-    """Return whether the hidden states are scaled before the head; by default a tied head needs it."""
+    """Return whether the hidden states are scaled before the head. By default a tied head needs it."""
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
 def _stored_head_unties(config: HFConfig) -> bool:
     """Return whether a stored head overrides `tie_word_embeddings`.
 
-    Transformers 5 writes true for every T5 model, so a model without scaled outputs has a head of its own. A null
-    has no effect.
+    Transformers 5 writes true for every T5 model, so a model without scaled outputs has a head of
+    its own. A null has no effect.
     """
     return not _scales_decoder_output(config) or config.get("tie_word_embeddings", True) is None
 
@@ -129,16 +143,18 @@ def _attention_sublayer(path: str, number: int, module: str) -> Parameters:
 
 
 def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parameters) -> Parameters:
-    """Return the parameters of the encoder or the decoder; all layers share the position bias of the first.
+    """Return the parameters of the encoder or the decoder. All layers share the position bias of the first.
 
     Args:
         stack_name: "encoder" or "decoder", in paths and tensor names.
         layers: Atom of its layers.
         attention_sublayers: Parameters of the sublayers before the MLP.
     """
-    mlp_index, first_attention = len(attention_sublayers), f"{stack_name}.block.0.layer.0.SelfAttention"
+    mlp_index = len(attention_sublayers)
+    first_attention = f"{stack_name}.block.0.layer.0.SelfAttention"
     gate, up, ungated_up = (
-        f"mlp embed <- {mlp_index}.DenseReluDense.{name}.weight: mlp embed" for name in ("wi_0", "wi_1", "wi")
+        f"mlp embed <- {mlp_index}.DenseReluDense.{name}.weight: mlp embed"
+        for name in ("wi_0", "wi_1", "wi")
     )
     mlp = {
         **rms_norm("mlp_norm", f"embed <- {mlp_index}.layer_norm.weight: embed"),
@@ -146,12 +162,16 @@ def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parame
         **matrix("mlp.up", up, condition=_is_gated, else_row=ungated_up),
         **matrix("mlp.down", f"embed mlp <- {mlp_index}.DenseReluDense.wo.weight: embed mlp"),
     }
-    layer = {path: parameter for sublayer in (*attention_sublayers, mlp) for path, parameter in sublayer.items()}
+    layer: Parameters = {}
+    for sublayer in (*attention_sublayers, mlp):
+        layer |= sublayer
     bias = f"{first_attention}.relative_attention_bias.weight"
     return {
         **stack(f"{stack_name}.layers", f"{stack_name}.block.{{{layers}}}.layer", layer),
         **matrix(f"{stack_name}.relative_positions", f"buckets heads <- {bias}: buckets heads"),
-        **rms_norm(f"{stack_name}.final_norm", f"embed <- {stack_name}.final_layer_norm.weight: embed"),
+        **rms_norm(
+            f"{stack_name}.final_norm", f"embed <- {stack_name}.final_layer_norm.weight: embed"
+        ),
     }
 
 
@@ -169,7 +189,9 @@ FAMILY = Family(
     unprefixed=(),
     sizes=sizes,
     parameters=PARAMETERS,
-    dropped={"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": "bias that nothing uses"},
+    dropped={
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": "bias that nothing uses"
+    },
     tying=WeightTying(
         head_leaf="head.weight",
         head_tensor="lm_head.weight",
@@ -180,10 +202,19 @@ FAMILY = Family(
     ),
     arch_config=arch_config,
     layouts=hf_flax_layout(
-        PARAMETERS, prefix="", norm_name="weight", allows_tied_head=True, ignored_fields=("scale_decoder_outputs",)
+        PARAMETERS,
+        prefix="",
+        norm_name="weight",
+        allows_tied_head=True,
+        ignored_fields=("scale_decoder_outputs",),
     ),
-    duplicates={f"{stack_name}.embed_tokens.weight": "shared.weight" for stack_name in ("encoder", "decoder")},
+    duplicates={
+        f"{stack_name}.embed_tokens.weight": "shared.weight"
+        for stack_name in ("encoder", "decoder")
+    },
     dropout_fields=DropoutFields(
-        attention=("dropout_rate", 0.1), residual=("dropout_rate", 0.1), embedding=("dropout_rate", 0.1)
+        attention=("dropout_rate", 0.1),
+        residual=("dropout_rate", 0.1),
+        embedding=("dropout_rate", 0.1),
     ),
 )

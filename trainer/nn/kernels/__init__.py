@@ -1,6 +1,16 @@
-"""Attention kernels by name. Each computes softmax(q k^T * scale) v for the keys that a mask makes visible.
+"""Attention kernels by name. Each computes the attention of a query to its visible keys.
 
-`trainer.models.attention_kernels` has their capabilities.
+For a query q, visible keys k_s and values v_s of one head (arXiv:1706.03762, equation 1):
+
+    score_s = softcap * tanh(scale * (q . k_s) / softcap) + bias_s
+    p = dropout(softmax(score))
+    output = sum_s p_s v_s
+
+Softcap (arXiv:2408.00118), bias (arXiv:1910.10683) and dropout are optional. Query head h reads the
+keys and values of head h // G, with G = H / K (grouped-query attention, arXiv:2305.13245).
+`trainer.models.attention_kernels` has the capabilities of the kernels.
+
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width.
 """
 
 from __future__ import annotations
@@ -39,11 +49,11 @@ def attend(
     options: AttentionOptions,
     sharding: ShardingContext,
 ) -> Array:
-    """Compute attention with the kernel of a run.
+    """Compute attention with the kernel of a run, by the formula of this module.
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]; K divides H.
+        kv: Keys and values [B, S, K, E]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias and the layer's score scale.
         options: The kernel and its tiles.

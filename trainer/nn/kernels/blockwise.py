@@ -31,11 +31,19 @@ from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
+from trainer.nn.kernels.tiles import (
+    Constants,
+    Labels,
+    TileConfig,
+    attend_in_tiles,
+    has_visible,
+    tile_config,
+)
 from trainer.nn.score_bias import ScoreBias
 from trainer.nn.token_axis import join_chunks, split_chunks
 
-LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
+# The initial maximum of the scores of a query. It is finite, so that no difference of maxima is nan.
+LOWEST = -1e30
 
 
 class _SoftmaxState(NamedTuple):
@@ -74,10 +82,10 @@ def blockwise_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]; K divides H.
+        kv: Keys and values [B, S, K, E]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias, dropout and the layer's score scale.
-        options: Sizes of tiles; lengths need not be multiples of them.
+        options: Sizes of tiles. Lengths need not be multiples of them.
 
     Returns:
         [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
@@ -94,7 +102,7 @@ def blockwise_attention(
 def _attend_tiles(
     config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
 ) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; T and S are multiples of the tile sizes."""
+    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]. T and S are multiples of the tile sizes."""
     return forward(config, q, k, v, bias_table, constants)[0]
 
 
@@ -102,18 +110,31 @@ def forward(
     config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
 ) -> tuple[Array, Residuals]:
     """Compute the output [B, T, K, G, E], and the residuals of the backward pass."""
-    # Without the barrier a scan over layers would compute the masks of all tiles once, and keep them: [T, S] in memory.
+    # Without the barrier a scan over layers would compute the masks of all tiles once, and keep
+    # them: an array [T, S], which blockwise attention exists to avoid.
     tiled_q, labels = lax.optimization_barrier((q, constants))
-    cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
+    cut_q = partial(split_chunks, chunk_size=config.q_size)
+    cut_kv = partial(split_chunks, chunk_size=config.kv_size)
     q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
-    kv_tiles = _head_major(cut_kv(k)), _head_major(cut_kv(v)), jax.tree.map(cut_kv, labels.kv_labels)
+    kv_tiles = (
+        _head_major(cut_kv(k)),
+        _head_major(cut_kv(v)),
+        jax.tree.map(cut_kv, labels.kv_labels),
+    )
+
+    dtype = jnp.float32 if config.is_partial else v.dtype
 
     def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
-        queries, q_labels = _head_major(q_tile[0], 1), q_tile[1]
+        queries = _head_major(q_tile[0], 1)
+        q_labels = q_tile[1]
         maximum = jnp.full(queries.shape[:-1], LOWEST, jnp.float32)
-        state = _SoftmaxState(jnp.zeros(queries.shape, jnp.float32), maximum, jnp.zeros_like(maximum))
+        state = _SoftmaxState(
+            jnp.zeros(queries.shape, jnp.float32), maximum, jnp.zeros_like(maximum)
+        )
 
-        def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]) -> tuple[_SoftmaxState, None]:
+        def run_kv_tile(
+            state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]
+        ) -> tuple[_SoftmaxState, None]:
             keys, values, kv_labels = kv_tile
 
             def update(state: _SoftmaxState) -> _SoftmaxState:
@@ -121,23 +142,30 @@ def forward(
                 scores, _ = _masked_scores(config, queries, keys, bias_table, mask)
                 return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
 
-            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
+            return lax.cond(
+                has_visible(config, q_labels, kv_labels), update, lambda same: same, state
+            ), None
 
         state, _ = lax.scan(run_kv_tile, state, kv_tiles)
+        # A query without visible keys has a sum of 0 and a normalizer of 0: its output is 0 / 1.
         normalizer = jnp.where(state.normalizer == 0, 1.0, state.normalizer)
-        output = (state.weighted_sum / normalizer[..., None]).astype(jnp.float32 if config.is_partial else v.dtype)
+        output = (state.weighted_sum / normalizer[..., None]).astype(dtype)
         log_normalizer = state.maximum + jnp.log(normalizer)
         return None, (jnp.moveaxis(output, 3, 1), jnp.moveaxis(log_normalizer, 3, 1))
 
     _, tiles = lax.scan(run_q_tile, None, q_tiles)
-    output, log_normalizer = (name_activation(join_chunks(array), "attention_output") for array in tiles)
+    output, log_normalizer = (
+        name_activation(join_chunks(array), "attention_output") for array in tiles
+    )
     return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
 
 
 def _update_softmax(
     state: _SoftmaxState, scores: Array, values: Array, drop: Callable[[Array], Array]
 ) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]; `drop` applies dropout to weights."""
+    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]. `drop` applies dropout to weights."""
+    # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
+    # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
@@ -161,45 +189,67 @@ class _Gradients(NamedTuple):
 def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
     """Compute the gradients of q, k, v and the bias table, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
-    row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
-    cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
-    q_tiles = jax.tree.map(cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer))
-    k_tiles, v_tiles = map(cut_kv, (saved.k, saved.v))
+    # r = dO . O for each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass
+    output_float32 = saved.output.astype(jnp.float32)
+    row_dots = (output_float32 * output_gradient.astype(jnp.float32)).sum(-1)
+    cut_q = partial(split_chunks, chunk_size=config.q_size)
+    cut_kv = partial(split_chunks, chunk_size=config.kv_size)
+    q_tiles = jax.tree.map(
+        cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer)
+    )
+    k_tiles = cut_kv(saved.k)
+    v_tiles = cut_kv(saved.v)
     kv_tiles = _head_major(k_tiles), _head_major(v_tiles), jax.tree.map(cut_kv, labels.kv_labels)
     dtype = jnp.float32 if config.is_partial else saved.q.dtype
 
-    def run_q_tile(sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]) -> tuple[Any, Array]:
+    def run_q_tile(
+        sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]
+    ) -> tuple[Any, Array]:
         queries, q_labels, d_output, row_dot, log_normalizer = q_tile
-        queries, d_output = _head_major(queries, 1), _head_major(d_output, 1)
-        row_dot, log_normalizer = (_head_major(array[..., None], 1) for array in (row_dot, log_normalizer))
+        queries = _head_major(queries, 1)
+        d_output = _head_major(d_output, 1)
+        row_dot = _head_major(row_dot[..., None], 1)
+        log_normalizer = _head_major(log_normalizer[..., None], 1)
 
         def run_kv_tile(index: Array, gradients: _Gradients) -> _Gradients:
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
 
             def update(gradients: _Gradients) -> _Gradients:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
-                scores, d_scores_d_dots = _masked_scores(config, queries, keys, saved.bias_table, mask)
+                scores, d_scores_d_dots = _masked_scores(
+                    config, queries, keys, saved.bias_table, mask
+                )
+                # arXiv:2307.08691, algorithm 2, with the dropout of the module's docstring:
+                # P = exp(scores - L), dP = (dO V^T) * M, dS = P * (dP - r)
                 probabilities = jnp.exp(scores - log_normalizer)
                 drop = partial(_drop, q_labels, kv_labels)
                 d_probabilities = drop(_einsum("bkgte,bkse->bkgts", d_output, values))
                 d_scores = probabilities * (d_probabilities - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
-                d_values = _einsum("bkgte,bkgts->bske", d_output, drop(probabilities).astype(d_output.dtype))
+                d_values = _einsum(
+                    "bkgte,bkgts->bske", d_output, drop(probabilities).astype(d_output.dtype)
+                )
                 return _Gradients(
                     gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
                     gradients.k_tiles.at[index].add(_einsum("bkgte,bkgts->bske", queries, d_dots)),
                     gradients.v_tiles.at[index].add(d_values),
-                    _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, mask),
+                    _add_bias_gradient(
+                        gradients.bias_table, config, saved.bias_table, d_scores, mask
+                    ),
                 )
 
-            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
+            return lax.cond(
+                has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients
+            )
 
         initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
     zeros = jnp.zeros(k_tiles.shape, jnp.float32)
-    table_zeros = None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
+    table_zeros = (
+        None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
+    )
     (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
     if saved.bias_table is not None and not config.is_partial:
         d_table = d_table.astype(saved.bias_table.dtype)
@@ -228,8 +278,10 @@ def _masked_scores(
     scores = _einsum("bkgte,bkse->bkgts", queries, keys) * scale
     derivative = scale
     if config.softcap != NO_SOFTCAP:
+        # d/dx softcap * tanh(x / softcap) = 1 - tanh(x / softcap)^2
         ratio = jnp.tanh(scores / config.softcap)
-        scores, derivative = config.softcap * ratio, scale * (1.0 - jnp.square(ratio))
+        scores = config.softcap * ratio
+        derivative = scale * (1.0 - jnp.square(ratio))
     if bias_table is not None:
         scores = scores + _tile_bias(config, bias_table, mask).reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
@@ -237,8 +289,10 @@ def _masked_scores(
     return scores, derivative
 
 
-def _tile_mask(config: TileConfig, constants: Constants, q_labels: Labels, kv_labels: Labels) -> AttentionMask:
-    """Return the mask of a tile; its rule of visible keys is the one of whole sequences."""
+def _tile_mask(
+    config: TileConfig, constants: Constants, q_labels: Labels, kv_labels: Labels
+) -> AttentionMask:
+    """Return the mask of a tile, which has the same rule of visible keys as whole sequences."""
     return AttentionMask(
         q_positions=q_labels.positions,
         kv_positions=kv_labels.positions,
@@ -252,11 +306,13 @@ def _tile_mask(config: TileConfig, constants: Constants, q_labels: Labels, kv_la
 
 
 def _q_labels(constants: Constants) -> Labels:
-    """Return the labels of the queries with their dropout, whose keys are derived once for all tiles."""
-    labels, dropout = constants.q_labels, constants.dropout
+    """Return the labels of the queries with their dropout."""
+    labels = constants.q_labels
+    dropout = constants.dropout
     if dropout is None:
         return labels
     assert labels.positions is not None
+    # A key costs about 110 operations, so keys are derived once here and not in each tile.
     return labels._replace(dropout=dropout.for_queries(labels.positions))
 
 
@@ -278,14 +334,24 @@ def _tile_bias(config: TileConfig, bias_table: Array, mask: AttentionMask) -> Ar
 
 
 def _add_bias_gradient(
-    gradient: Array | None, config: TileConfig, bias_table: Array | None, d_scores: Array, mask: AttentionMask
+    gradient: Array | None,
+    config: TileConfig,
+    bias_table: Array | None,
+    d_scores: Array,
+    mask: AttentionMask,
 ) -> Array | None:
     """Add the gradient of a tile's scores [B, K, G, t, s] to the one of the bias table."""
     if bias_table is None or gradient is None:
         return None
-    bias, pullback = jax.vjp(lambda table: _tile_bias(config, table, mask), bias_table.astype(jnp.float32))
-    d_bias = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])  # [B, H, t, s]
-    d_bias = d_bias.sum(0, keepdims=True) if bias.shape[0] == 1 else d_bias
+
+    def compute_bias(table: Array) -> Array:
+        return _tile_bias(config, table, mask)
+
+    bias, pullback = jax.vjp(compute_bias, bias_table.astype(jnp.float32))
+    # [B, K, G, t, s] -> [B, H, t, s], summed over rows if all rows share one bias [1, H, t, s]
+    d_bias = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])
+    if bias.shape[0] == 1:
+        d_bias = d_bias.sum(0, keepdims=True)
     return gradient + pullback(d_bias)[0]
 
 

@@ -1,7 +1,7 @@
 """The features that one call of an attention kernel uses, and their check against the kernel's capabilities.
 
-A kernel is chosen by the features of its model. This check also covers masks that are made elsewhere: no kernel ignores
-a part of a mask.
+A kernel is chosen by the features of its model. This check also covers masks from other callers, so that no
+kernel ignores a part of a mask.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from jax import Array
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.models.attention_kernels import KernelSpec, missing_features, unsupported_error
-from trainer.models.attention_needs import Feature
+from trainer.models.attention_needs import AttentionFeature
 from trainer.nn.attention_mask import KV, AttentionMask
 
 
-def check_call(spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask) -> None:
+def check_call(
+    spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
+) -> None:
     """Check that a kernel supports all features of a call.
 
     Raises:
@@ -27,28 +29,30 @@ def check_call(spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, m
         raise unsupported_error(spec, reasons)
 
 
-def _features(q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask) -> Iterator[Feature]:
-    """Yield the features of a call; positions are compared by their shapes only."""
+def _features(
+    q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
+) -> Iterator[AttentionFeature]:
+    """Yield the features of a call. Positions are compared by their shapes only."""
     is_causal = mask.is_causal and mask.q_positions is not None and mask.kv_positions is not None
-    yield Feature.CAUSAL if is_causal else Feature.BIDIRECTIONAL
+    yield AttentionFeature.CAUSAL if is_causal else AttentionFeature.BIDIRECTIONAL
     if is_causal and mask.window != FULL_ATTENTION:
-        yield Feature.WINDOW
+        yield AttentionFeature.WINDOW
     if is_causal and _has_other_positions(mask):
-        yield Feature.POSITIONS
+        yield AttentionFeature.POSITIONS
     if q.shape[2] != kv.keys.shape[2]:
-        yield Feature.GROUPED_HEADS
+        yield AttentionFeature.GROUPED_HEADS
     if mask.kv_valid is not None:
-        yield Feature.KEY_PADDING
+        yield AttentionFeature.KEY_PADDING
     if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        yield Feature.SEGMENTS
+        yield AttentionFeature.SEGMENTS
     if mask.dropout is not None:
-        yield Feature.DROPOUT
+        yield AttentionFeature.DROPOUT
     if mask.bias is not None:
-        yield Feature.SCORE_BIAS
+        yield AttentionFeature.SCORE_BIAS
     if mask.layer_score_scale is not None:
-        yield Feature.LAYER_SCALE
+        yield AttentionFeature.LAYER_SCALE
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
-        yield Feature.SOFTCAP
+        yield AttentionFeature.SOFTCAP
 
 
 def _has_other_positions(mask: AttentionMask) -> bool:

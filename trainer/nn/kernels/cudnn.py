@@ -13,12 +13,14 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
 
-def cudnn_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask, options: AttentionOptions) -> Array:
+def cudnn_attention(
+    q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask, options: AttentionOptions
+) -> Array:
     """Compute causal attention of whole sequences in bfloat16 with cuDNN.
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, T, K, E]; K divides H.
+        kv: Keys and values [B, T, K, E]. K divides H.
         arch_config: `attn_scale`.
         mask: Window and the layer's score scale.
         options: Unused: cuDNN chooses its tiles.

@@ -9,12 +9,12 @@ from trainer.models.attention_kernels import KernelSpec, find_kernel
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The way of computing attention; it changes results by rounding only.
+    """The way of computing attention. It changes results by rounding only.
 
     Attributes:
         kernel: One of `KERNEL_NAMES`.
-        q_chunk_size: Queries of a tile; -1 for all.
-        k_chunk_size: Keys of a tile; -1 for all.
+        q_chunk_size: Queries of a tile. -1 means all.
+        k_chunk_size: Keys of a tile. -1 means all.
 
     Raises:
         UsageError: `kernel` is unknown.

@@ -34,23 +34,31 @@ def splash_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, T, K, E]; K divides H.
+        kv: Keys and values [B, T, K, E]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Window, segments and the layer's score scale.
-        options: Unused: the kernel has tiles of its own.
+        options: Unused: the kernel has its own tiles.
         interpret: Whether to run the kernel's operations one by one on any device, for tests.
 
     Returns:
         [B, T, H, E] in the dtype of the values.
     """
-    from trainer.nn.kernels.splash_kernel import make_row_kernel  # loads Pallas, which other kernels do not need
+    # The import loads Pallas, which other kernels do not need.
+    from trainer.nn.kernels.splash_kernel import make_row_kernel
 
     num_tokens = q.shape[1]
     padding = -num_tokens % LENGTH_MULTIPLE
-    scale = arch_config.attn_scale * (1.0 if mask.layer_score_scale is None else mask.layer_score_scale)
+    scale = arch_config.attn_scale
+    if mask.layer_score_scale is not None:
+        scale = scale * mask.layer_score_scale
     scaled_q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    rows_q, rows_k, rows_v = (jnp.swapaxes(pad_tokens(array, padding), 1, 2) for array in (scaled_q, *kv))
-    segment_ids = None if mask.q_segment_ids is None else pad_tokens(mask.q_segment_ids, padding, PADDING_SEGMENT)
+    # [B, T, H, E] -> [B, H, T, E], as the kernel reads them
+    rows_q = jnp.swapaxes(pad_tokens(scaled_q, padding), 1, 2)
+    rows_k = jnp.swapaxes(pad_tokens(kv.keys, padding), 1, 2)
+    rows_v = jnp.swapaxes(pad_tokens(kv.values, padding), 1, 2)
+    segment_ids = mask.q_segment_ids
+    if segment_ids is not None:
+        segment_ids = pad_tokens(segment_ids, padding, PADDING_SEGMENT)
     kernel = make_row_kernel(
         num_tokens + padding,
         num_heads=q.shape[2],

@@ -18,7 +18,8 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
 PASSED_FIELDS = {"q_segment_ids", "kv_segment_ids", "layer_score_scale", "window"}
-OTHER_FIELDS = {"q_positions", "kv_positions", "cos_sin", "is_causal"}  # whole sequences in order; applied before
+# The kernels assume causal masks of whole sequences in order, and rotation is applied before them.
+OTHER_FIELDS = {"q_positions", "kv_positions", "cos_sin", "is_causal"}
 
 AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
 
@@ -36,9 +37,9 @@ def attend_per_device(
     """Compute causal attention, each device for its own rows and heads.
 
     Args:
-        kernel: A kernel for causal masks of whole sequences in order; it does not read positions.
+        kernel: A kernel for causal masks of whole sequences in order. It does not read positions.
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, T, K, E]; the mesh splits K as it splits H.
+        kv: Keys and values [B, T, K, E]. The mesh splits K as it splits H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Window, segments and the layer's score scale.
         options: Passed to the kernel.
@@ -64,15 +65,23 @@ def attend_per_device(
     arguments = (q, kv, mask.q_segment_ids, mask.layer_score_scale)
     if sharding.device_mesh is None:
         return run(*arguments)
-    batch_axes, _, head_axes, _ = sharding.activation_axes(q.shape, "batch", "seq", "heads", "head_dim")
-    heads, rows = PartitionSpec(batch_axes, None, head_axes), PartitionSpec(batch_axes)
+    batch_axes, _, head_axes, _ = sharding.activation_axes(
+        q.shape, "batch", "seq", "heads", "head_dim"
+    )
+    heads = PartitionSpec(batch_axes, None, head_axes)
+    rows = PartitionSpec(batch_axes)
     in_specs = (heads, heads, rows, PartitionSpec())
-    per_device = jax.shard_map(run, mesh=sharding.device_mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    per_device = jax.shard_map(
+        run, mesh=sharding.device_mesh, in_specs=in_specs, out_specs=heads, check_vma=False
+    )
     return per_device(*arguments)
 
 
 def _check_fields(mask: AttentionMask) -> None:
-    """Check that no field of a mask is lost on the way to the devices; raise ValueError if one is."""
+    """Check that all fields of a mask reach the devices. Raise ValueError if one does not."""
     for field in dataclasses.fields(mask):
-        if field.name not in PASSED_FIELDS | OTHER_FIELDS and getattr(mask, field.name) is not field.default:
+        if (
+            field.name not in PASSED_FIELDS | OTHER_FIELDS
+            and getattr(mask, field.name) is not field.default
+        ):
             raise ValueError(f"`{field.name}` of the mask is not passed to the devices")

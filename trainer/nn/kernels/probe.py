@@ -17,7 +17,7 @@ from jax import Array
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.attention_kernels import KERNEL_SPECS, DeviceKind
-from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels import KERNELS
@@ -27,21 +27,28 @@ from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.random_bits import RandomKey
 from trainer.nn.score_bias import ScoreBias
 
-NUM_ROWS, NUM_KV_HEADS, GROUP = 2, 2, 2
+NUM_ROWS = 2
+NUM_KV_HEADS = 2
+GROUP = 2
 LENGTH, TILE = 72, (32, 16)  # the last tile of queries is incomplete
 ACCELERATOR_LENGTH = 640  # several blocks of every kernel
-WINDOW, SOFTCAP, LAYER_SCALE, DROPOUT_RATE = 20, 2.0, 0.5, 0.25
+WINDOW = 20
+SOFTCAP = 2.0
+LAYER_SCALE = 0.5
+DROPOUT_RATE = 0.25
 BIAS = RelativePositionBias(num_buckets=8, max_distance=16, bidirectional=True)
 UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # halves the compile time
-NUM_ROUNDINGS = 8  # of an element, from scaled queries to a gradient: each rounds to the dtype of the computation
+# No optimization: it halves the compile time.
+CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+# From scaled queries to a gradient an element is rounded 8 times to the dtype of the computation.
+NUM_ROUNDINGS = 8
 
 Arrays = Mapping[str, Array]
 
 
 @cache
 def find_mismatch(name: str, needs: AttentionNeeds, device: DeviceKind) -> str:
-    """Run a kernel on a random case with the features of a run; return how it differs from the reference kernel.
+    """Run a kernel on a random case with the features of a run. Return how it differs from the reference kernel.
 
     Args:
         name: One of `KERNEL_NAMES`.
@@ -49,13 +56,14 @@ def find_mismatch(name: str, needs: AttentionNeeds, device: DeviceKind) -> str:
         device: Kind of JAX's default device.
 
     Returns:
-        Empty if output and gradients are equal within rounding; otherwise a phrase with the largest error, or with the
+        Empty if output and gradients are equal within rounding. Otherwise a phrase with the largest error, or with the
         exception that the kernel raised.
     """
     length = ACCELERATOR_LENGTH if KERNEL_SPECS[name].runs_per_device else LENGTH
     try:
         errors = relative_errors(KERNELS[name], needs, device, length=length)
-    except Exception as error:  # a failure of any kind means that the kernel does not work here
+    except Exception as error:
+        # A failure of any kind means that the kernel does not work here.
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
     array, largest = max(errors.items(), key=lambda item: (not np.isfinite(item[1]), item[1]))
     allowed = tolerance(needs, device, length)
@@ -71,7 +79,10 @@ def tolerance(needs: AttentionNeeds, device: DeviceKind, length: int) -> float:
     3.1). Accelerators round the factors of float32 products to bfloat16 or tf32 by default.
     """
     dtype = needs.dtype if device.platform == "cpu" else "bfloat16"
-    return NUM_ROUNDINGS * UNIT_ROUNDOFFS[dtype] + (needs.head_dim + length) * UNIT_ROUNDOFFS["float32"]
+    return (
+        NUM_ROUNDINGS * UNIT_ROUNDOFFS[dtype]
+        + (needs.head_dim + length) * UNIT_ROUNDOFFS["float32"]
+    )
 
 
 def relative_errors(
@@ -100,19 +111,22 @@ def relative_errors(
         for name, expected in jax.device_get(exact).items():
             difference = np.asarray(actual[name], np.float32) - expected
             error = float(np.linalg.norm(difference) / np.linalg.norm(expected))
-            errors[name] = float(np.maximum(errors.get(name, 0.0), error))  # unlike max, it keeps nan
+            # `np.maximum` keeps nan, and `max` drops it or not, by the order of its arguments.
+            errors[name] = float(np.maximum(errors.get(name, 0.0), error))
     return errors
 
 
-def _compile_and_run(function: Callable[[Arrays], Arrays], inputs: Arrays, device: DeviceKind) -> Arrays:
+def _compile_and_run(
+    function: Callable[[Arrays], Arrays], inputs: Arrays, device: DeviceKind
+) -> Arrays:
     """Run a function of arrays on JAX's default device."""
     options = CPU_OPTIONS if device.platform == "cpu" else None
     return jax.jit(function).lower(inputs).compile(compiler_options=options)(inputs)
 
 
 def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
-    """Return q, k, v, the gradient of the output, and the table of the bias; scores are of the order of 1."""
-    num_heads = NUM_KV_HEADS * (GROUP if Feature.GROUPED_HEADS in needs.features else 1)
+    """Return q, k, v, the gradient of the output, and the table of the bias. Scores are of the order of 1."""
+    num_heads = NUM_KV_HEADS * (GROUP if AttentionFeature.GROUPED_HEADS in needs.features else 1)
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> Array:
@@ -124,16 +138,21 @@ def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
         "v": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
         "output_gradient": normal(NUM_ROWS, length, num_heads, needs.head_dim),
     }
-    return inputs | ({"bias": normal(BIAS.num_buckets, num_heads)} if Feature.SCORE_BIAS in needs.features else {})
+    if AttentionFeature.SCORE_BIAS in needs.features:
+        inputs["bias"] = normal(BIAS.num_buckets, num_heads)
+    return inputs
 
 
 def _mask_kinds(needs: AttentionNeeds) -> Iterator[tuple[bool, int]]:
     """Yield whether the mask is causal, and its window, for each mask of the run."""
-    if needs.features.isdisjoint({Feature.WINDOW}) or Feature.MIXED_WINDOWS in needs.features:
+    if (
+        needs.features.isdisjoint({AttentionFeature.WINDOW})
+        or AttentionFeature.MIXED_WINDOWS in needs.features
+    ):
         yield True, FULL_ATTENTION
-    if Feature.WINDOW in needs.features:
+    if AttentionFeature.WINDOW in needs.features:
         yield True, WINDOW
-    if Feature.BIDIRECTIONAL in needs.features:
+    if AttentionFeature.BIDIRECTIONAL in needs.features:
         yield False, FULL_ATTENTION
 
 
@@ -141,7 +160,8 @@ def _output_and_gradients(
     kernel: AttentionKernel, inputs: Arrays, *, needs: AttentionNeeds, is_causal: bool, window: int
 ) -> dict[str, Array]:
     """Return the output of a kernel, and the gradients of its inputs."""
-    arch_config, options = _arch_config(needs), AttentionOptions("blockwise", *TILE)
+    arch_config = _arch_config(needs)
+    options = AttentionOptions("blockwise", *TILE)
 
     def attend(arrays: Arrays) -> Array:
         mask = _mask(needs, arrays, is_causal=is_causal, window=window)
@@ -150,36 +170,41 @@ def _output_and_gradients(
     differentiable = {name: array for name, array in inputs.items() if name != "output_gradient"}
     output, pullback = jax.vjp(attend, differentiable)
     (gradients,) = pullback(inputs["output_gradient"].astype(output.dtype))
-    return {"output": output, **{f"gradient of {name}": gradient for name, gradient in gradients.items()}}
+    return {
+        "output": output,
+        **{f"gradient of {name}": gradient for name, gradient in gradients.items()},
+    }
 
 
 def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int) -> AttentionMask:
     """Return a mask with the features of the run."""
     num_rows, length = arrays["q"].shape[:2]
     positions = jnp.arange(length)
-    starts = length * jnp.arange(1, num_rows + 1)[:, None] // (num_rows + 2)  # of the second segment, or of padding
+    # The first token of the second segment or of padding, another one in each row.
+    starts = length * jnp.arange(1, num_rows + 1)[:, None] // (num_rows + 2)
     mask = AttentionMask(positions, positions, window=window, is_causal=is_causal)
     changes: dict[str, Any] = {}
-    if Feature.SEGMENTS in needs.features and is_causal:
+    if AttentionFeature.SEGMENTS in needs.features and is_causal:
         segment_ids = (positions >= starts).astype(jnp.int32)
         changes |= {"q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
-    if Feature.KEY_PADDING in needs.features and not is_causal:
+    if AttentionFeature.KEY_PADDING in needs.features and not is_causal:
         changes["kv_valid"] = positions < starts
-    if Feature.SCORE_BIAS in needs.features:
+    if AttentionFeature.SCORE_BIAS in needs.features:
         changes["bias"] = ScoreBias(arrays["bias"], BIAS)
-    if Feature.DROPOUT in needs.features:
+    if AttentionFeature.DROPOUT in needs.features:
         row_keys = RandomKey(*jnp.arange(2 * num_rows, dtype=jnp.uint32).reshape(2, num_rows))
         head_ids = jnp.arange(arrays["q"].shape[2], dtype=jnp.uint32)
         changes["dropout"] = AttentionDropout(row_keys, head_ids, DROPOUT_RATE)
-    if Feature.FCM in needs.features and is_causal:
-        changes["kv_valid"] = jnp.broadcast_to(positions % 3 != 1, (num_rows, length))  # the first key is visible
-    if Feature.LAYER_SCALE in needs.features:
+    if AttentionFeature.FCM in needs.features and is_causal:
+        # A third of the keys is hidden, and never the first one, as in forgetful causal masking.
+        changes["kv_valid"] = jnp.broadcast_to(positions % 3 != 1, (num_rows, length))
+    if AttentionFeature.LAYER_SCALE in needs.features:
         changes["layer_score_scale"] = jnp.float32(LAYER_SCALE)
     return dataclasses.replace(mask, **changes)
 
 
 def _arch_config(needs: AttentionNeeds) -> ArchConfig:
-    """Return an architecture with the scores of the run; its softcap is small enough to change all scores."""
+    """Return an architecture with the scores of the run. Its softcap is small enough to change all scores."""
     return ArchConfig(
         norm="rms",
         norm_eps=1e-6,
@@ -190,5 +215,5 @@ def _arch_config(needs: AttentionNeeds) -> ArchConfig:
         rope=None,
         max_positions=0,
         init_std=1.0,
-        attn_logit_softcap=SOFTCAP if Feature.SOFTCAP in needs.features else NO_SOFTCAP,
+        attn_logit_softcap=SOFTCAP if AttentionFeature.SOFTCAP in needs.features else NO_SOFTCAP,
     )

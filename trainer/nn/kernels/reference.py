@@ -13,19 +13,20 @@ from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
-MASKED_SCORE = -1e30  # finite, so that the softmax of a row without any visible key is not nan
+# Finite, so that the softmax of a query without any visible key is not nan: -inf - -inf is.
+MASKED_SCORE = -1e30
 
 
 def reference_attention(
     q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask, options: AttentionOptions
 ) -> Array:
-    """Compute softmax(q k^T * scale) v in float32 (Vaswani et al. 2017, equation 1), with dropout after the softmax.
+    """Compute the formula of `trainer.nn.kernels` directly, with all scores in float32.
 
     In einsum subscripts `k` is a key and value head and `g` a query head of its group.
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]; K divides H.
+        kv: Keys and values [B, S, K, E]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias, dropout and the layer's score scale.
         options: Unused: there are no tiles.
@@ -35,6 +36,7 @@ def reference_attention(
     """
     b, t, num_heads, head_dim = q.shape
     k, v = kv
+    # [B, T, H, E] -> [B, T, K, G, E]: head h is query head h % G of group h // G
     grouped_q = q.reshape(b, t, k.shape[2], num_heads // k.shape[2], head_dim)
     scores = jnp.einsum("btkge,bske->bkgts", grouped_q, k, preferred_element_type=jnp.float32)
     scores = scores * arch_config.attn_scale
@@ -45,11 +47,15 @@ def reference_attention(
     if (bias := mask.score_bias()) is not None:
         scores = scores + bias.reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
-        visible = visible if visible.ndim == 2 else visible[:, None, None]
+        # [T, S] broadcasts as it is, and [B, T, S] becomes [B, 1, 1, T, S].
+        if visible.ndim == 3:
+            visible = visible[:, None, None]
         scores = jnp.where(visible, scores, MASKED_SCORE)
     probabilities = nn.softmax(scores, axis=-1)
     if visible is not None and mask.kv_valid is not None and mask.window != FULL_ATTENTION:
-        probabilities = jnp.where(visible, probabilities, 0)  # a window may have no valid key; blockwise returns 0 then
+        # A window over padding may have no valid key. The softmax is then uniform over hidden keys,
+        # and blockwise attention returns 0.
+        probabilities = jnp.where(visible, probabilities, 0)
     probabilities = mask.drop(probabilities).astype(v.dtype)
     output = jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
     return name_activation(output, "attention_output")

@@ -3,9 +3,21 @@
 Queries stay on their device. Keys and values visit all devices of the axes that split tokens, one hop at a time, with
 their labels, so that any order of the tokens is exact. Each device merges the outputs of its queries over the shards of
 keys by their log-sum-exp. In the backward pass the gradients of keys and values follow them, and one more hop takes
-them home. No hop waits for the attention to the shard that is there, so that the two may overlap.
+them home. No hop waits for the attention to the current shard, so that the two may overlap.
 
-Axes as in `blockwise`; in functions of one device B, T, S and K count its rows, tokens and heads.
+Example with 3 devices and shards 0, 1, 2 of keys. A device sends to the next one, so it holds
+earlier shards in later steps:
+
+    step       0    1    2
+    device 0   0    2    1
+    device 1   1    0    2
+    device 2   2    1    0
+
+In the backward pass the gradient of shard 2 is on device 2 in step 0, on device 0 in step 1 and on
+device 1 in step 2. The last hop takes it to device 2. `trainer.distributed.zigzag_order` has the
+tokens of each shard.
+
+Axes as in `blockwise`. In functions of one device B, T, S and K count its rows, tokens and heads.
 """
 
 from __future__ import annotations
@@ -31,7 +43,14 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
+from trainer.nn.kernels.tiles import (
+    Constants,
+    Labels,
+    TileConfig,
+    attend_in_tiles,
+    has_visible,
+    tile_config,
+)
 from trainer.nn.random_bits import RandomKey
 
 
@@ -66,14 +85,20 @@ class _Ring:
     def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
         rows: Any = PartitionSpec(self.row_axes)
         heads: Any = PartitionSpec(self.head_axes)
-        return dropout and dataclasses.replace(dropout, row_keys=RandomKey(rows, rows), head_ids=heads)
+        return dropout and dataclasses.replace(
+            dropout, row_keys=RandomKey(rows, rows), head_ids=heads
+        )
 
-    def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def map_devices(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """Return `function` with each device's shards as its arguments and results."""
-        return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def hop(self, tree: Any) -> Any:
-        """Send arrays to the next device of the ring, and receive those of the previous one."""
+        """Send arrays to the next device of the ring, and receive the arrays of the previous one."""
         pairs = [(shard, (shard + 1) % self.num_shards) for shard in range(self.num_shards)]
         return jax.tree.map(lambda array: lax.ppermute(array, self.token_axes, pairs), tree)
 
@@ -119,17 +144,19 @@ def ring_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]; K divides H, and the mesh splits both alike.
+        kv: Keys and values [B, S, K, E]. K divides H, and the mesh splits both alike.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias, dropout and the layer's score scale.
-        options: Sizes of tiles; larger tiles than a block of `token_order` would have keys that no query sees.
-        sharding: The device mesh and its rules; its number of token shards divides T and S.
+        options: Sizes of tiles. Larger tiles than a block of `zigzag_order` would have keys that no query sees.
+        sharding: The device mesh and its rules. Its number of token shards divides T and S.
 
     Returns:
         [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
     """
     assert sharding.device_mesh is not None
-    row_axes, token_axes, head_axes, _ = sharding.activation_axes(kv.keys.shape, "batch", "seq", "heads", "head_dim")
+    row_axes, token_axes, head_axes, _ = sharding.activation_axes(
+        kv.keys.shape, "batch", "seq", "heads", "head_dim"
+    )
     ring = _Ring(sharding.device_mesh, row_axes, token_axes, head_axes)
     num_blocks = RING_BLOCKS * ring.num_shards
     config = tile_config(
@@ -139,32 +166,55 @@ def ring_attention(
         kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1] // num_blocks),
     )
     config = dataclasses.replace(config, sharding=ShardingContext(), is_partial=True)
-    return attend_in_tiles(partial(_attend, config, ring), q, kv, mask, config, num_shards=ring.num_shards)
+    return attend_in_tiles(
+        partial(_attend, config, ring), q, kv, mask, config, num_shards=ring.num_shards
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+    config: TileConfig,
+    ring: _Ring,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_table: Array | None,
+    constants: Constants,
 ) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; each shard has whole tiles."""
+    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]. Each shard has whole tiles."""
     return _forward(config, ring, q, k, v, bias_table, constants)[0]
 
 
 def _forward(
-    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+    config: TileConfig,
+    ring: _Ring,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_table: Array | None,
+    constants: Constants,
 ) -> tuple[Array, Residuals]:
     specs = ring.specs(constants)
-    run = ring.map_devices(partial(_local_forward, config, ring), tuple(specs[:5]), tuple(specs[5:]))
+    run = ring.map_devices(
+        partial(_local_forward, config, ring), tuple(specs[:5]), tuple(specs[5:])
+    )
     arrays = run(q, k, v, bias_table, constants)
     output, log_normalizer = (name_activation(array, "attention_output") for array in arrays)
     return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
 
 
 def _local_forward(
-    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+    config: TileConfig,
+    ring: _Ring,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_table: Array | None,
+    constants: Constants,
 ) -> tuple[Array, Array]:
     """Compute the output and the log-sum-exp of the queries of one device."""
-    q, labels = lax.optimization_barrier((q, constants))  # against arrays of all tiles, as in `blockwise.forward`
+    # The barrier is the one of `blockwise.forward`: no masks of all tiles.
+    q, labels = lax.optimization_barrier((q, constants))
 
     def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:
         def merge(so_far: _PartialOutput) -> _PartialOutput:
@@ -175,35 +225,54 @@ def _local_forward(
         is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, merge, lambda same: same, so_far)
 
-    def step(carry: tuple[_PartialOutput, _Shard], _: None) -> tuple[tuple[_PartialOutput, _Shard], None]:
+    def step(
+        carry: tuple[_PartialOutput, _Shard], _: None
+    ) -> tuple[tuple[_PartialOutput, _Shard], None]:
         so_far, shard = carry
         return (attend(so_far, shard), ring.hop(shard)), None
 
-    nothing = _PartialOutput(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], LOWEST, jnp.float32))
+    nothing = _PartialOutput(
+        jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], LOWEST, jnp.float32)
+    )
     carry = (nothing, _Shard(k, v, labels.kv_labels))
+    # n - 1 hops bring all n shards to each device. The last shard is not sent on.
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
     output, log_normalizer = attend(so_far, last_shard)
     return output.astype(v.dtype), log_normalizer
 
 
 def _merge(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
-    """Return the attention to the keys of both."""
+    """Merge the attention to two sets of keys into the attention to their union.
+
+    With Z = exp(L), the sum of the exponentials of the scores of a set:
+
+        Z = Z_a + Z_b,  O = (Z_a O_a + Z_b O_b) / Z = exp(L_a - L) O_a + exp(L_b - L) O_b
+    """
     log_normalizer = jnp.logaddexp(a.log_normalizer, b.log_normalizer)
-    outputs = (part.output * jnp.exp(part.log_normalizer - log_normalizer)[..., None] for part in (a, b))
-    return _PartialOutput(sum(outputs, start=jnp.float32(0)), log_normalizer)
+    output = jnp.float32(0)
+    for part in (a, b):
+        output = output + part.output * jnp.exp(part.log_normalizer - log_normalizer)[..., None]
+    return _PartialOutput(output, log_normalizer)
 
 
-def _backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+def _backward(
+    config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array
+) -> tuple[Any, ...]:
     specs = ring.specs(saved.constants)
-    run = ring.map_devices(partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:4]))
+    run = ring.map_devices(
+        partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:4])
+    )
     return *run(saved, output_gradient), None
 
 
-def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+def _local_backward(
+    config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array
+) -> tuple[Any, ...]:
     """Compute the gradients of the queries, keys and values of one device, and of the bias table."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     zeros = jax.tree.map(
-        lambda array: jnp.zeros(array.shape, jnp.float32), _Gradients(saved.q, saved.k, saved.v, saved.bias_table)
+        lambda array: jnp.zeros(array.shape, jnp.float32),
+        _Gradients(saved.q, saved.k, saved.v, saved.bias_table),
     )
 
     def shard_gradients(shard: _Shard) -> _Gradients:
@@ -216,7 +285,8 @@ def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gr
         return lax.cond(is_visible, compute, lambda: zeros)
 
     def add(so_far: _Gradients, shard: _Shard) -> _Gradients:
-        d_k, d_v = ring.hop((so_far.k, so_far.v))  # those of the shard that is here now
+        # The gradients follow their shard: after the hop they belong to the current shard.
+        d_k, d_v = ring.hop((so_far.k, so_far.v))
         return jax.tree.map(jnp.add, so_far._replace(k=d_k, v=d_v), shard_gradients(shard))
 
     def step(carry: tuple[_Gradients, _Shard], _: None) -> tuple[tuple[_Gradients, _Shard], None]:
@@ -226,10 +296,13 @@ def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gr
     carry = (zeros, _Shard(saved.k, saved.v, labels.kv_labels))
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
     gradients = add(so_far, last_shard)
+    # After n - 1 hops the gradients are one device before the device of their shard.
     d_k, d_v = ring.hop((gradients.k, gradients.v))
     d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
     inputs = (saved.q, saved.k, saved.v, saved.bias_table)
-    return jax.tree.map(lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table), inputs)
+    return jax.tree.map(
+        lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table), inputs
+    )
 
 
 _attend.defvjp(_forward, _backward)

@@ -14,18 +14,20 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP
 
-LANES = 128  # of a vector register of a TPU; the length of a block is a multiple of it
-MAX_BLOCK = 512  # tokens
+# A vector register of a TPU has 128 lanes, and the length of a block is a multiple of it.
+LANES = 128
+# The largest block, in tokens.
+MAX_BLOCK = 512
 BLOCK_FIELDS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
 RowKernel = Callable[[Array, Array, Array, Array | None], Array]
 
 
 class BlockMask(splash.LocalMask):
-    """A causal mask with an optional window, which knows the blocks that are hidden or visible as a whole.
+    """A causal mask with an optional window and a shortcut for uniform blocks.
 
-    The kernel computes the mask of a block itself, and asks here only whether any or all of its keys are visible.
-    Without the shortcut that takes minutes for 131,072 tokens.
+    The kernel computes the mask of a block itself. It reads this mask only to find out whether any
+    or all keys of a block are visible. Without the shortcut that takes minutes for 131,072 tokens.
     """
 
     def __init__(self, length: int, window: int) -> None:
@@ -33,16 +35,23 @@ class BlockMask(splash.LocalMask):
         super().__init__((length, length), (num_earlier, 0), 0)
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        """Return the mask of a block; of hidden and visible blocks as an array of one element."""
+        """Return the mask of a block, as an array of one element if all or no keys are visible."""
         queries, keys = idx
-        nearest, farthest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
+        # The distances between a query and a key of the block are from `nearest` to `farthest`,
+        # e.g. queries 4 to 7 and keys 0 to 3 have distances from 1 to 7.
+        nearest = queries.start - (keys.stop - 1)
+        farthest = queries.stop - 1 - keys.start
         num_earlier = farthest if self.window_size[0] is None else self.window_size[0]
         if farthest < 0 or nearest > num_earlier:
             return np.zeros((1, 1), bool)
-        return np.ones((1, 1), bool) if nearest >= 0 and farthest <= num_earlier else super().__getitem__(idx)
+        if nearest >= 0 and farthest <= num_earlier:
+            return np.ones((1, 1), bool)
+        return super().__getitem__(idx)
 
 
-def make_row_kernel(length: int, *, num_heads: int, window: int, softcap: float, interpret: bool) -> RowKernel:
+def make_row_kernel(
+    length: int, *, num_heads: int, window: int, softcap: float, interpret: bool
+) -> RowKernel:
     """Return the kernel of one row.
 
     Args:
@@ -65,7 +74,9 @@ def make_row_kernel(length: int, *, num_heads: int, window: int, softcap: float,
     )
 
     def attend_row(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-        return kernel(q, k, v, None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids))
+        return kernel(
+            q, k, v, None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
+        )
 
     return attend_row
 

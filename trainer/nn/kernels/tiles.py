@@ -19,16 +19,19 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.token_axis import pad_tokens, unpad_tokens
 
-FAR = 1 << 30  # beyond all positions
-Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments match no real segment
+# Beyond all positions, which are below 2^30 so that differences of two fit into int32.
+FAR = 1 << 30
+# Position and segment of padding. They differ, so that padding queries do not match padding keys.
+Q_PADDING = -1
+KV_PADDING = -2
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys.
 
-    With `is_partial` the keys are a part of the visible ones: outputs and gradients are float32, to be added to those
-    of the other keys.
+    With `is_partial` the keys are only a part of the visible keys. Outputs and gradients are then float32, because
+    the caller merges them over all parts.
     """
 
     q_size: int
@@ -66,7 +69,9 @@ class Constants(NamedTuple):
 TileFunction = Callable[[Array, Array, Array, "Array | None", Constants], Array]
 
 
-def tile_config(arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int) -> TileConfig:
+def tile_config(
+    arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int
+) -> TileConfig:
     """Return the static settings of a call with tiles of these sizes."""
     return TileConfig(
         q_size=q_size,
@@ -81,7 +86,13 @@ def tile_config(arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv
 
 
 def attend_in_tiles(
-    attend: TileFunction, q: Array, kv: KV, mask: AttentionMask, config: TileConfig, *, num_shards: int = 1
+    attend: TileFunction,
+    q: Array,
+    kv: KV,
+    mask: AttentionMask,
+    config: TileConfig,
+    *,
+    num_shards: int = 1,
 ) -> Array:
     """Pad queries and keys to whole tiles, attend, and remove the padding.
 
@@ -91,22 +102,28 @@ def attend_in_tiles(
         kv: Keys and values [B, S, K, E].
         mask: Visible keys, score bias, dropout and the layer's score scale.
         config: Sizes of tiles.
-        num_shards: Number of shards of T and S on the mesh; each is padded.
+        num_shards: Number of shards of T and S on the mesh. Each is padded.
 
     Returns:
         [B, T, H, E].
     """
     b, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = kv.keys.shape[1:3]
-    q_padding, kv_padding = -(num_queries // num_shards) % config.q_size, -(num_keys // num_shards) % config.kv_size
-    pad_q, pad_kv = (partial(pad_tokens, count=count, num_shards=num_shards) for count in (q_padding, kv_padding))
-    valid = jnp.ones((1, num_keys), bool) if mask.kv_valid is None else mask.kv_valid
-    constants = Constants(
-        _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING),
-        _pad_labels(Labels(mask.kv_positions, mask.kv_segment_ids, valid), pad_kv, KV_PADDING),
-        jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
-        mask.dropout,
-    )
+    # e.g. 10 queries of a shard in tiles of 4 get 2 more
+    q_padding = -(num_queries // num_shards) % config.q_size
+    kv_padding = -(num_keys // num_shards) % config.kv_size
+    pad_q = partial(pad_tokens, count=q_padding, num_shards=num_shards)
+    pad_kv = partial(pad_tokens, count=kv_padding, num_shards=num_shards)
+    valid = mask.kv_valid
+    if valid is None:
+        valid = jnp.ones((1, num_keys), bool)
+    q_labels = _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING)
+    kv_labels = Labels(mask.kv_positions, mask.kv_segment_ids, valid)
+    kv_labels = _pad_labels(kv_labels, pad_kv, KV_PADDING)
+    score_scale = mask.layer_score_scale
+    if score_scale is None:
+        score_scale = jnp.float32(1)
+    constants = Constants(q_labels, kv_labels, score_scale, mask.dropout)
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     bias_table = None if mask.bias is None else mask.bias.table
     output = attend(pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, constants)
@@ -114,7 +131,10 @@ def attend_in_tiles(
 
 
 def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
-    """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
+    """Add a row axis to all labels and append padding.
+
+    A padding key is not valid, so that no query sees it.
+    """
     return Labels(
         _pad_label(labels.positions, pad, padding_id),
         _pad_label(labels.segment_ids, pad, padding_id),
@@ -124,11 +144,19 @@ def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> L
 
 def _pad_label(label: Array | None, pad: Callable[..., Array], fill: int | bool) -> Array | None:
     """Return a label as [B or 1, T], with padding."""
-    return None if label is None else pad(label if label.ndim == 2 else label[None], fill=fill)
+    if label is None:
+        return None
+    if label.ndim == 1:
+        label = label[None]
+    return pad(label, fill=fill)
 
 
 def has_visible(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> Array:
-    """Return whether a tile or shard may have a visible key, bool []; false only if it has none."""
+    """Return whether a tile or shard may have a visible key, bool [].
+
+    Only the ranges of positions and segments are compared. False means that no key is visible, true
+    that one may be.
+    """
     assert kv_labels.valid is not None
     visible = kv_labels.valid.any()
     if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:

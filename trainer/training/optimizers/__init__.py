@@ -39,7 +39,9 @@ def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
     return Optimizer(
         rule=RULE_BUILDERS[table.type](table),
         lr_schedule=build_lr_schedule(table, steps),
-        decay=WeightDecay(table.weight_decay, table.decay_embeddings, table.decay_exclude, table.decay_include),
+        decay=WeightDecay(
+            table.weight_decay, table.decay_embeddings, table.decay_exclude, table.decay_include
+        ),
         clip_norm=table.clip_norm,
         freeze=table.freeze,
         moment_dtype=table.moment_dtype,

@@ -13,22 +13,25 @@ from trainer.training.optimizers.factored_moments import by_matrix, scale_by_fac
 from trainer.training.optimizers.scaling import add_scaled_decay, scale_by_rate
 from trainer.training.optimizers.weight_decay import WeightDecay
 
-PALM_REFERENCE_DECAY = 1e-4  # the weight decay of palm that decays by the square of the learning rate
+PALM_REFERENCE_DECAY = (
+    1e-4  # the weight decay of palm that decays by the square of the learning rate
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Adafactor:
     """Adafactor (arXiv:1804.04235), with means over the matrices of each layer.
 
-    Root mean squares are of these matrices too. With `scales_stacked` they are of whole leaves, as in optax: a leaf of
-    stacked layers then has one scale for all layers.
+    Root mean squares are of these matrices too. With `scales_stacked` they are of whole leaves, as
+    in optax: a leaf of stacked layers then has one scale for all layers.
 
     Attributes:
         decay_rate: Power r of the decay rate 1 - step^-r of the second moment.
-        min_factored_size: Smallest dim of a matrix whose second moment is factored; 0 for no factors.
-        clip_threshold: Maximum root mean square of updates; 0 for no limit.
+        min_factored_size: Smallest dim of a matrix whose second moment is factored. 0 means no
+            factors.
+        clip_threshold: Maximum root mean square of updates. 0 means no limit.
         scale_by_parameter: Whether to multiply updates by the root mean square of the parameter.
-        momentum: Decay rate of the average of updates; 0 for none.
+        momentum: Decay rate of the average of updates. 0 keeps no average.
         decay_power: Power of the learning rate by which weight decay is multiplied.
         reference_decay: Divisor of the rate of weight decay.
         scales_stacked: Whether root mean squares are of whole leaves.
@@ -46,22 +49,33 @@ class Adafactor:
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the chain in the order of `optax.adafactor`; see `UpdateRule`.
+        """Return the chain in the order of `optax.adafactor`.
 
-        The momentum averages updates that are scaled by the learning rates of their steps.
+        See `UpdateRule`. The momentum averages updates that are scaled by the learning rates of
+        their steps.
         """
-        clip = optax.clip_by_block_rms(self.clip_threshold) if self.clip_threshold else optax.identity()
-        scale = optax.scale_by_param_block_rms() if self.scale_by_parameter else optax.identity()
+        clip = optax.identity()
+        if self.clip_threshold:
+            # u / max(1, rms(u) / d), arXiv:1804.04235, section 6
+            clip = optax.clip_by_block_rms(self.clip_threshold)
+        scale = optax.identity()
+        if self.scale_by_parameter:
+            # u * max(1e-3, rms(x)), arXiv:1804.04235, section 8
+            scale = optax.scale_by_param_block_rms()
+        momentum = optax.identity()
+        if self.momentum:
+            momentum = optax.ema(self.momentum, debias=False)
         if not self.scales_stacked:
             clip = by_matrix(clip, leaves)
             scale = by_matrix(scale, leaves)
+        decay_rate = decay.rate / self.reference_decay
         return optax.named_chain(
             ("rms", scale_by_factored_moments(leaves, self.decay_rate, self.min_factored_size)),
             ("clip", clip),
             ("rate", scale_by_rate()),
             ("scale", scale),
-            ("momentum", optax.ema(self.momentum, debias=False) if self.momentum else optax.identity()),
-            ("decay", add_scaled_decay(decay.rate / self.reference_decay, decay.mask(leaves), self.decay_power)),
+            ("momentum", momentum),
+            ("decay", add_scaled_decay(decay_rate, decay.mask(leaves), self.decay_power)),
         )
 
 

@@ -30,7 +30,10 @@ class AdamW:
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the chain of Adam, weight decay and learning rate; see `UpdateRule`."""
+        """Return the chain of Adam, weight decay and learning rate.
+
+        See `UpdateRule`.
+        """
         return optax.named_chain(
             ("adam", optax.scale_by_adam(self.b1, self.b2, self.eps)),
             ("decay", decay.transformation(leaves)),

@@ -20,12 +20,13 @@ from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_t
 
 
 class FactoredMoments(NamedTuple):
-    """Second moments: `v_row` and `v_col` of factored leaves, `v` of all others.
+    """Second moments: `v_row` and `v_col` of factored leaves, `v` of all other leaves.
 
     The leaves of `v_row` and `v_col` keep the axes that they are means over, with extent 1.
     """
 
-    count: Any  # int32 []; a tuple has a method of this name
+    # int32 []. `Any`, since a tuple has a method of this name.
+    count: Any
     v_row: Tree
     v_col: Tree
     v: Tree
@@ -41,21 +42,31 @@ class MatrixView:
 
     @staticmethod
     def of(leaf: ParamLeaf) -> MatrixView:
-        """Return the view of a leaf; a leaf that has no matrices has one vector per layer."""
+        """Return the view of a leaf.
+
+        A leaf without matrices has one vector per layer.
+        """
         if axes := matrix_axes(leaf):
             return MatrixView(axes.batch, axes.rows, axes.columns)
         batch = () if leaf.stack_axis is None else (leaf.stack_axis,)
-        return MatrixView(batch, tuple(axis for axis in range(len(leaf.dims)) if axis not in batch), ())
+        rows = tuple(axis for axis in range(len(leaf.dims)) if axis not in batch)
+        return MatrixView(batch, rows, ())
 
     def flatten(self, x: Array) -> Array:
-        """Return a leaf, or a statistic with axes of extent 1, as [B, R, C]."""
-        groups = (self.batch, self.rows, self.columns)
-        return x.transpose(self._order).reshape([math.prod(x.shape[axis] for axis in group) for group in groups])
+        """Return a leaf, or a statistic with axes of extent 1, as [B, R, C].
+
+        For example, attention queries [layers, embed, heads, head_dim] become [layers, embed, heads * head_dim].
+        """
+        extents: list[int] = []
+        for group in (self.batch, self.rows, self.columns):
+            extents.append(math.prod(x.shape[axis] for axis in group))
+        return x.transpose(self._order).reshape(extents)
 
     def restore(self, x: Array, shape: Sequence[int]) -> Array:
         """Return [B, R, C] as a leaf of this shape."""
         order = self._order
         transposed = x.reshape([shape[axis] for axis in order])
+        # The inverse permutation: order (2, 0, 1) is undone by (1, 2, 0).
         return transposed.transpose([order.index(axis) for axis in range(len(order))])
 
     @property
@@ -74,7 +85,10 @@ def by_matrix(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def update_leaf(view: MatrixView, update: Array, param: Array) -> Array:
-            return view.restore(jax.vmap(apply)(view.flatten(update), view.flatten(param)), update.shape)
+            # [B, R, C] -> B calls on [R, C]: each layer of a stacked leaf is a matrix, as without
+            # stacking.
+            matrices = jax.vmap(apply)(view.flatten(update), view.flatten(param))
+            return view.restore(matrices, update.shape)
 
         return jax.tree.map(update_leaf, views, updates, params), state
 
@@ -86,33 +100,60 @@ def scale_by_factored_moments(
 ) -> optax.GradientTransformation:
     """Return `optax.scale_by_factored_rms` of the matrices of each layer.
 
+    A factored second moment V [R, C] is estimated from its row means r [R] and column means c [C]:
+    V = r c^T / mean(r) (Adafactor, arXiv:1804.04235, algorithm 4). It takes R + C values instead of
+    R * C.
+
     Args:
         leaves: Parameters by path.
         decay_rate: Power r of the decay rate 1 - step^-r.
-        min_factored_size: Smallest dim of a factored matrix; 0 for no factors.
+        min_factored_size: Smallest dim of a factored matrix. 0 means no factors.
     """
-    factored = {path: factored_axes(leaf, min_factored_size) for path, leaf in leaves.items() if min_factored_size}
+    factored: dict[str, FactoredAxes] = {}
+    if min_factored_size:
+        for path, leaf in leaves.items():
+            axes = factored_axes(leaf, min_factored_size)
+            if axes:
+                factored[path] = axes
 
     def init(params: Any) -> FactoredMoments:
-        means = {path: axes for path, axes in factored.items() if axes}
-        v_row = {path: _zeros(reduce_leaf(leaves[path], axes.row_mean)) for path, axes in means.items()}
-        v_col = {path: _zeros(reduce_leaf(leaves[path], axes.col_mean)) for path, axes in means.items()}
-        v = {path: jnp.zeros_like(leaf) for path, leaf in flatten_tree(params).items() if path not in means}
-        return FactoredMoments(jnp.zeros((), jnp.int32), *map(unflatten_tree, (v_row, v_col, v)))
+        v_row: dict[str, Array] = {}
+        v_col: dict[str, Array] = {}
+        v: dict[str, Array] = {}
+        for path, axes in factored.items():
+            v_row[path] = _zeros(reduce_leaf(leaves[path], axes.row_mean))
+            v_col[path] = _zeros(reduce_leaf(leaves[path], axes.col_mean))
+        for path, param in flatten_tree(params).items():
+            if path not in factored:
+                v[path] = jnp.zeros_like(param)
+        return FactoredMoments(
+            jnp.zeros((), jnp.int32),
+            v_row=unflatten_tree(v_row),
+            v_col=unflatten_tree(v_col),
+            v=unflatten_tree(v),
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, FactoredMoments]:
-        moment_trees = {name: flatten_tree(getattr(state, name)) for name in ("v_row", "v_col", "v")}
+        names = ("v_row", "v_col", "v")
+        old_moments = {name: flatten_tree(getattr(state, name)) for name in names}
+        new_moments: dict[str, dict[str, Array]] = {name: {} for name in names}
         flat_params = flatten_tree(params)
         new_updates: dict[str, Array] = {}
-        new_moments: dict[str, dict[str, Array]] = {name: {} for name in moment_trees}
         for path, gradient in flatten_tree(updates).items():
             rule = _LeafRule(MatrixView.of(leaves[path]), factored.get(path), decay_rate)
-            moments = {name: values[path] for name, values in moment_trees.items() if path in values}
-            new_updates[path], moments = rule.update(gradient, moments, flat_params[path], count=state.count)
+            # A factored leaf has `v_row` and `v_col`, another leaf has `v`.
+            moments: dict[str, Array] = {}
+            for name in names:
+                if path in old_moments[name]:
+                    moments[name] = old_moments[name][path]
+            new_updates[path], moments = rule.update(
+                gradient, moments, flat_params[path], count=state.count
+            )
             for name, value in moments.items():
                 new_moments[name][path] = value
         count: Any = optax.safe_increment(state.count)
-        return unflatten_tree(new_updates), FactoredMoments(count, *map(unflatten_tree, new_moments.values()))
+        new_state = FactoredMoments(count, *map(unflatten_tree, new_moments.values()))
+        return unflatten_tree(new_updates), new_state
 
     return optax.GradientTransformation(init, update)
 
@@ -135,21 +176,32 @@ class _LeafRule:
         """Return the update, and the new moments by name, in the shapes of the old ones."""
         names = tuple(moments)
         matrices = [self.view.flatten(x) for x in (gradient, param, *moments.values())]
-        results = jax.vmap(self._update_matrix(names, count))(*matrices)
-        shapes = [gradient.shape, *(moment.shape for moment in moments.values())]
-        update, *new = (self.view.restore(x, shape) for x, shape in zip(results, shapes, strict=True))
-        return update, dict(zip(names, new, strict=True))
+        new_update, *new_values = jax.vmap(self._update_matrix(names, count))(*matrices)
+        new_moments: dict[str, Array] = {}
+        for name, value in zip(names, new_values, strict=True):
+            new_moments[name] = self.view.restore(value, moments[name].shape)
+        return self.view.restore(new_update, gradient.shape), new_moments
 
-    def _update_matrix(self, names: Sequence[str], count: Array) -> Callable[..., tuple[Array, ...]]:
-        rms = optax.scale_by_factored_rms(self.factored is not None, self.decay_rate, min_dim_size_to_factor=1)
+    def _update_matrix(
+        self, names: Sequence[str], count: Array
+    ) -> Callable[..., tuple[Array, ...]]:
+        rms = optax.scale_by_factored_rms(
+            self.factored is not None, self.decay_rate, min_dim_size_to_factor=1
+        )
         placeholder = jnp.zeros((1,), jnp.float32)
 
         def update(gradient: Array, param: Array, *moments: Array) -> tuple[Array, ...]:
-            """Update one matrix [R, C] with its moments; those of factors have an extent of 1."""
-            flat = {name: x.reshape(-1) if name != "v" else x for name, x in zip(names, moments, strict=True)}
-            fields = {"v_row": placeholder, "v_col": placeholder, "v": placeholder} | flat
+            """Update one matrix [R, C]. Factored moments have the shapes [R, 1] and [1, C]."""
+            # optax keeps factors as vectors, and an array of one element for each absent moment.
+            fields = {"v_row": placeholder, "v_col": placeholder, "v": placeholder}
+            for name, moment in zip(names, moments, strict=True):
+                fields[name] = moment if name == "v" else moment.reshape(-1)
+            # `min_dim_size_to_factor=1` lets optax factor every matrix here: `factored_axes` has
+            # chosen the leaves already.
             scaled, state = rms.update(gradient, optax.FactoredState(count, **fields), param)
-            new = (getattr(state, name).reshape(x.shape) for name, x in zip(names, moments, strict=True))
+            new: list[Array] = []
+            for name, moment in zip(names, moments, strict=True):
+                new.append(getattr(state, name).reshape(moment.shape))
             return scaled, *new  # pyright: ignore[reportReturnType]
 
         return update

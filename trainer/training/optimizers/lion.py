@@ -28,7 +28,10 @@ class Lion:
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the chain of Lion, weight decay and learning rate; see `UpdateRule`."""
+        """Return the chain of Lion, weight decay and learning rate.
+
+        See `UpdateRule`.
+        """
         return optax.named_chain(
             ("lion", optax.scale_by_lion(self.b1, self.b2)),
             ("decay", decay.transformation(leaves)),

@@ -15,8 +15,10 @@ from trainer.recipe import warmup_decay
 from trainer.recipe.optimizer_tables import PALM_REFERENCE_LR, OptimizerTable, PalmTable
 from trainer.recipe.resolve import OPEN_SCHEDULES
 
-LATER_FIELDS = ("initial", "cooldown")  # absent from manifests that were written before
-OPEN_FIELDS = ("end", "decay")  # of schedules that reach no end, these have no effect
+# Absent in the manifests of earlier versions. At their defaults they are not written.
+LATER_FIELDS = ("initial", "cooldown")
+# Without effect in schedules that reach no end
+OPEN_FIELDS = ("end", "decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,9 @@ class LRSchedule:
 
     Attributes:
         peak: Learning rate after warmup.
-        end: Learning rate from step `decay` on; not used by `constant` and `rsqrt`.
-        kind: Shape of the decay. `constant` keeps `peak`, `wsd` keeps it until the last `cooldown` steps, and `rsqrt`
-            multiplies it by sqrt(warmup / step).
+        end: Learning rate from step `decay` on. Not used by `constant` and `rsqrt`.
+        kind: Shape of the decay. `constant` keeps `peak`, `wsd` keeps it until the last `cooldown`
+            steps, and `rsqrt` multiplies it by sqrt(warmup / step).
         warmup: Steps of warmup.
         decay: Step at which the decay ends, counted from 0 with warmup included.
         initial: Learning rate of step 0, if there is warmup.
@@ -45,12 +47,15 @@ class LRSchedule:
     def learning_rate(self, step: Array) -> Array:
         """Compute the learning rate, float32 [], of the update with index `step` (the first is 0)."""
         step = jnp.asarray(step, jnp.float32)
+        # The divisor 1 without warmup avoids 0 / 0. `where` below then never selects the rise.
         rise = self.initial + (self.peak - self.initial) * step / max(self.warmup, 1)
         return jnp.where(step < self.warmup, rise, self._after_warmup(step))
 
     def _after_warmup(self, step: Array) -> Array:
         if self.kind == "rsqrt":
             start = float(max(self.warmup, 1))
+            # peak * sqrt(warmup / step): at step = warmup it is `peak`, at step = 4 * warmup half
+            # of it.
             return self.peak * math.sqrt(start) / jnp.sqrt(jnp.maximum(step, start))
         start = self.decay - self.cooldown if self.kind == "wsd" else self.warmup
         progress = jnp.clip((step - start) / max(self.decay - start, 1), 0.0, 1.0)
@@ -68,19 +73,25 @@ class LRSchedule:
         return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
 
 
-def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which two schedules of manifests differ, without those that have no effect in both.
+def changed_fields(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which two schedules of manifests differ, except fields without effect in both.
 
     Args:
         before: Fields of the manifest of a checkpoint.
         after: Fields of the resuming run.
 
     Returns:
-        The value before and after, by field; None for a missing one.
+        The value before and after, by field. None if the field is missing.
     """
     is_open = {before.get("kind"), after.get("kind")} <= {*OPEN_SCHEDULES}
     names = [name for name in {**before, **after} if not (is_open and name in OPEN_FIELDS)]
-    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+    return {
+        name: (before.get(name), after.get(name))
+        for name in names
+        if before.get(name) != after.get(name)
+    }
 
 
 def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
@@ -90,7 +101,8 @@ def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
         UsageError: The decay would end before the warm-up does.
     """
     schedule = warmup_decay(table, steps)
-    peak, initial = table.lr, table.init_lr
+    peak = table.lr
+    initial = table.init_lr
     if isinstance(table, PalmTable) and table.schedule == "rsqrt":
         peak = initial = table.lr / PALM_REFERENCE_LR / math.sqrt(max(schedule.warmup_steps, 1))
     return LRSchedule(

@@ -24,16 +24,18 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 class Muon:
     """Orthogonalized momentum for each matrix of each layer.
 
-    The momentum is corrected for its bias as in `optax.contrib.muon`: with Nesterov's momentum, the first steps differ
-    from the original post (https://kellerjordan.github.io/posts/muon/), which has no correction. Embeddings, the head,
-    norms and biases have Adam. The Newton-Schulz iterations are in float32.
+    The momentum is corrected for its bias as in `optax.contrib.muon`: with Nesterov's momentum, the
+    first steps differ from the original post (https://kellerjordan.github.io/posts/muon/), which
+    has no correction. Embeddings, the head, norms and biases have Adam. The Newton-Schulz
+    iterations are in float32.
 
     Attributes:
         momentum: Decay rate of the momentum.
         nesterov: Whether to use Nesterov's momentum.
         bias_correction: Whether to correct the bias of the momentum.
         newton_schulz_steps: Iterations of the orthogonalization.
-        update_rms: Root mean square of the updates (arXiv:2502.16982); 0 to scale them by sqrt(max(1, rows / columns)).
+        update_rms: Root mean square of the updates (arXiv:2502.16982). 0 scales them by
+            sqrt(max(1, rows / columns)) instead.
         b1: Decay rate of Adam's first moment.
         b2: Decay rate of Adam's second moment.
         eps: Added to Adam's denominator, and to the norm of a matrix.
@@ -51,11 +53,18 @@ class Muon:
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the chain of Muon, Adam, weight decay and learning rate; see `UpdateRule`."""
-        axes = {path: matrix_axes(leaf) if is_layer_matrix(leaf) else None for path, leaf in leaves.items()}
+        """Return the chain of Muon, Adam, weight decay and learning rate.
+
+        See `UpdateRule`.
+        """
+        axes: dict[str, MatrixAxes | None] = {}
+        factors: dict[str, float] = {}
+        for path, leaf in leaves.items():
+            leaf_axes = matrix_axes(leaf) if is_layer_matrix(leaf) else None
+            axes[path] = leaf_axes
+            factors[path] = self._factor(leaf, leaf_axes) if leaf_axes else 1.0
         is_matrix = unflatten_tree({path: value is not None for path, value in axes.items()})
         is_other = jax.tree.map(lambda value: not value, is_matrix)
-        factors = {path: self._factor(leaves[path], value) if value else 1.0 for path, value in axes.items()}
         return optax.named_chain(
             ("muon", optax.masked(self._scale_by_muon(axes), is_matrix)),
             ("scale", _scale_leaves(unflatten_tree(factors))),
@@ -65,11 +74,18 @@ class Muon:
         )
 
     def _scale_by_muon(self, axes: Mapping[str, MatrixAxes | None]) -> optax.GradientTransformation:
-        """Return Muon for the leaves with matrix axes; the others are masked."""
-        dimension_numbers = {
-            path: optax.contrib.MuonDimensionNumbers(value.columns, value.rows) if value else optax.MaskedNode()
-            for path, value in axes.items()
-        }
+        """Return Muon for the leaves with matrix axes.
+
+        Other leaves are masked.
+        """
+        dimension_numbers: dict[str, Any] = {}
+        for path, value in axes.items():
+            dimension_numbers[path] = optax.MaskedNode()
+            if value:
+                # Reduction axes, then output axes: a matrix [R, C] maps C inputs to R outputs.
+                dimension_numbers[path] = optax.contrib.MuonDimensionNumbers(
+                    value.columns, value.rows
+                )
         scale = partial(
             optax.contrib.scale_by_muon,
             ns_steps=self.newton_schulz_steps,
@@ -78,10 +94,12 @@ class Muon:
         )
         if self.bias_correction:
             return scale(beta=self.momentum, nesterov=self.nesterov)
-        # Without a momentum of its own, optax corrects nothing, and only orthogonalizes.
+        # With beta=0 optax applies no momentum and no correction. It only orthogonalizes.
         return self._with_plain_momentum(scale(beta=0.0, nesterov=False))
 
-    def _with_plain_momentum(self, orthogonalize: optax.GradientTransformation) -> optax.GradientTransformation:
+    def _with_plain_momentum(
+        self, orthogonalize: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
         """Return Muon with the momentum of the original post, from gradients g and the decay rate b.
 
         The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
@@ -101,8 +119,13 @@ class Muon:
 
     def _factor(self, leaf: ParamLeaf, axes: MatrixAxes) -> float:
         """Return the factor of the orthogonal updates of a leaf."""
-        rows, columns = (math.prod(leaf.shape[axis] for axis in group) for group in (axes.rows, axes.columns))
-        return math.sqrt(max(rows, columns)) * self.update_rms if self.update_rms else math.sqrt(max(1, rows / columns))
+        rows = math.prod(leaf.shape[axis] for axis in axes.rows)
+        columns = math.prod(leaf.shape[axis] for axis in axes.columns)
+        if not self.update_rms:
+            return math.sqrt(max(1, rows / columns))
+        # An orthogonal [R, C] matrix has min(R, C) singular values of 1, so its root mean square is
+        # sqrt(min(R, C) / (R C)) = 1 / sqrt(max(R, C)) (arXiv:2502.16982, lemma 1).
+        return math.sqrt(max(rows, columns)) * self.update_rms
 
 
 def _scale_leaves(factors: Tree) -> optax.GradientTransformation:
@@ -119,5 +142,14 @@ def _scale_leaves(factors: Tree) -> optax.GradientTransformation:
 
 def build_muon(table: MuonTable) -> Muon:
     """Build Muon from its recipe table."""
-    names = ("momentum", "nesterov", "bias_correction", "newton_schulz_steps", "update_rms", "b1", "b2", "eps")
+    names = (
+        "momentum",
+        "nesterov",
+        "bias_correction",
+        "newton_schulz_steps",
+        "update_rms",
+        "b1",
+        "b2",
+        "eps",
+    )
     return Muon(**{name: getattr(table, name) for name in names})

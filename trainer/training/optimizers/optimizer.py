@@ -1,4 +1,4 @@
-"""An optimizer: its update rule, learning rate, weight decay, and what it keeps between steps."""
+"""An optimizer: its update rule, learning rate, weight decay and state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class UpdateRule(Protocol):
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the optax transformation of clipped gradients; the step computes params - update.
+        """Return the optax transformation of clipped gradients.
 
-        Its update takes the `learning_rate` as an extra argument, 1 by default.
+        The step computes params - update. Its update takes the `learning_rate` as an extra
+        argument, 1 by default.
 
         Args:
             leaves: Trained parameters by path.
@@ -45,10 +46,10 @@ class Optimizer:
         rule: From gradients to updates.
         lr_schedule: The learning rate.
         decay: Weight decay.
-        clip_norm: Maximum norm of the gradients; 0 for no clipping.
+        clip_norm: Maximum norm of the gradients. 0 means no clipping.
         freeze: Patterns of frozen leaves.
         moment_dtype: Dtype of the moments between steps, "float32" or "bfloat16".
-        ema: Decay rate of the moving average of the parameters; 0 for none.
+        ema: Decay rate of the moving average of the parameters. 0 keeps no average.
     """
 
     rule: UpdateRule
@@ -68,9 +69,13 @@ class Optimizer:
         if not self.freeze:
             return params
         flat = flatten_tree(params)
-        return unflatten_tree({path: leaf for path, leaf in flat.items() if not matches_any(self.freeze, path)})
+        return unflatten_tree(
+            {path: leaf for path, leaf in flat.items() if not matches_any(self.freeze, path)}
+        )
 
-    def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformationExtraArgs:
+    def transformation(
+        self, leaves: Mapping[str, ParamLeaf]
+    ) -> optax.GradientTransformationExtraArgs:
         """Return the optax transformation of the trained parameters, given all leaves of the model."""
         return self.rule.transformation(self.trained_leaves(leaves), self.decay)
 
@@ -84,7 +89,11 @@ class Optimizer:
         trained = widen(self.trained(params))
         state: Any = self.transformation(leaves).init(trained)
         moments = narrow_moments(state, leaves, self.moment_dtype, None)
-        return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), trained)} if self.ema else moments
+        return (
+            {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), trained)}
+            if self.ema
+            else moments
+        )
 
     def update(
         self,
@@ -98,8 +107,8 @@ class Optimizer:
     ) -> tuple[Tree, OptState]:
         """Return the trained parameters and the state after a step.
 
-        The update is computed in float32. Parameters in bfloat16 are rounded stochastically; averages are float32, of
-        the values before they are rounded.
+        The update is computed in float32. Parameters in bfloat16 are rounded stochastically.
+        Averages are float32, of the values before they are rounded.
 
         Args:
             gradients: Clipped gradients of the trained parameters, in float32.
@@ -117,6 +126,8 @@ class Optimizer:
         updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)
         new_state: Any = narrow_moments(wide, leaves, self.moment_dtype, rounding)
         if self.ema:
-            averages = jax.tree.map(lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], updated)
+            averages = jax.tree.map(
+                lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], updated
+            )
             new_state = {**new_state, EMA: averages}
         return narrow_params(updated, params, leaves=leaves, key=rounding), new_state

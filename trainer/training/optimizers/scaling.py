@@ -13,7 +13,12 @@ def scale_by_rate() -> optax.GradientTransformationExtraArgs:
     """Return the transformation that multiplies updates by the learning rate."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, learning_rate: Array | float = 1.0, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        learning_rate: Array | float = 1.0,
+        **_: Any,
     ) -> tuple[Any, Any]:
         return jax.tree.map(lambda leaf: learning_rate * leaf, updates), state
 
@@ -30,7 +35,12 @@ def add_scaled_decay(rate: float, mask: Any, power: int) -> optax.GradientTransf
     """
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, learning_rate: Array | float = 1.0, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        learning_rate: Array | float = 1.0,
+        **_: Any,
     ) -> tuple[Any, Any]:
         factor = rate * learning_rate**power
 

@@ -18,7 +18,7 @@ class SGD:
     """Gradient descent with momentum and decoupled weight decay.
 
     Attributes:
-        momentum: Decay rate of the sum of gradients; 0 for none.
+        momentum: Decay rate of the sum of gradients. 0 keeps no sum.
         nesterov: Whether to use Nesterov's momentum.
     """
 
@@ -28,10 +28,15 @@ class SGD:
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the chain of momentum, weight decay and learning rate; see `UpdateRule`."""
+        """Return the chain of momentum, weight decay and learning rate.
+
+        See `UpdateRule`.
+        """
         momentum = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
         return optax.named_chain(
-            ("momentum", momentum), ("decay", decay.transformation(leaves)), ("rate", scale_by_rate())
+            ("momentum", momentum),
+            ("decay", decay.transformation(leaves)),
+            ("rate", scale_by_rate()),
         )
 
 

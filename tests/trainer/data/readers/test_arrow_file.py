@@ -18,11 +18,17 @@ from trainer.recipe.text_fields import FileType
 
 pa = pytest.importorskip("pyarrow")
 ROWS = [{"id": str(i), "text": f"cat {i}"} for i in range(20)]
-TYPES: Mapping[str, FileType] = {"a.parquet": "parquet", "file.arrow": "arrow", "stream.arrow": "arrow"}
+TYPES: Mapping[str, FileType] = {
+    "a.parquet": "parquet",
+    "file.arrow": "arrow",
+    "stream.arrow": "arrow",
+}
 
 
 def read_records(path: Path, file_type: FileType) -> list[Record]:
-    return [piece for piece in READERS[file_type].read(hash_file(path)) if isinstance(piece, Record)]
+    return [
+        piece for piece in READERS[file_type].read(hash_file(path)) if isinstance(piece, Record)
+    ]
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -30,7 +36,9 @@ def test_rows_are_records_that_count_the_bytes_of_the_file(tmp_path: Path, name:
     write_arrow_files(tmp_path, ROWS)
     records = read_records(tmp_path / name, TYPES[name])
     assert [dict(record.values) for record in records] == ROWS
-    assert [record.place for record in records[::19]] == [f"{tmp_path}/{name}, row {number}" for number in (1, 20)]
+    assert [record.place for record in records[::19]] == [
+        f"{tmp_path}/{name}, row {number}" for number in (1, 20)
+    ]
     nbytes, size = sum(record.nbytes for record in records), (tmp_path / name).stat().st_size
     assert size - 100 < nbytes <= size
 
@@ -60,14 +68,20 @@ def test_value_that_is_not_text_is_named_with_row_and_column(tmp_path: Path, tex
     parquet.write_table(pa.Table.from_pylist([{"text": text}]), path)
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(make_config(tmp_path, path, type="parquet", fields="text"))
-    assert (caught.value.what, caught.value.why) == (f"{path}, row 1: column `text` is not text", why)
+    assert (caught.value.what, caught.value.why) == (
+        f"{path}, row 1: column `text` is not text",
+        why,
+    )
 
 
 def test_missing_column_is_named_with_the_others(tmp_path: Path):
     path, *_ = write_arrow_files(tmp_path, ROWS)
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(make_config(tmp_path, path, type="parquet", fields="body"))
-    assert (caught.value.what, caught.value.why) == (f"{path}, row 1: no column `body`", "its columns: `id`, `text`")
+    assert (caught.value.what, caught.value.why) == (
+        f"{path}, row 1: no column `body`",
+        "its columns: `id`, `text`",
+    )
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -22,7 +22,10 @@ def read_csv(path: Path, data: bytes, options: ReadOptions | None = None) -> lis
 def test_rows_are_records_with_their_first_line(tmp_path: Path):
     data = b'\xef\xbb\xbfid,text\r\n\r\n1,"one\r\ntwo"\r\n2,"a ""b"", c"\r\n'
     records = read_csv(tmp_path / "a.csv", data)
-    assert [record.values for record in records] == [{"id": "1", "text": "one\r\ntwo"}, {"id": "2", "text": 'a "b", c'}]
+    assert [record.values for record in records] == [
+        {"id": "1", "text": "one\r\ntwo"},
+        {"id": "2", "text": 'a "b", c'},
+    ]
     assert [record.place for record in records] == [f"{tmp_path}/a.csv:3", f"{tmp_path}/a.csv:5"]
     assert sum(record.nbytes for record in records) == len(data)
 
@@ -61,7 +64,9 @@ def test_carriage_returns_as_line_ends_are_named(tmp_path: Path):
     with pytest.raises(PrepError) as raised:
         read_csv(tmp_path / "a.csv", b"id,text\r1,one\r2,two\r")
     assert raised.value.what == f"{tmp_path}/a.csv:1: not CSV"
-    assert raised.value.why == "it has a carriage return outside of quotes; lines end with a line feed"
+    assert (
+        raised.value.why == "it has a carriage return outside of quotes; lines end with a line feed"
+    )
     assert raised.value.hint == f"`tr '\\r' '\\n' < {tmp_path}/a.csv > NEW` converts such line ends"
 
 
@@ -71,7 +76,8 @@ def test_unclosed_quote_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n_lines"), [(b'1,"a\n2,b\n3,c\n', 3), (b'1,"a\n2,b\n3,"c"\n4,d\n', 3), (b'1,"a\n2","b",c\n4,d\n', 2)]
+    ("rows", "n_lines"),
+    [(b'1,"a\n2,b\n3,c\n', 3), (b'1,"a\n2,b\n3,"c"\n4,d\n', 3), (b'1,"a\n2","b",c\n4,d\n', 2)],
 )
 def test_each_line_of_an_invalid_row_is_reported(tmp_path: Path, rows: bytes, n_lines: int):
     errors: list[PrepError] = []

@@ -28,7 +28,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digests(folder: Path, tokenizer: Path, path: Path) -> object:
     """Return the digests of the store that a file gives."""
     config = make_config(
-        folder, path, type="auto", fields="text", seq_length=1, tokenizer=tokenizer, cache=folder / path.name[::-1]
+        folder,
+        path,
+        type="auto",
+        fields="text",
+        seq_length=1,
+        tokenizer=tokenizer,
+        cache=folder / path.name[::-1],
     )
     return read_meta(config.cache / tokenize_quietly(config).identity).digests
 
@@ -39,7 +45,9 @@ def test_files_of_all_types_give_equal_stores(
 ):
     if write is write_arrow_files:
         pytest.importorskip("pyarrow")
-    expected, *others = (digests(tmp_path, tokenizer, path) for path in write_json_files(tmp_path, ROWS))
+    expected, *others = (
+        digests(tmp_path, tokenizer, path) for path in write_json_files(tmp_path, ROWS)
+    )
     assert others == [expected] * 3
     assert [digests(tmp_path, tokenizer, path) for path in write(tmp_path, ROWS)] == [expected] * 3
 
@@ -65,11 +73,15 @@ def test_compressed_text_gives_the_tokens_of_the_text(tmp_path: Path, tokenizer:
 
 def test_ready_ids_give_the_store_that_they_come_from(tmp_path: Path, tokenizer: Path):
     (path, *_) = write_json_files(tmp_path, ROWS)
-    config = make_config(tmp_path, path, type="json", fields="text", seq_length=1, tokenizer=tokenizer)
+    config = make_config(
+        tmp_path, path, type="json", fields="text", seq_length=1, tokenizer=tokenizer
+    )
     ids = np.array(tokenize_quietly(config).ids)
     assert ids[-1] == EOS
     np.save(tmp_path / "a.npy", ids.astype(np.int64))
     np.save(tmp_path / "b.npy", ids)
     ids.astype("<u2").tofile(tmp_path / "c.bin")
     expected = digests(tmp_path, tokenizer, path)
-    assert [digests(tmp_path, tokenizer, tmp_path / name) for name in ("a.npy", "b.npy", "c.bin")] == [expected] * 3
+    assert [
+        digests(tmp_path, tokenizer, tmp_path / name) for name in ("a.npy", "b.npy", "c.bin")
+    ] == [expected] * 3

@@ -37,7 +37,9 @@ def read_table(path: Path, data: bytes, options: ReadOptions | None = None) -> l
 
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("name", INVALID_TABLES)
-def test_offset_outside_of_a_buffer_is_named_with_its_row(tmp_path: Path, name: str, file_format: str):
+def test_offset_outside_of_a_buffer_is_named_with_its_row(
+    tmp_path: Path, name: str, file_format: str
+):
     path = tmp_path / "a.arrow"
     data = INVALID_TABLES[name].corrupt(FORMATS[file_format])
     with pytest.raises(PrepError, match=r"a\.arrow, row 2: invalid"):
@@ -54,7 +56,10 @@ def test_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path, suffix: str
     data = parquet_bytes(batch) if suffix == "parquet" else stream_bytes(batch)
     with pytest.raises(PrepError, match=rf"a\.{suffix}, row 2: invalid - .*UTF"):
         read_table(path, data)
-    assert [row["text"] for row in read_table(path, data, ReadOptions(lambda error: None))] == ["cat", "sat"]
+    assert [row["text"] for row in read_table(path, data, ReadOptions(lambda error: None))] == [
+        "cat",
+        "sat",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -84,7 +89,9 @@ def test_deeply_nested_type_is_refused(tmp_path: Path):
 def test_value_that_python_cannot_represent_is_named(tmp_path: Path):
     dates = pa.array([2**31 - 1], pa.int32()).view(pa.date32())
     with pytest.raises(PrepError, match=r"row 1: column `text` has no value in Python"):
-        read_table(tmp_path / "a.arrow", stream_bytes(pa.RecordBatch.from_arrays([dates], names=["text"])))
+        read_table(
+            tmp_path / "a.arrow", stream_bytes(pa.RecordBatch.from_arrays([dates], names=["text"]))
+        )
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -101,7 +108,10 @@ def test_row_over_the_limit_is_named_and_can_be_skipped(tmp_path: Path, suffix: 
 
 def _many_nulls() -> pa.RecordBatch:
     array = pa.Array.from_buffers(
-        pa.list_(pa.null()), 1, [None, pa.py_buffer(b"\0\0\0\0\xff\xff\xff\x7f")], children=[pa.nulls(2**31 - 1)]
+        pa.list_(pa.null()),
+        1,
+        [None, pa.py_buffer(b"\0\0\0\0\xff\xff\xff\x7f")],
+        children=[pa.nulls(2**31 - 1)],
     )
     return pa.RecordBatch.from_arrays([array], names=["text"])
 
@@ -114,28 +124,42 @@ def _repeated_text() -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("make_batch", [_many_nulls, _repeated_text])
-def test_small_row_of_a_large_value_is_refused(tmp_path: Path, make_batch: Callable[[], pa.RecordBatch]):
+def test_small_row_of_a_large_value_is_refused(
+    tmp_path: Path, make_batch: Callable[[], pa.RecordBatch]
+):
     with pytest.raises(PrepError, match=r"row 1: too large - it has 1\d,\d{3},\d{3},\d{3} bytes"):
         read_table(tmp_path / "a.arrow", stream_bytes(make_batch(), compression="zstd"))
 
 
 def test_rows_of_one_dictionary_are_read_in_bounded_parts(tmp_path: Path):
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), pa.array(["a" * 1_000_000]))
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 100, pa.int32()), pa.array(["a" * 1_000_000])
+    )
     batch = pa.RecordBatch.from_arrays([texts], names=["text"])
     (tmp_path / "a.arrow").write_bytes(stream_bytes(batch))
     with (tmp_path / "a.arrow").open("rb") as stream:
-        parts = [*process.read_table(stream, "Arrow", (tmp_path / "a.arrow").stat().st_size, 64 << 20)]
+        parts = [
+            *process.read_table(stream, "Arrow", (tmp_path / "a.arrow").stat().st_size, 64 << 20)
+        ]
     assert sum(part.batch.num_rows for part in parts if isinstance(part, process.Part)) == 100
     assert max(part.batch.nbytes for part in parts if isinstance(part, process.Part)) < 5_000_000
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_page_over_the_memory_limit_is_refused(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch):
+def test_page_over_the_memory_limit_is_refused(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(process, "DECODING_NBYTES", 32 << 20)
     batch = pa.RecordBatch.from_arrays([pa.array(["a" * 200_000_000])], names=["text"])
     path = tmp_path / f"a.{suffix}"
-    data = parquet_bytes(batch, compression="zstd") if suffix == "parquet" else stream_bytes(batch, compression="zstd")
-    with pytest.raises(PrepError, match=r"after row 0 - .* needs more than 41,554,432 bytes of memory") as caught:
+    data = (
+        parquet_bytes(batch, compression="zstd")
+        if suffix == "parquet"
+        else stream_bytes(batch, compression="zstd")
+    )
+    with pytest.raises(
+        PrepError, match=r"after row 0 - .* needs more than 41,554,432 bytes of memory"
+    ) as caught:
         read_table(path, data, ReadOptions(max_document_nbytes=1_000_000))
     assert "data.max_document_bytes" in caught.value.hint
 

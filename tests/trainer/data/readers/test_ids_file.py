@@ -60,27 +60,38 @@ def test_settings_without_effect_on_ids_are_errors(tmp_path: Path, key: str):
     np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
     settings = {name: value for name, value in ADDED.items() if name in (key, "bos_id")}
     config = make_config(tmp_path, tmp_path / "a.bin", type="auto", seq_length=1, **settings)
-    with pytest.raises(UsageError, match=f"`data.{key}` cannot be used with token ids - ready token ids are stored"):
+    with pytest.raises(
+        UsageError, match=f"`data.{key}` cannot be used with token ids - ready token ids are stored"
+    ):
         tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)
 
 
 def test_settings_of_other_sources_are_noted_for_ids(tmp_path: Path):
     np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
     notes: list[str] = []
-    config = replace(make_config(tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, **ADDED), is_mixed=True)
+    config = replace(
+        make_config(tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, **ADDED), is_mixed=True
+    )
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     assert tokens.ids.tolist() == IDS
-    assert "token ids are stored as they are, without `data.add_bos`, `data.add_eos`, `data.prepend_text`" in notes
+    assert (
+        "token ids are stored as they are, without `data.add_bos`, `data.add_eos`, `data.prepend_text`"
+        in notes
+    )
 
 
 @pytest.mark.parametrize("bad", [-1, 300])
 def test_id_out_of_range_is_named_with_its_position(tmp_path: Path, bad: int):
     np.save(tmp_path / "a.npy", np.array([1, 2, bad]))
-    with pytest.raises(PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"):
+    with pytest.raises(
+        PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"
+    ):
         read_tokens(tmp_path / "a.npy")
 
 
-@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((1, 1, 1), int), np.asfortranarray(np.zeros((2, 2), int))])
+@pytest.mark.parametrize(
+    "array", [np.zeros(3), np.zeros((1, 1, 1), int), np.asfortranarray(np.zeros((2, 2), int))]
+)
 def test_array_without_ids_fails(tmp_path: Path, array: np.ndarray):
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(PrepError, match=r"a.npy has no token ids"):
@@ -89,7 +100,9 @@ def test_array_without_ids_fails(tmp_path: Path, array: np.ndarray):
 
 def test_file_with_a_part_of_an_id_fails(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(PrepError, match=r"a.bin has a part of an id - it has 3 bytes, an id of uint16 has 2"):
+    with pytest.raises(
+        PrepError, match=r"a.bin has a part of an id - it has 3 bytes, an id of uint16 has 2"
+    ):
         read_tokens(tmp_path / "a.bin")
 
 
@@ -121,9 +134,13 @@ def test_array_of_endless_rows_without_ids_has_no_tokens(tmp_path: Path):
         read_tokens(path)
 
 
-@pytest.mark.parametrize("shape", ["(1000,)", "(10, 1000000000000)", f"({'9' * 4000}, {'9' * 4000})"])
+@pytest.mark.parametrize(
+    "shape", ["(1000,)", "(10, 1000000000000)", f"({'9' * 4000}, {'9' * 4000})"]
+)
 def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
-    with pytest.raises(PrepError, match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header the shape"):
+    with pytest.raises(
+        PrepError, match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header the shape"
+    ):
         read_tokens(write_npy(tmp_path / "a.npy", npy_header(shape)))
 
 

@@ -25,11 +25,23 @@ def test_json_file_that_is_not_utf8_fails(tmp_path: Path):
 
 
 def test_json_lines_are_records(tmp_path: Path):
-    lines = ['\ufeff{"body": "one\\n"}', '{"body": "", "text": 3}', "", "  \r", '{"body": "\\ud83d\\ude00"}']
+    lines = [
+        '\ufeff{"body": "one\\n"}',
+        '{"body": "", "text": 3}',
+        "",
+        "  \r",
+        '{"body": "\\ud83d\\ude00"}',
+    ]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode())
     records = read_json(tmp_path / "a.jsonl")
-    assert [record.values for record in records] == [{"body": "one\n"}, {"body": "", "text": 3}, {"body": "😀"}]
-    assert [record.place for record in records] == [f"{tmp_path}/a.jsonl:{number}" for number in (1, 2, 5)]
+    assert [record.values for record in records] == [
+        {"body": "one\n"},
+        {"body": "", "text": 3},
+        {"body": "😀"},
+    ]
+    assert [record.place for record in records] == [
+        f"{tmp_path}/a.jsonl:{number}" for number in (1, 2, 5)
+    ]
     assert sum(record.nbytes for record in records) == (tmp_path / "a.jsonl").stat().st_size
 
 

@@ -15,8 +15,7 @@ import zstandard
 from trainer.data.compression import open_decompressed
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS
-from trainer.data.readers.limits import read_lines
-from trainer.data.readers.reader import ReadOptions, Record
+from trainer.data.readers.reader import ReadOptions, Record, read_lines
 from trainer.models.errors import PrepError
 
 LIMIT = 100
@@ -31,7 +30,8 @@ def read_records(path: Path, data: bytes, options: ReadOptions) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"abc", b"abc\n\nabcd\n", b"abcde\nab", b"abcde", b"abcd\n", b"ab\n" + LONG]
+    "text",
+    [b"", b"\n", b"abc", b"abc\n\nabcd\n", b"abcde\nab", b"abcde", b"abcd\n", b"ab\n" + LONG],
 )
 def test_read_lines_cuts_long_lines(text: bytes):
     lines = list(read_lines(io.BytesIO(text), 4))
@@ -52,14 +52,19 @@ def test_long_line_is_named_and_can_be_skipped(tmp_path: Path, name: str, data: 
     number = 2 if name == "a.jsonl" else 3
     with pytest.raises(PrepError) as caught:
         read_records(tmp_path / name, data, ReadOptions(max_document_nbytes=LIMIT))
-    assert caught.value.what in (f"{tmp_path / name}:{number}: too long", f"{tmp_path / name}:{number}: too large")
+    assert caught.value.what in (
+        f"{tmp_path / name}:{number}: too long",
+        f"{tmp_path / name}:{number}: too large",
+    )
     assert "`data.max_document_bytes` is 100" in caught.value.why
     assert "data.max_document_bytes=N" in caught.value.hint
     errors: list[PrepError] = []
     options = ReadOptions(errors.append, max_document_nbytes=LIMIT)
     records = read_records(tmp_path / name, data, options)
     assert [record.values["text"] for record in records] == ["b", "c"]
-    assert [record.place for record in records] == [f"{tmp_path / name}:{number + step}" for step in (-1, 1)]
+    assert [record.place for record in records] == [
+        f"{tmp_path / name}:{number + step}" for step in (-1, 1)
+    ]
     assert len(errors) == 1
     assert sum(record.nbytes for record in records) == len(data)
 
@@ -88,7 +93,9 @@ def test_highly_compressed_stream_is_decompressed_in_parts(suffix: str):
         f"resource.setrlimit(resource.RLIMIT_DATA, (before + {limit}, -1)); "
         "print(sum(len(block) for block in iter(lambda: stream.read(1 << 20), b'')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=data, capture_output=True, check=False
+    )
     assert done.stdout.split() == [str(200 << 20).encode()], done.stderr[-500:]
 
 

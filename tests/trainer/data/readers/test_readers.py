@@ -19,12 +19,21 @@ def test_every_type_of_data_has_a_reader():
 
 
 def test_suffixes_of_readers_differ():
-    suffixes = [suffix for reader in READERS.values() for suffix in reader.suffixes + reader.other_suffixes]
+    suffixes = [
+        suffix for reader in READERS.values() for suffix in reader.suffixes + reader.other_suffixes
+    ]
     assert len({*suffixes}) == len(suffixes)
 
 
 def test_no_module_compares_with_a_type_of_data():
     for path in TRAINER.rglob("*.py"):
-        compares = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
-        constants = [node.value for compare in compares for node in ast.walk(compare) if isinstance(node, ast.Constant)]
+        compares = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)
+        ]
+        constants = [
+            node.value
+            for compare in compares
+            for node in ast.walk(compare)
+            if isinstance(node, ast.Constant)
+        ]
         assert not {*READERS} & {*constants}, path

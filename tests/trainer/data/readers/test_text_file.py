@@ -25,7 +25,10 @@ LLAMA3 = pre_tokenizers.Split(
     ),
     "isolated",
 )
-LINES = st.lists(st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u0301é日😀"), max_size=12), min_size=4)
+LINES = st.lists(
+    st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u0301é日😀"), max_size=12),
+    min_size=4,
+)
 
 
 def chunks_of_text(text: bytes, block_nbytes: int = 7) -> list[TextChunk]:
@@ -61,13 +64,17 @@ def test_split_text_keeps_text_in_bounded_chunks(text: str, block_nbytes: int):
 @pytest.mark.usefixtures("small_chunks")
 @given(st.text(max_size=400), st.integers(1, 100), st.integers(1, 100))
 def test_split_text_does_not_depend_on_block_size(text: str, first_nbytes: int, second_nbytes: int):
-    assert chunks_of_text(text.encode(), first_nbytes) == chunks_of_text(text.encode(), second_nbytes)
+    assert chunks_of_text(text.encode(), first_nbytes) == chunks_of_text(
+        text.encode(), second_nbytes
+    )
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("splitter", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
 @given(lines=LINES)
-def test_best_cuts_agree_with_pre_tokenizers(splitter: pre_tokenizers.PreTokenizer, lines: list[str]):
+def test_best_cuts_agree_with_pre_tokenizers(
+    splitter: pre_tokenizers.PreTokenizer, lines: list[str]
+):
     text = "\n".join(lines)
     data = text.encode()
     words = [word for word, _ in splitter.pre_tokenize_str(text)]
@@ -80,12 +87,24 @@ def test_best_cuts_agree_with_pre_tokenizers(splitter: pre_tokenizers.PreTokeniz
 @pytest.mark.parametrize(
     ("text", "first"),
     [
-        ("a" * 25 + "\nbb\n\n  " + "b" * 30, "a" * 25 + "\n"),  # the better newline wins over a later one
+        (
+            "a" * 25 + "\nbb\n\n  " + "b" * 30,
+            "a" * 25 + "\n",
+        ),  # the better newline wins over a later one
         (" \n = Title = \n \n The game", " \n = Title = \n \n The game"),
-        (" = A title = \n \n The game is long \n It was on and on", " = A title = \n \n The game is long \n"),
-        ("a" * 25 + "\n\n\n\n" + "b" * 30, "a" * 25 + "\n\n\n\n"),  # no newline is between visible characters
+        (
+            " = A title = \n \n The game is long \n It was on and on",
+            " = A title = \n \n The game is long \n",
+        ),
+        (
+            "a" * 25 + "\n\n\n\n" + "b" * 30,
+            "a" * 25 + "\n\n\n\n",
+        ),  # no newline is between visible characters
         ("a" * 25 + "\n\u3000\u3000" + "b" * 30, "a" * 25 + "\n"),
-        ("a\n" + "b" * 30 + " c" + "d" * 30, "a\n" + "b" * 30),  # newlines in the first half of a chunk are ignored
+        (
+            "a\n" + "b" * 30 + " c" + "d" * 30,
+            "a\n" + "b" * 30,
+        ),  # newlines in the first half of a chunk are ignored
         ("é" * 19 + "a" + "é" * 30, "é" * 19 + "a"),
     ],
 )

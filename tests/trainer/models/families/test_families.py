@@ -15,7 +15,9 @@ from trainer.models.errors import PrepError
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
-GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}
+GOLDEN = {
+    path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))
+}
 
 
 def tensor_shapes(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
@@ -27,12 +29,16 @@ def tensor_shapes(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
             continue
         bound = bind_row(row, family.sizes(config))
         for bare, _ in bound.tensors():
-            shapes[bare if bare in family.unprefixed else family.prefix + bare] = list(bound.source_shape)
+            shapes[bare if bare in family.unprefixed else family.prefix + bare] = list(
+                bound.source_shape
+            )
     return shapes
 
 
 def test_every_config_has_a_golden_file():
-    assert {name: golden["config"] for name, golden in GOLDEN.items()} == dict(make_families.CONFIGS)
+    assert {name: golden["config"] for name, golden in GOLDEN.items()} == dict(
+        make_families.CONFIGS
+    )
     assert {golden["config"]["model_type"] for golden in GOLDEN.values()} == set(FAMILIES)
 
 
@@ -58,13 +64,18 @@ def test_dropped_patterns_match_no_parameter(name: str):
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
-OPTIONAL_PARAMETERS = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # of OPT and T5
+OPTIONAL_PARAMETERS = {
+    "word_embed_proj_dim": 24,
+    "feed_forward_proj": "gated-gelu",
+}  # of OPT and T5
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_family_parameters_are_consistent(family: Family):
     conditions = (parameter.condition for parameter in family.parameters.values())
-    fields = {condition: True for condition in conditions if condition and isinstance(condition, str)}
+    fields = {
+        condition: True for condition in conditions if condition and isinstance(condition, str)
+    }
     config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields}
     rows = parameter_rows(family, config)
     assert list(rows) == list(family.parameters)
@@ -105,14 +116,22 @@ def test_sizes_reject_invalid_config(config: dict[str, Any], reason: str):
     assert caught.value.what == "config.json is invalid"
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "bert"}, {"model_type": None}, {"model_type": ["llama"]}])
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "bert"}, {"model_type": None}, {"model_type": ["llama"]}]
+)
 def test_family_of_error_lists_supported_families(config: dict[str, Any]):
     with pytest.raises(PrepError, match=f"supported: {', '.join(FAMILIES)}") as caught:
         family_of(config)
     assert str(config.get("model_type")) in caught.value.what
 
 
-COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+COMMON = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +145,52 @@ COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "voca
         ({"model_type": "zzz", "architectures": ["T5ForConditionalGeneration"]}, "t5"),
         ({"model_type": "zzz", "architectures": "Llama"}, ""),
         ({"model_type": "zzz", "architectures": None}, ""),
-        ({"model_type": "starcoder2", **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8)}, "llama"),
-        ({"model_type": "x", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 9, "vocab_size": 7}, "gpt2"),
-        ({"model_type": "x", "d_model": 8, "d_kv": 2, "d_ff": 2, "num_heads": 9, "vocab_size": 7}, "t5"),
+        (
+            {
+                "model_type": "starcoder2",
+                **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8),
+            },
+            "llama",
+        ),
+        (
+            {
+                "model_type": "x",
+                "n_embd": 8,
+                "n_layer": 2,
+                "n_head": 2,
+                "n_positions": 9,
+                "vocab_size": 7,
+            },
+            "gpt2",
+        ),
+        (
+            {
+                "model_type": "x",
+                "d_model": 8,
+                "d_kv": 2,
+                "d_ff": 2,
+                "num_heads": 9,
+                "vocab_size": 7,
+            },
+            "t5",
+        ),
     ],
 )
 def test_family_of_error_names_most_similar_family(config: dict[str, Any], nearest: str):
     with pytest.raises(PrepError) as caught:
         family_of(config)
-    assert caught.value.hint == (f"the most similar family is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
+    assert (
+        caught.value.hint
+        == (f"the most similar family is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
+    )
     assert (Path(__file__).parents[4] / "docs" / "how-to" / "add-a-family.md").is_file()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize(("config", "tied"), [({}, None), ({"tie_word_embeddings": True}, True)])
-def test_tie_word_embeddings_overrides_default(family: Family, config: dict[str, bool], tied: bool | None):
+def test_tie_word_embeddings_overrides_default(
+    family: Family, config: dict[str, bool], tied: bool | None
+):
     assert family.is_tied(config) == (family.tying.tied_by_default if tied is None else tied)
     assert not family.is_tied({"tie_word_embeddings": False})
 

@@ -42,18 +42,27 @@ def make_inputs() -> dict[str, np.ndarray]:
     """Return q, k, v, the gradient of the output, and the table of a score bias."""
     rng = np.random.default_rng(0)
     shapes = {"q": NUM_HEADS, "k": NUM_KV_HEADS, "v": NUM_KV_HEADS, "output_gradient": NUM_HEADS}
-    arrays = {name: rng.standard_normal((NUM_ROWS, LENGTH, heads, HEAD_DIM)) for name, heads in shapes.items()}
+    arrays = {
+        name: rng.standard_normal((NUM_ROWS, LENGTH, heads, HEAD_DIM))
+        for name, heads in shapes.items()
+    }
     return {**arrays, "table": rng.standard_normal((BIAS.num_buckets, NUM_HEADS))}
 
 
 def make_mask(name: str, table: Array | None, dropout: AttentionDropout | None) -> AttentionMask:
     """Return one of `MASKS`; with "window and hidden keys" some queries have no visible key."""
     positions = jnp.arange(LENGTH)
-    fields: dict[str, Any] = {"q_positions": positions, "kv_positions": positions, "dropout": dropout}
+    fields: dict[str, Any] = {
+        "q_positions": positions,
+        "kv_positions": positions,
+        "dropout": dropout,
+    }
     if name == "causal":
         return AttentionMask(**fields)
     if name == "bidirectional with bias":
-        return AttentionMask(**fields, is_causal=False, bias=None if table is None else ScoreBias(table, BIAS))
+        return AttentionMask(
+            **fields, is_causal=False, bias=None if table is None else ScoreBias(table, BIAS)
+        )
     valid = jnp.asarray(np.random.default_rng(1).random((NUM_ROWS, LENGTH)) < 0.5)
     return AttentionMask(**fields, kv_valid=valid, window=2)
 
@@ -65,7 +74,9 @@ def run_kernel(name: str, options: AttentionOptions) -> tuple[Array, dict[str, A
 
     def attend(inputs: dict[str, Array]) -> Array:
         mask = make_mask(name, inputs["table"], make_dropout())
-        return KERNELS[options.kernel](inputs["q"], KV(inputs["k"], inputs["v"]), make_arch(SCALE), mask, options)
+        return KERNELS[options.kernel](
+            inputs["q"], KV(inputs["k"], inputs["v"]), make_arch(SCALE), mask, options
+        )
 
     @jax.jit
     def run(inputs: dict[str, Array], output_gradient: Array) -> tuple[Array, dict[str, Array]]:
@@ -79,10 +90,14 @@ def run_kernel(name: str, options: AttentionOptions) -> tuple[Array, dict[str, A
 def exact_results(name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Compute output and gradients in float64 with dense attention; only the mask comes from the code under test."""
     mask, positions = make_mask(name, None, None), np.arange(LENGTH)
-    visible = np.reshape(True if (bools := mask.materialize()) is None else np.asarray(bools), VISIBLE_SHAPES[name])
+    visible = np.reshape(
+        True if (bools := mask.materialize()) is None else np.asarray(bools), VISIBLE_SHAPES[name]
+    )
     is_kept = np.asarray(kept(make_dropout(), positions, positions))
     in_bucket = np.asarray(
-        ScoreBias(jnp.eye(BIAS.num_buckets), BIAS).materialize(jnp.arange(LENGTH), jnp.arange(LENGTH))
+        ScoreBias(jnp.eye(BIAS.num_buckets), BIAS).materialize(
+            jnp.arange(LENGTH), jnp.arange(LENGTH)
+        )
     )
     with jax.enable_x64(True):
         inputs = {key: jnp.asarray(x) for key, x in make_inputs().items()}
@@ -99,13 +114,20 @@ def exact_results(name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
         output, pullback = jax.vjp(attend, inputs)
         gradients = pullback(output_gradient)[0]
-        return np.asarray(output), {key: np.asarray(gradient) for key, gradient in gradients.items()}
+        return np.asarray(output), {
+            key: np.asarray(gradient) for key, gradient in gradients.items()
+        }
 
 
 def kept(dropout: AttentionDropout, q_positions: np.ndarray, kv_positions: np.ndarray) -> Array:
     """Return the mask of kept probabilities [B, H, T, S]."""
     ones = jnp.ones((NUM_ROWS, NUM_HEADS, 1, q_positions.shape[-1], kv_positions.shape[-1]))
-    return dropout.for_queries(jnp.asarray(q_positions)).apply(ones, jnp.asarray(kv_positions))[:, :, 0] > 0
+    return (
+        dropout.for_queries(jnp.asarray(q_positions)).apply(ones, jnp.asarray(kv_positions))[
+            :, :, 0
+        ]
+        > 0
+    )
 
 
 OPTIONS = [REFERENCE, *(AttentionOptions("blockwise", *sizes) for sizes in TILES[:2])]
@@ -123,7 +145,9 @@ def test_kernels_match_exact_dropout(name: str, options: AttentionOptions):
     assert "bias" not in name or np.abs(expected_gradients["table"]).max() > 0.1
 
 
-@pytest.mark.parametrize("sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),), ((-1, 7),)]))
+@pytest.mark.parametrize(
+    "sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),), ((-1, 7),)])
+)
 def test_mask_of_a_tile_is_part_of_the_whole_mask(sizes: tuple[int, int]):
     positions, kept_at = np.arange(LENGTH), jax.jit(partial(kept, make_dropout()))
     whole = np.asarray(kept_at(positions, positions))

@@ -24,7 +24,13 @@ from trainer.nn.score_bias import ScoreBias
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
 SEEDS = (0, 4, 5, 8, 9, 12, 14, 15, 24, 38, 50, 56, 272)
-FAST_SEEDS = (15, 24, 38, 56, 272)  # their problems have every window, chunk size, mask, bias and softcap
+FAST_SEEDS = (
+    15,
+    24,
+    38,
+    56,
+    272,
+)  # their problems have every window, chunk size, mask, bias and softcap
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +56,26 @@ def draw_problem(seed: int, length_multiple: int = 1) -> Draw:
     )
     is_causal = bool(rng.integers(2))
     num_keys = num_queries if is_causal else int(rng.integers(1, 24))
-    num_queries, num_keys = (-(-length // length_multiple) * length_multiple for length in (num_queries, num_keys))
+    num_queries, num_keys = (
+        -(-length // length_multiple) * length_multiple for length in (num_queries, num_keys)
+    )
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
-    mask: dict[str, Any] = {"is_causal": is_causal, "window": int(rng.choice([FULL_ATTENTION, 1, 3, 7]))}
+    mask: dict[str, Any] = {
+        "is_causal": is_causal,
+        "window": int(rng.choice([FULL_ATTENTION, 1, 3, 7])),
+    }
     mask |= {"q_positions": np.arange(num_queries), "kv_positions": np.arange(num_keys)}
     if rng.integers(2):
         mask["kv_valid"] = rng.random((num_rows, num_keys)) < 0.7
     if rng.integers(2):
         mask["q_segment_ids"] = np.sort(rng.integers(0, 3, (num_rows, num_queries)), axis=1)
         mask["kv_segment_ids"] = (
-            mask["q_segment_ids"] if is_causal else np.sort(rng.integers(0, 3, (num_rows, num_keys)), axis=1)
+            mask["q_segment_ids"]
+            if is_causal
+            else np.sort(rng.integers(0, 3, (num_rows, num_keys)), axis=1)
         )
     num_heads = num_kv_heads * group
     return Draw(
@@ -74,19 +87,25 @@ def draw_problem(seed: int, length_multiple: int = 1) -> Draw:
         bias_table=normal(8, num_heads) if rng.integers(2) else None,
         bias_config=RelativePositionBias(8, 16, bool(rng.integers(2))),
         softcap=float(rng.choice([NO_SOFTCAP, 2.0])),
-        options=AttentionOptions("blockwise", *(int(rng.choice([-1, 1, 3, 8, 64])) for _ in range(2))),
+        options=AttentionOptions(
+            "blockwise", *(int(rng.choice([-1, 1, 3, 8, 64])) for _ in range(2))
+        ),
     )
 
 
 def run_blockwise(draw: Draw) -> tuple[Array, dict[str, Array]]:
     """Return the output and the gradients of q, k, v and the bias table."""
-    arch_config = dataclasses.replace(make_arch(), attn_logit_softcap=draw.softcap, attn_scale=scale_of(draw))
+    arch_config = dataclasses.replace(
+        make_arch(), attn_logit_softcap=draw.softcap, attn_scale=scale_of(draw)
+    )
 
     def attend(inputs: dict[str, Array]) -> Array:
         table = inputs.get("bias_table")
         bias = None if table is None else ScoreBias(table, draw.bias_config)
         mask = AttentionMask(**{key: as_jax(value) for key, value in draw.mask.items()}, bias=bias)
-        return blockwise_attention(inputs["q"], KV(inputs["k"], inputs["v"]), arch_config, mask, draw.options)
+        return blockwise_attention(
+            inputs["q"], KV(inputs["k"], inputs["v"]), arch_config, mask, draw.options
+        )
 
     @jax.jit
     def run(inputs: dict[str, Array], output_gradient: Array) -> tuple[Array, dict[str, Array]]:
@@ -138,10 +157,14 @@ def exact_attention(draw: Draw) -> tuple[np.ndarray, dict[str, np.ndarray], dict
     |q| |k| + 4 u (softcap + |bias|), a probability a relative error of 2 max(s) + (S + 8) u, the sums over keys of
     online softmax are rescaled at most S times (2 S u), and the terms of each gradient add the errors of their factors.
     """
-    q, k, v, d_output = (x.astype(np.float64) for x in (draw.q, draw.k, draw.v, draw.output_gradient))
+    q, k, v, d_output = (
+        x.astype(np.float64) for x in (draw.q, draw.k, draw.v, draw.output_gradient)
+    )
     num_rows, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
-    q, d_output = (x.reshape(num_rows, num_queries, num_kv_heads, -1, head_dim) for x in (q, d_output))
+    q, d_output = (
+        x.reshape(num_rows, num_queries, num_kv_heads, -1, head_dim) for x in (q, d_output)
+    )
     scale, visible = scale_of(draw), visible_keys(draw)
     scores = np.einsum("btkge,bske->bkgts", q, k) * scale
     derivative = np.full_like(scores, scale)
@@ -165,12 +188,19 @@ def exact_attention(draw: Draw) -> tuple[np.ndarray, dict[str, np.ndarray], dict
     d_dots = d_scores * derivative
 
     absolute_dots = np.einsum("btkge,bske->bkgts", abs(q), abs(k)) * scale
-    score_error = (head_dim + 6) * UNIT_ROUNDOFF * absolute_dots + 8 * UNIT_ROUNDOFF * (abs(scores) + draw_bias(draw))
-    relative = 2 * np.where(visible, score_error, 0).max(-1, keepdims=True) + (3 * num_keys + 12) * UNIT_ROUNDOFF
+    score_error = (head_dim + 6) * UNIT_ROUNDOFF * absolute_dots + 8 * UNIT_ROUNDOFF * (
+        abs(scores) + draw_bias(draw)
+    )
+    relative = (
+        2 * np.where(visible, score_error, 0).max(-1, keepdims=True)
+        + (3 * num_keys + 12) * UNIT_ROUNDOFF
+    )
     absolute_d = np.einsum("btkge,bske->bkgts", abs(d_output), abs(v))
     absolute_rows = (probabilities * absolute_d).sum(-1, keepdims=True)
     d_error = (
-        probabilities * (absolute_d + absolute_rows) * (2 * relative + (2 * head_dim + num_keys + 8) * UNIT_ROUNDOFF)
+        probabilities
+        * (absolute_d + absolute_rows)
+        * (2 * relative + (2 * head_dim + num_keys + 8) * UNIT_ROUNDOFF)
     )
     d_dots_error = d_error * derivative + abs(d_scores) * scale * 4 * (score_error + UNIT_ROUNDOFF)
     terms = (num_queries * q.shape[3] + num_keys) * UNIT_ROUNDOFF
@@ -190,7 +220,9 @@ def exact_attention(draw: Draw) -> tuple[np.ndarray, dict[str, np.ndarray], dict
         "q": merge(np.einsum("bkgts,bske->btkge", d_dots_error + terms * abs(d_dots), abs(k))),
         "k": np.einsum("bkgts,btkge->bske", d_dots_error + terms * abs(d_dots), abs(q)),
         "v": np.einsum("bkgts,btkge->bske", probabilities * (relative + terms), abs(d_output)),
-        "bias_table": np.einsum("bkgts,tsn->nkg", d_error + num_rows * terms * abs(d_scores), one_hot).reshape(8, -1),
+        "bias_table": np.einsum(
+            "bkgts,tsn->nkg", d_error + num_rows * terms * abs(d_scores), one_hot
+        ).reshape(8, -1),
     }
     return output, gradients, bounds
 
@@ -207,7 +239,10 @@ def check_draw(seed: int) -> None:
     expected_output, expected, bounds = exact_attention(draw)
     for name, actual in {"output": output, **gradients}.items():
         reference = expected_output if name == "output" else expected[name]
-        assert (abs(np.asarray(actual, np.float64) - reference) <= bounds[name] + 1e-30).all(), (seed, name)
+        assert (abs(np.asarray(actual, np.float64) - reference) <= bounds[name] + 1e-30).all(), (
+            seed,
+            name,
+        )
 
 
 @pytest.mark.parametrize("seed", slow_except(SEEDS, FAST_SEEDS))
@@ -226,13 +261,18 @@ def test_output_and_gradients_match_float64_often():
 @pytest.mark.parametrize(("window", "poisoned"), [(FULL_ATTENTION, slice(8, 16)), (3, slice(0, 4))])
 def test_tiles_without_visible_keys_are_not_computed(window: int, poisoned: slice):
     """A computed tile with keys of nan would turn the results to nan, although its probabilities are 0."""
-    q, k, v = (jnp.asarray(np.random.default_rng(n).standard_normal((1, 16, 2, 4)), jnp.float32) for n in range(3))
+    q, k, v = (
+        jnp.asarray(np.random.default_rng(n).standard_normal((1, 16, 2, 4)), jnp.float32)
+        for n in range(3)
+    )
     queries = q[:, :8] if window == FULL_ATTENTION else q[:, 8:]
     positions = jnp.arange(8) if window == FULL_ATTENTION else jnp.arange(8, 16)
     mask = AttentionMask(q_positions=positions, kv_positions=jnp.arange(16), window=window)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return blockwise_attention(q, KV(k, v), make_arch(), mask, AttentionOptions("blockwise", 4, 4)).sum()
+        return blockwise_attention(
+            q, KV(k, v), make_arch(), mask, AttentionOptions("blockwise", 4, 4)
+        ).sum()
 
     poison = [x.at[:, poisoned].set(jnp.nan) for x in (k, v)]
     run = jax.jit(jax.value_and_grad(attend, argnums=(0, 1, 2)))

@@ -27,13 +27,16 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no positions": ({}, "attention without a causal mask"),
     "padding": (CAUSAL | {"kv_valid": IDS == 0}, "padding of keys that differs between rows"),
     "bias": (CAUSAL | {"bias": BIAS}, "relative position bias"),
-    "positions of rows": (dict.fromkeys(CAUSAL, POSITIONS[None]), "positions other than 0 to T - 1"),
+    "positions of rows": (
+        dict.fromkeys(CAUSAL, POSITIONS[None]),
+        "positions other than 0 to T - 1",
+    ),
     "fewer queries": (CAUSAL | {"q_positions": POSITIONS[3:]}, "positions other than 0 to T - 1"),
 }
 
 
-def trace_attention(kernel: str, mask: AttentionMask, softcap: float = 0.0) -> None:
-    """Trace attention with two heads of 8 elements."""
+def trace_attention(kernel: str, mask: AttentionMask, softcap: float = 0.0) -> tuple[int, ...]:
+    """Trace attention with two heads of 8 elements. Return the shape of the output."""
     heads = jax.ShapeDtypeStruct((1, LENGTH, 2, 8), jnp.bfloat16)
     options: dict[str, Any] = {
         "arch_config": dataclasses.replace(make_arch(), attn_logit_softcap=softcap),
@@ -41,7 +44,7 @@ def trace_attention(kernel: str, mask: AttentionMask, softcap: float = 0.0) -> N
         "options": AttentionOptions(kernel),
         "sharding": ShardingContext(),
     }
-    jax.eval_shape(lambda q, k, v: attend(q, KV(k, v), **options), heads, heads, heads)
+    return jax.eval_shape(lambda q, k, v: attend(q, KV(k, v), **options), heads, heads, heads).shape
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -62,4 +65,5 @@ def test_cudnn_refuses_segments_and_softcaps():
 
 def test_general_kernels_accept_every_mask():
     for mask, _ in UNSUPPORTED.values():
-        trace_attention("reference", AttentionMask(**mask), softcap=2.0)
+        shape = trace_attention("reference", AttentionMask(**mask), softcap=2.0)
+        assert shape == (1, LENGTH, 2, 8)

@@ -26,7 +26,10 @@ ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 4, 2, 16
 def _cudnn_is_installed(monkeypatch: pytest.MonkeyPatch):
     """Let JAX find a version of cuDNN; lowering asks for it."""
     monkeypatch.setattr(
-        fused_attention_stablehlo, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 91000), raising=False
+        fused_attention_stablehlo,
+        "cuda_versions",
+        SimpleNamespace(cudnn_get_version=lambda: 91000),
+        raising=False,
     )
 
 
@@ -36,18 +39,28 @@ def lower(window: int, sharding: ShardingContext) -> str:
 
     def loss(q: Array, k: Array, v: Array) -> Array:
         options = AttentionOptions("cudnn")
-        output = attend(q, KV(k, v), arch_config=make_arch(), mask=mask, options=options, sharding=sharding)
+        output = attend(
+            q, KV(k, v), arch_config=make_arch(), mask=mask, options=options, sharding=sharding
+        )
         return output.astype(jnp.float32).sum()
 
     q = jax.ShapeDtypeStruct((ROWS, LENGTH, HEADS, HEAD_DIM), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((ROWS, LENGTH, KV_HEADS, HEAD_DIM), jnp.bfloat16)
-    return jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
+    return (
+        jax.jit(jax.grad(loss, (0, 1, 2)))
+        .trace(q, kv, kv)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
 
 
 def calls(text: str) -> dict[str, str]:
     """Return the first tensor type of each cuDNN call, by name of its target."""
     lines = [line for line in text.splitlines() if "__cudnn$" in line]
-    return {re.findall(r"@__cudnn\$(\w+)", line)[0]: re.findall(r"tensor<([0-9x]+)xbf16>", line)[0] for line in lines}
+    return {
+        re.findall(r"@__cudnn\$(\w+)", line)[0]: re.findall(r"tensor<([0-9x]+)xbf16>", line)[0]
+        for line in lines
+    }
 
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 5])
@@ -55,9 +68,14 @@ def test_cudnn_is_called_with_causal_mask_window_and_scale(window: int):
     text = lower(window, ShardingContext())
     shape = f"{ROWS}x{LENGTH}x{HEADS}x{HEAD_DIM}"
     assert calls(text) == {"fmhaSoftmax": shape, "fmhaSoftmaxBackward": shape}
-    settings = {key: {*re.findall(rf"{key}\\22: (?:\\22)?([\w.]+)", text)} for key in ("mask_type", "fmha_scale")}
+    settings = {
+        key: {*re.findall(rf"{key}\\22: (?:\\22)?([\w.]+)", text)}
+        for key in ("mask_type", "fmha_scale")
+    }
     assert settings == {"mask_type": {"CAUSAL"}, "fmha_scale": {str(make_arch().attn_scale)}}
-    assert {*re.findall(r"sliding_window_length\\22: (\d+)", text)} == {str(window)}, "the token itself included"
+    assert {*re.findall(r"sliding_window_length\\22: (\d+)", text)} == {str(window)}, (
+        "the token itself included"
+    )
 
 
 def test_each_device_calls_cudnn_for_its_rows_and_heads():

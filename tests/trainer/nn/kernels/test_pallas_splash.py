@@ -39,7 +39,9 @@ def random_heads(length: int, rows: int = ROWS) -> Heads:
     return q, k, v
 
 
-def run(kernel: AttentionKernel, heads: Heads, mask: dict[str, Any], softcap: float = NO_SOFTCAP) -> tuple[Any, ...]:
+def run(
+    kernel: AttentionKernel, heads: Heads, mask: dict[str, Any], softcap: float = NO_SOFTCAP
+) -> tuple[Any, ...]:
     """Return output and gradients of a kernel; the gradient of the output is the output of the reference kernel."""
     positions = jnp.arange(heads[0].shape[1])
     attention_mask = AttentionMask(positions, positions, **mask)
@@ -63,7 +65,10 @@ def check(length: int, mask: dict[str, Any], softcap: float = NO_SOFTCAP) -> Non
     about the norm of the output.
     """
     heads = random_heads(length)
-    results, references = run(SPLASH, heads, mask, softcap), run(reference_attention, heads, mask, softcap)
+    results, references = (
+        run(SPLASH, heads, mask, softcap),
+        run(reference_attention, heads, mask, softcap),
+    )
     for actual, expected in zip(results, references):
         norm = jnp.linalg.norm(expected if expected.any() else references[0])
         assert jnp.linalg.norm(actual - expected) <= (length + HEAD_DIM) * 2.0**-24 * norm
@@ -73,7 +78,11 @@ SEGMENTS = jnp.sort(jnp.asarray(np.random.default_rng(1).integers(0, 3, (ROWS, 6
 CASES: dict[str, tuple[int, dict[str, Any], float]] = {
     "padded": (100, {}, NO_SOFTCAP),
     "window and softcap": (200, {"window": 5}, 2.0),
-    "several blocks": (640, {"window": 200, "q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS}, NO_SOFTCAP),
+    "several blocks": (
+        640,
+        {"window": 200, "q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS},
+        NO_SOFTCAP,
+    ),
     "layer scale": (128, {"layer_score_scale": jnp.float32(0.5)}, NO_SOFTCAP),
     "window of one": (128, {"window": 1}, NO_SOFTCAP),
     "wide window": (300, {"window": 300}, 2.0),
@@ -85,14 +94,19 @@ def test_splash_matches_reference(name: str):
     check(*CASES[name])
 
 
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 100, 128, 129, 255, 256, 257, 383, 384, 500, 640])
+@pytest.mark.parametrize(
+    "window", [FULL_ATTENTION, 1, 2, 100, 128, 129, 255, 256, 257, 383, 384, 500, 640]
+)
 def test_block_mask_knows_hidden_and_visible_blocks(window: int):
     length, size = 640, 128
     distance = np.arange(length)[:, None] - np.arange(length)
     expected = (distance >= 0) & ((distance < window) | (window == FULL_ATTENTION))
     mask = BlockMask(length, window)
     for q_start, k_start in np.ndindex(length // size, length // size):
-        block = slice(q_start * size, (q_start + 1) * size), slice(k_start * size, (k_start + 1) * size)
+        block = (
+            slice(q_start * size, (q_start + 1) * size),
+            slice(k_start * size, (k_start + 1) * size),
+        )
         actual = mask[block]
         assert (actual == expected[block]).all(), "as broadcast"
         assert actual.shape in ((1, 1), (size, size))
@@ -111,14 +125,24 @@ def test_devices_compute_their_rows_and_heads():
     positions = jnp.arange(length)
     ids = jnp.sort(jnp.asarray(np.random.default_rng(1).integers(0, 3, (4, length))), axis=1)
     mask = AttentionMask(
-        positions, positions, q_segment_ids=ids, kv_segment_ids=ids, layer_score_scale=jnp.float32(0.5), window=7
+        positions,
+        positions,
+        q_segment_ids=ids,
+        kv_segment_ids=ids,
+        layer_score_scale=jnp.float32(0.5),
+        window=7,
     )
 
     def kernel(q: Array, kv: KV, *arguments: Any) -> Array:
         assert (q.shape[0], q.shape[2], kv.keys.shape[2]) == (1, 2, 1)
         return SPLASH(q, kv, *arguments)
 
-    options: dict[str, Any] = {"arch_config": ARCH, "mask": mask, "options": AttentionOptions(), "sharding": sharding}
+    options: dict[str, Any] = {
+        "arch_config": ARCH,
+        "mask": mask,
+        "options": AttentionOptions(),
+        "sharding": sharding,
+    }
     actual = jax.jit(lambda q, k, v: attend_per_device(kernel, q, KV(k, v), **options))(q, k, v)
     expected = reference_attention(q, KV(k, v), ARCH, mask, AttentionOptions())
     np.testing.assert_allclose(actual, expected, atol=1e-6)
@@ -130,7 +154,11 @@ def test_fields_that_devices_do_not_get_are_refused():
         rate: float = 0.0
 
     q, k, v = random_heads(8)
-    options: dict[str, Any] = {"arch_config": ARCH, "options": AttentionOptions(), "sharding": ShardingContext()}
+    options: dict[str, Any] = {
+        "arch_config": ARCH,
+        "options": AttentionOptions(),
+        "sharding": ShardingContext(),
+    }
     with pytest.raises(ValueError, match="`rate` of the mask is not passed"):
         attend_per_device(SPLASH, q, KV(k, v), mask=OtherMask(rate=0.5), **options)
 
@@ -143,14 +171,20 @@ def test_splash_is_lowered_for_tpus(mesh: str):
 
     def loss(q: Array, k: Array, v: Array) -> Array:
         options = AttentionOptions("pallas-splash")
-        return attend(q, KV(k, v), arch_config=ARCH, mask=mask, options=options, sharding=sharding).sum()
+        return attend(
+            q, KV(k, v), arch_config=ARCH, mask=mask, options=options, sharding=sharding
+        ).sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*random_heads(256, rows=4))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("@tpu_custom_call") == 3, "forward, gradient of queries, gradient of keys and values"
+    assert text.count("@tpu_custom_call") == 3, (
+        "forward, gradient of queries, gradient of keys and values"
+    )
 
 
 def test_blocks_divide_the_length():
     heads = jnp.zeros((HEADS, 384, HEAD_DIM))
-    kernel = make_row_kernel(384, num_heads=HEADS, window=FULL_ATTENTION, softcap=NO_SOFTCAP, interpret=True)
+    kernel = make_row_kernel(
+        384, num_heads=HEADS, window=FULL_ATTENTION, softcap=NO_SOFTCAP, interpret=True
+    )
     assert kernel(heads, heads, heads, None).shape == heads.shape

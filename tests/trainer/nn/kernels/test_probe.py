@@ -14,7 +14,7 @@ from jax import Array
 from tests.helpers.slow_cases import slow_except
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.models.attention_kernels import DeviceKind
-from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import KERNELS, AttentionKernel, probe
 from trainer.nn.kernels.blockwise import blockwise_attention
@@ -23,13 +23,25 @@ from trainer.nn.kernels.probe import LENGTH, find_mismatch, relative_errors, tol
 from trainer.nn.kernels.reference import reference_attention
 
 CPU = DeviceKind("cpu")
-CAUSAL = frozenset({Feature.CAUSAL})
+CAUSAL = frozenset({AttentionFeature.CAUSAL})
 MODELS = {
-    "llama": CAUSAL | {Feature.GROUPED_HEADS},
-    "gemma2": CAUSAL | {Feature.GROUPED_HEADS, Feature.WINDOW, Feature.MIXED_WINDOWS, Feature.SOFTCAP},
-    "t5": CAUSAL | {Feature.BIDIRECTIONAL, Feature.CROSS, Feature.KEY_PADDING, Feature.SCORE_BIAS},
-    "gpt2, packed": CAUSAL | {Feature.LAYER_SCALE, Feature.SEGMENTS},
-    "llama, random masks": CAUSAL | {Feature.DROPOUT, Feature.FCM},
+    "llama": CAUSAL | {AttentionFeature.GROUPED_HEADS},
+    "gemma2": CAUSAL
+    | {
+        AttentionFeature.GROUPED_HEADS,
+        AttentionFeature.WINDOW,
+        AttentionFeature.MIXED_WINDOWS,
+        AttentionFeature.SOFTCAP,
+    },
+    "t5": CAUSAL
+    | {
+        AttentionFeature.BIDIRECTIONAL,
+        AttentionFeature.CROSS,
+        AttentionFeature.KEY_PADDING,
+        AttentionFeature.SCORE_BIAS,
+    },
+    "gpt2, packed": CAUSAL | {AttentionFeature.LAYER_SCALE, AttentionFeature.SEGMENTS},
+    "llama, random masks": CAUSAL | {AttentionFeature.DROPOUT, AttentionFeature.FCM},
 }
 ALL = frozenset().union(*MODELS.values())
 
@@ -56,8 +68,12 @@ def test_blockwise_attention_passes(model: str, dtype: str):
 def wrong_mask(**changes: Any) -> AttentionKernel:
     """Return a kernel that ignores fields of the mask, or uses other values."""
 
-    def attend(q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions) -> Array:
-        values = {name: value(mask) if callable(value) else value for name, value in changes.items()}
+    def attend(
+        q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions
+    ) -> Array:
+        values = {
+            name: value(mask) if callable(value) else value for name, value in changes.items()
+        }
         return reference_attention(q, kv, arch, dataclasses.replace(mask, **values), options)
 
     return attend
@@ -66,39 +82,53 @@ def wrong_mask(**changes: Any) -> AttentionKernel:
 def wrong_arch(**changes: Any) -> AttentionKernel:
     """Return a kernel with another scale or softcap."""
 
-    def attend(q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions) -> Array:
+    def attend(
+        q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions
+    ) -> Array:
         return reference_attention(q, kv, dataclasses.replace(arch, **changes), mask, options)
 
     return attend
 
 
-def interleave_groups(q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions) -> Array:
+def interleave_groups(
+    q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions
+) -> Array:
     """Give query head h the keys and values of head h mod K."""
     group = q.shape[2] // kv.keys.shape[2]
     tiled = KV(*(jnp.tile(array, (1, 1, group, 1)) for array in kv))
     return reference_attention(q, tiled, arch, mask, options)
 
 
-def stop_gradient(q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions) -> Array:
+def stop_gradient(
+    q: Array, kv: KV, arch: ArchConfig, mask: AttentionMask, options: AttentionOptions
+) -> Array:
     """Compute the output without the gradient of keys."""
-    return reference_attention(q, KV(jax.lax.stop_gradient(kv.keys), kv.values), arch, mask, options)
+    return reference_attention(
+        q, KV(jax.lax.stop_gradient(kv.keys), kv.values), arch, mask, options
+    )
 
 
-WRONG: dict[str, tuple[AttentionKernel, Feature]] = {
-    "no causal mask": (wrong_mask(is_causal=False), Feature.CAUSAL),
-    "keys before the query only": (wrong_mask(kv_positions=lambda mask: mask.kv_positions + 1), Feature.CAUSAL),
-    "no window": (wrong_mask(window=FULL_ATTENTION), Feature.WINDOW),
-    "window of one more": (wrong_mask(window=lambda mask: mask.window + bool(mask.window)), Feature.WINDOW),
-    "no segments": (wrong_mask(q_segment_ids=None), Feature.SEGMENTS),
-    "no key padding": (wrong_mask(kv_valid=None), Feature.KEY_PADDING),
-    "no dropout": (wrong_mask(dropout=None), Feature.DROPOUT),
-    "no forgotten keys": (wrong_mask(kv_valid=None), Feature.FCM),
-    "no bias": (wrong_mask(bias=None), Feature.SCORE_BIAS),
-    "no layer scale": (wrong_mask(layer_score_scale=None), Feature.LAYER_SCALE),
-    "no softcap": (wrong_arch(attn_logit_softcap=NO_SOFTCAP), Feature.SOFTCAP),
-    "no scale": (wrong_arch(attn_scale=1.0), Feature.CAUSAL),
-    "other groups": (interleave_groups, Feature.GROUPED_HEADS),
-    "no gradient of keys": (stop_gradient, Feature.CAUSAL),
+WRONG: dict[str, tuple[AttentionKernel, AttentionFeature]] = {
+    "no causal mask": (wrong_mask(is_causal=False), AttentionFeature.CAUSAL),
+    "keys before the query only": (
+        wrong_mask(kv_positions=lambda mask: mask.kv_positions + 1),
+        AttentionFeature.CAUSAL,
+    ),
+    "no window": (wrong_mask(window=FULL_ATTENTION), AttentionFeature.WINDOW),
+    "window of one more": (
+        wrong_mask(window=lambda mask: mask.window + bool(mask.window)),
+        AttentionFeature.WINDOW,
+    ),
+    "no segments": (wrong_mask(q_segment_ids=None), AttentionFeature.SEGMENTS),
+    "no key padding": (wrong_mask(kv_valid=None), AttentionFeature.KEY_PADDING),
+    "no dropout": (wrong_mask(dropout=None), AttentionFeature.DROPOUT),
+    "no forgotten keys": (wrong_mask(kv_valid=None), AttentionFeature.FCM),
+    "no bias": (wrong_mask(bias=None), AttentionFeature.SCORE_BIAS),
+    "no layer scale": (wrong_mask(layer_score_scale=None), AttentionFeature.LAYER_SCALE),
+    "no softcap": (wrong_arch(attn_logit_softcap=NO_SOFTCAP), AttentionFeature.SOFTCAP),
+    "no scale": (wrong_arch(attn_scale=1.0), AttentionFeature.CAUSAL),
+    "other groups": (interleave_groups, AttentionFeature.GROUPED_HEADS),
+    "no gradient of keys": (stop_gradient, AttentionFeature.CAUSAL),
 }
 
 
@@ -106,7 +136,11 @@ WRONG: dict[str, tuple[AttentionKernel, Feature]] = {
 def test_wrong_kernel_is_found_in_bfloat16(name: str):
     """The feature alone must show the error: each model needs only some of the features."""
     kernel, feature = WRONG[name]
-    bidirectional = {Feature.BIDIRECTIONAL} if feature is Feature.KEY_PADDING else set[Feature]()
+    bidirectional = (
+        {AttentionFeature.BIDIRECTIONAL}
+        if feature is AttentionFeature.KEY_PADDING
+        else set[AttentionFeature]()
+    )
     needs = AttentionNeeds(CAUSAL | {feature} | bidirectional, "bfloat16", 16)
     errors = relative_errors(kernel, needs, CPU, length=LENGTH)
     assert not max(errors.values()) <= tolerance(needs, CPU, LENGTH)
@@ -123,7 +157,9 @@ def test_nan_is_a_mismatch(monkeypatch: pytest.MonkeyPatch):
         return blockwise_attention(q, kv, *arguments) * jnp.nan
 
     monkeypatch.setitem(KERNELS, "blockwise", attend)  # pyright: ignore[reportArgumentType]
-    assert "by nan of the norm" in find_mismatch("blockwise", AttentionNeeds(CAUSAL, "float32", 8), CPU)
+    assert "by nan of the norm" in find_mismatch(
+        "blockwise", AttentionNeeds(CAUSAL, "float32", 8), CPU
+    )
 
 
 def test_exception_of_a_kernel_is_a_mismatch():

@@ -23,7 +23,7 @@ from tests.trainer.nn.kernels.test_blockwise import (
 )
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.token_order import token_order
+from trainer.distributed.zigzag_order import zigzag_order
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, RelativePositionBias
 from trainer.models.mesh import parse_mesh
 from trainer.nn.attention_mask import KV, AttentionMask
@@ -32,7 +32,10 @@ from trainer.nn.kernels.ring import ring_attention
 from trainer.nn.kernels.tiles import Labels, has_visible, tile_config
 from trainer.nn.score_bias import ScoreBias
 
-SEEDS = (4, 9)  # a causal problem with segments, window and bias, and a problem with padding that is not causal
+SEEDS = (
+    4,
+    9,
+)  # a causal problem with segments, window and bias, and a problem with padding that is not causal
 
 
 def split_over(num_devices: int) -> ShardingContext:
@@ -48,22 +51,45 @@ def make_draw(window: int, *, has_segments: bool, group: int) -> Draw:
     rng = np.random.default_rng(0)
     positions, shape = np.arange(24), (2, 24, 2, 4)
     q, k, v, output_gradient = (
-        rng.standard_normal((*shape[:2], heads, shape[3])).astype(np.float32) for heads in (2 * group, 2, 2, 2 * group)
+        rng.standard_normal((*shape[:2], heads, shape[3])).astype(np.float32)
+        for heads in (2 * group, 2, 2, 2 * group)
     )
-    mask = {"q_positions": positions, "kv_positions": positions, "window": window, "is_causal": True}
+    mask = {
+        "q_positions": positions,
+        "kv_positions": positions,
+        "window": window,
+        "is_causal": True,
+    }
     if has_segments:
-        mask |= dict.fromkeys(("q_segment_ids", "kv_segment_ids"), np.sort(rng.integers(0, 3, shape[:2]), axis=1))
+        mask |= dict.fromkeys(
+            ("q_segment_ids", "kv_segment_ids"), np.sort(rng.integers(0, 3, shape[:2]), axis=1)
+        )
     options = AttentionOptions("blockwise", 2, 5)
-    return Draw(q, k, v, output_gradient, mask, None, RelativePositionBias(8, 16, False), NO_SOFTCAP, options)
+    return Draw(
+        q,
+        k,
+        v,
+        output_gradient,
+        mask,
+        None,
+        RelativePositionBias(8, 16, False),
+        NO_SOFTCAP,
+        options,
+    )
 
 
-def run_ring(draw: Draw, sharding: ShardingContext, *, is_balanced: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def run_ring(
+    draw: Draw, sharding: ShardingContext, *, is_balanced: bool
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return output and gradients of tokens in the order of positions; the kernel gets them in another order."""
     num_queries, num_keys = draw.q.shape[1], draw.k.shape[1]
     q_order, kv_order = (
-        token_order(n, sharding) if is_balanced else np.arange(n, dtype=np.int32) for n in (num_queries, num_keys)
+        zigzag_order(n, sharding) if is_balanced else np.arange(n, dtype=np.int32)
+        for n in (num_queries, num_keys)
     )
-    arch_config = dataclasses.replace(make_arch(), attn_logit_softcap=draw.softcap, attn_scale=scale_of(draw))
+    arch_config = dataclasses.replace(
+        make_arch(), attn_logit_softcap=draw.softcap, attn_scale=scale_of(draw)
+    )
     orders = {"q": q_order, "k": kv_order, "v": kv_order}
     labels = {
         name: as_jax(value[..., q_order if name.startswith("q_") else kv_order])
@@ -74,20 +100,28 @@ def run_ring(draw: Draw, sharding: ShardingContext, *, is_balanced: bool) -> tup
 
     def attend(inputs: dict[str, Array]) -> Array:
         table = inputs.get("bias_table")
-        mask = AttentionMask(**labels, bias=None if table is None else ScoreBias(table, draw.bias_config))
+        mask = AttentionMask(
+            **labels, bias=None if table is None else ScoreBias(table, draw.bias_config)
+        )
         kv = KV(inputs["k"], inputs["v"])
         return ring_attention(inputs["q"], kv, arch_config, mask, draw.options, sharding=sharding)
 
     @jax.jit
-    def output_and_gradients(inputs: dict[str, Array], output_gradient: Array) -> tuple[Array, dict[str, Array]]:
+    def output_and_gradients(
+        inputs: dict[str, Array], output_gradient: Array
+    ) -> tuple[Array, dict[str, Array]]:
         output, pullback = jax.vjp(attend, inputs)
         return output, pullback(output_gradient)[0]
 
-    inputs = {name: x[:, orders[name]] if name in orders else x for name, x in float32_inputs(draw).items()}
+    inputs = {
+        name: x[:, orders[name]] if name in orders else x
+        for name, x in float32_inputs(draw).items()
+    }
     output, gradients = output_and_gradients(inputs, jnp.asarray(draw.output_gradient[:, q_order]))
     inverse = {name: np.argsort(order) for name, order in orders.items()}
     by_position = {
-        name: np.asarray(x)[:, inverse[name]] if name in inverse else np.asarray(x) for name, x in gradients.items()
+        name: np.asarray(x)[:, inverse[name]] if name in inverse else np.asarray(x)
+        for name, x in gradients.items()
     }
     return np.asarray(output)[:, inverse["q"]], by_position
 
@@ -109,11 +143,17 @@ CASES = list(product((1, 2, 4), (True, False), (FULL_ATTENTION, 5), (False, True
 FAST = [(4, True, 5, True, 3), (2, False, FULL_ATTENTION, False, 1)]
 
 
-@pytest.mark.parametrize(("num_devices", "is_balanced", "window", "has_segments", "group"), slow_except(CASES, FAST))
+@pytest.mark.parametrize(
+    ("num_devices", "is_balanced", "window", "has_segments", "group"), slow_except(CASES, FAST)
+)
 def test_output_and_gradients_match_float64(
     num_devices: int, is_balanced: bool, window: int, has_segments: bool, group: int
 ):
-    check_ring(make_draw(window, has_segments=has_segments, group=group), num_devices, is_balanced=is_balanced)
+    check_ring(
+        make_draw(window, has_segments=has_segments, group=group),
+        num_devices,
+        is_balanced=is_balanced,
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -125,25 +165,33 @@ def test_random_masks_biases_and_softcaps_match_float64(seed: int):
 def test_random_masks_biases_and_softcaps_match_float64_often():
     for seed in range(40):
         for num_devices in (2, 4):
-            check_ring(draw_problem(seed, length_multiple=8), num_devices, is_balanced=seed % 2 == 0)
+            check_ring(
+                draw_problem(seed, length_multiple=8), num_devices, is_balanced=seed % 2 == 0
+            )
         jax.clear_caches()
 
 
 def live_tiles(num_devices: int, *, is_balanced: bool) -> np.ndarray:
     """Count the tiles that each device computes in each step of the ring, [devices, steps], of 1,024 tokens."""
     length, tile = 1024, 16
-    order = token_order(length, split_over(num_devices)) if is_balanced else np.arange(length)
+    order = zigzag_order(length, split_over(num_devices)) if is_balanced else np.arange(length)
     config = tile_config(make_arch(), AttentionMask(), q_size=tile, kv_size=tile)
-    tiles = Labels(jnp.asarray(order).reshape(-1, 1, tile), valid=jnp.ones((length // tile, 1, tile), bool))
+    tiles = Labels(
+        jnp.asarray(order).reshape(-1, 1, tile), valid=jnp.ones((length // tile, 1, tile), bool)
+    )
     by_key = jax.vmap(lambda q, kv: has_visible(config, q, kv), in_axes=(None, 0))
     is_live = np.asarray(jax.vmap(by_key, in_axes=(0, None))(tiles, tiles))
-    by_shard = is_live.reshape(num_devices, -1, num_devices, length // tile // num_devices).sum((1, 3))
+    by_shard = is_live.reshape(num_devices, -1, num_devices, length // tile // num_devices).sum(
+        (1, 3)
+    )
     return np.stack([np.roll(row[::-1], device + 1) for device, row in enumerate(by_shard)])
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_devices_compute_equally_many_tiles_in_each_step(num_devices: int):
-    tiles, contiguous = (live_tiles(num_devices, is_balanced=is_balanced) for is_balanced in (True, False))
+    tiles, contiguous = (
+        live_tiles(num_devices, is_balanced=is_balanced) for is_balanced in (True, False)
+    )
     assert tiles.sum() == contiguous.sum() == 64 * 65 // 2, "tiles on and below the diagonal"
     slowest = tiles.max(0).sum()
     assert slowest <= 1.05 * tiles.sum() / num_devices
@@ -153,12 +201,17 @@ def test_devices_compute_equally_many_tiles_in_each_step(num_devices: int):
 def test_shards_without_visible_keys_are_not_computed():
     """A computed tile with keys of nan would turn the results to nan, although its probabilities are 0."""
     sharding, positions = split_over(4), jnp.arange(16)
-    q, k, v = (jnp.asarray(np.random.default_rng(n).standard_normal((1, 16, 2, 4)), jnp.float32) for n in range(3))
+    q, k, v = (
+        jnp.asarray(np.random.default_rng(n).standard_normal((1, 16, 2, 4)), jnp.float32)
+        for n in range(3)
+    )
     mask = AttentionMask(q_positions=positions, kv_positions=positions, window=3)
     options = AttentionOptions("blockwise", 2, 2)
 
     def sum_last_outputs(q: Array, k: Array, v: Array) -> Array:
-        return ring_attention(q, KV(k, v), make_arch(), mask, options, sharding=sharding)[:, 12:].sum()
+        return ring_attention(q, KV(k, v), make_arch(), mask, options, sharding=sharding)[
+            :, 12:
+        ].sum()
 
     poisoned = [x.at[:, :4].set(jnp.nan) for x in (k, v)]
     value, gradients = jax.jit(jax.value_and_grad(sum_last_outputs))(q, *poisoned)
@@ -169,14 +222,19 @@ def test_shards_without_visible_keys_are_not_computed():
 def test_layers_in_a_scan_save_no_array_of_all_scores():
     """JAX moves values that depend on loop constants out of a scan: masks of all tiles would be kept at once."""
     length, sharding = 256, split_over(2)
-    positions = jnp.asarray(token_order(length, sharding))
+    positions = jnp.asarray(zigzag_order(length, sharding))
     mask = AttentionMask(q_positions=positions, kv_positions=positions, window=100)
 
     def loss(x: Array) -> Array:
         def layer(x: Array, _: None) -> tuple[Array, None]:
             options = AttentionOptions("blockwise", 16, 16)
-            return x + ring_attention(x, KV(x, x), make_arch(), mask, options, sharding=sharding), None
+            return x + ring_attention(
+                x, KV(x, x), make_arch(), mask, options, sharding=sharding
+            ), None
 
         return jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0].sum()
 
-    assert max_elements(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((1, length, 1, 2))).jaxpr) < length**2 / 4
+    assert (
+        max_elements(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((1, length, 1, 2))).jaxpr)
+        < length**2 / 4
+    )

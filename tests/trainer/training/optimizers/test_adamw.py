@@ -25,7 +25,9 @@ def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     updates: Any = transformation.update(zero_gradients, transformation.init(ones), ones)[0]
     decayed = {path for path, update in flatten_tree(updates).items() if np.abs(update).max() > 0}
     matrices = {path for path, leaf in setup.model.leaves.items() if leaf.role == "matrix"}
-    assert decayed == matrices | ({"embed.tokens", "embed.positions"} if decay_embeddings else set())
+    assert decayed == matrices | (
+        {"embed.tokens", "embed.positions"} if decay_embeddings else set()
+    )
     assert {"layers.attn_norm.scale", "layers.mlp.up.bias"} & decayed == set()
 
 
@@ -38,6 +40,8 @@ def test_adamw_update_matches_optax():
     embeddings = {"embed": params["embed"]}
     mask = jax.tree.map(lambda leaf: leaf.ndim >= 2, embeddings)
     adamw = optax.adamw(1.0, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
-    expected: Any = adamw.update({"embed": gradients["embed"]}, adamw.init(embeddings), embeddings)[0]
+    expected: Any = adamw.update({"embed": gradients["embed"]}, adamw.init(embeddings), embeddings)[
+        0
+    ]
     for name in ("tokens", "positions"):
         np.testing.assert_allclose(-update["embed"][name], expected["embed"][name], rtol=1e-6)

@@ -49,7 +49,17 @@ def update_once(optimizer: Optimizer, setup: StepSetup, params: Any) -> Any:
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64))
 def test_round_to_nearest_equals_a_cast_on_the_host(bits: list[int]):
-    edges = [0x00000001, 0x00008000, 0x80018000, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F800000, 0xFF800000]
+    edges = [
+        0x00000001,
+        0x00008000,
+        0x80018000,
+        0x3F808000,
+        0x3F818000,
+        0x7F7F7FFF,
+        0x7F7F8000,
+        0x7F800000,
+        0xFF800000,
+    ]
     x = np.array([*edges, *bits], np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
         expected = x.astype(ml_dtypes.bfloat16)
@@ -81,7 +91,11 @@ def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
 
 def test_updates_below_the_spacing_are_kept_on_average():
     """An update of a twentieth of the spacing is lost if it is rounded to nearest."""
-    path, leaf = next((path, leaf) for path, leaf in runs.make_setup().model.leaves.items() if len(leaf.shape) == 3)
+    path, leaf = next(
+        (path, leaf)
+        for path, leaf in runs.make_setup().model.leaves.items()
+        if len(leaf.shape) == 3
+    )
     params = unflatten_tree({path: jnp.ones(leaf.shape, jnp.bfloat16)})
     step_size = 2**-7 / 20
 
@@ -120,7 +134,9 @@ def test_rounded_parameters_do_not_depend_on_the_mesh():
         @jax.jit
         def narrow(params: Any, setup: StepSetup = setup) -> Any:
             before = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-            return narrow_params(params, before, leaves=setup.model.leaves, key=RoundingKey(7, jnp.int32(1)))
+            return narrow_params(
+                params, before, leaves=setup.model.leaves, key=RoundingKey(7, jnp.int32(1))
+            )
 
         rounded.append(flatten_tree(jax.device_get(narrow(params))))
     assert all(np.array_equal(value, rounded[1][path]) for path, value in rounded[0].items())

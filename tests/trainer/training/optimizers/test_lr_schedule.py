@@ -49,7 +49,10 @@ def test_lr_schedule_fields_match_saved_manifests():
 
 def test_wsd_schedule_is_constant_until_its_cooldown():
     schedule = build_lr_schedule(
-        AdamWTable(lr=1.0, end_lr=0.2, init_lr=0.5, schedule="wsd", warmup_steps=4, cooldown_steps=8), 20
+        AdamWTable(
+            lr=1.0, end_lr=0.2, init_lr=0.5, schedule="wsd", warmup_steps=4, cooldown_steps=8
+        ),
+        20,
     )
     expected = [0.5, 0.75, 1.0, 1.0, 1.0, 0.6, 0.2, 0.2]
     assert learning_rates(schedule, 0, 2, 4, 8, 12, 16, 20, 30) == pytest.approx(expected)
@@ -69,9 +72,13 @@ def test_wsd_phases_must_not_overlap():
 
 def test_rsqrt_schedule_is_that_of_t5():
     """1 / sqrt(max(step, warm-up)), arXiv:1910.10683: `init_lr` = `lr` keeps the rate constant in warm-up."""
-    schedule = build_lr_schedule(AdamWTable(lr=0.01, init_lr=0.01, schedule="rsqrt", warmup_steps=10_000), 10**6)
+    schedule = build_lr_schedule(
+        AdamWTable(lr=0.01, init_lr=0.01, schedule="rsqrt", warmup_steps=10_000), 10**6
+    )
     steps = (0, 1, 9_999, 10_000, 10_001, 40_000, 10**6)
-    assert learning_rates(schedule, *steps) == pytest.approx([1 / math.sqrt(max(s, 10_000)) for s in steps], rel=1e-6)
+    assert learning_rates(schedule, *steps) == pytest.approx(
+        [1 / math.sqrt(max(s, 10_000)) for s in steps], rel=1e-6
+    )
 
 
 # Schedules of the systems whose jobs prep runs: keys, and the rate of step s of n as their code has it
@@ -104,11 +111,17 @@ def redco(s: int, n: int) -> float:
 def redco_cosine(s: int, n: int) -> float:
     """redco, deployers/utils.py: the same warm-up, then a cosine to 0."""
     warmup = n // 10
-    return 2e-5 * s / warmup if s < warmup else 2e-5 * (1 + math.cos(math.pi * (s - warmup) / (n - warmup))) / 2
+    return (
+        2e-5 * s / warmup
+        if s < warmup
+        else 2e-5 * (1 + math.cos(math.pi * (s - warmup) / (n - warmup))) / 2
+    )
 
 
 GPT_NEO = AdamWTable(lr=4e-6, warmup_steps=10)
-LLAMABPT = AdamWTable(lr=1e-4, init_lr=1e-6, end_lr=1e-5, schedule="cosine", warmup_steps=10, decay_steps=60)
+LLAMABPT = AdamWTable(
+    lr=1e-4, init_lr=1e-6, end_lr=1e-5, schedule="cosine", warmup_steps=10, decay_steps=60
+)
 PALM = PalmTable(type="palm", lr=0.005, warmup_steps=10)
 REDCO = AdamWTable(lr=2e-5, warmup_ratio=0.1)
 REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
@@ -124,7 +137,9 @@ REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
         (REDCO_COSINE, redco_cosine),
     ],
 )
-def test_schedule_has_every_value_of_the_system(table: AdamWTable | PalmTable, formula: Callable[[int, int], float]):
+def test_schedule_has_every_value_of_the_system(
+    table: AdamWTable | PalmTable, formula: Callable[[int, int], float]
+):
     n = 100
     schedule = build_lr_schedule(table, n)
     expected = [formula(step, n) for step in range(n)]

@@ -68,7 +68,9 @@ def test_decay_exclude_takes_paths_and_expressions():
 
 def test_decay_include_takes_norms_and_biases():
     leaves = runs.make_setup().model.leaves
-    everything = make_optimizer("adamw", decay_include=("re:.",), decay_exclude=("final_norm",)).decay.mask(leaves)
+    everything = make_optimizer(
+        "adamw", decay_include=("re:.",), decay_exclude=("final_norm",)
+    ).decay.mask(leaves)
     assert {path for path, flag in flatten_tree(everything).items() if not flag} == {
         "final_norm.scale",
         "final_norm.bias",
@@ -82,7 +84,9 @@ def test_ema_averages_the_parameters():
     for step in range(1, 4):
         state = take_steps(setup, state, until=step, step=compiled_step)
         expected = 0.75 * expected + 0.25 * np.asarray(state["params"]["embed"]["tokens"])
-    np.testing.assert_allclose(state["opt_state"]["ema"]["embed"]["tokens"], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        state["opt_state"]["ema"]["embed"]["tokens"], expected, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_statistics_are_sharded_along_the_other_axes():
@@ -92,7 +96,10 @@ def test_statistics_are_sharded_along_the_other_axes():
     columns = moments["rms.v_col.layers.mlp.up.weight"]
     assert {rows.shape, columns.shape} == {(3, 128, 1), (3, 1, 32)}
     by_shape = {leaf.shape: leaf.sharding.spec for leaf in (rows, columns)}
-    assert by_shape == {(3, 128, 1): PartitionSpec(None, "mp", None), (3, 1, 32): PartitionSpec(None, None, "fsdp")}
+    assert by_shape == {
+        (3, 128, 1): PartitionSpec(None, "mp", None),
+        (3, 1, 32): PartitionSpec(None, None, "fsdp"),
+    }
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -129,7 +136,9 @@ def test_rounding_does_not_depend_on_stacking():
     stacked = round_moment(moment, path, leaf)
     for layer in range(3):
         own = f"layers.{layer}.mlp.up.weight"
-        own_leaf = dataclasses.replace(leaf, path=own, shape=leaf.shape[1:], dims=leaf.dims[1:], layer_index=layer)
+        own_leaf = dataclasses.replace(
+            leaf, path=own, shape=leaf.shape[1:], dims=leaf.dims[1:], layer_index=layer
+        )
         assert np.array_equal(round_moment(moment[layer], own, own_leaf), stacked[layer])
     assert not np.array_equal(round_moment(moment, path, leaf, step=4), stacked)
 

@@ -28,7 +28,12 @@ RULE_KEYS: dict[str, dict[str, Any]] = {  # other values than the defaults, by k
         "b1": 0.8,
         "b2": 0.7,
     },
-    "adafactor": {"decay_rate": 0.7, "clip_threshold": 0.5, "scale_by_parameter": False, "momentum": 0.5},
+    "adafactor": {
+        "decay_rate": 0.7,
+        "clip_threshold": 0.5,
+        "scale_by_parameter": False,
+        "momentum": 0.5,
+    },
     "palm": {"decay_rate": 0.7, "momentum": 0.5},
 }
 
@@ -58,5 +63,8 @@ def test_build_optimizer_passes_the_keys_of_its_rule(name: str):
 
 
 def test_adafactor_without_factors_has_no_smallest_size():
-    sizes = [make_optimizer("adafactor", factored=factored).rule.min_factored_size for factored in (True, False)]  # pyright: ignore
+    sizes: list[int] = []
+    for factored in (True, False):
+        rule: Any = make_optimizer("adafactor", factored=factored).rule
+        sizes.append(rule.min_factored_size)
     assert sizes == [8, 0]

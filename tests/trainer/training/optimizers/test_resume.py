@@ -14,7 +14,9 @@ from trainer.training.loading import restore_state
 from trainer.training.step import StepSetup, TrainState, state_nbytes_per_device
 
 STEPS = 6
-CASES = [(name, is_compact, k) for is_compact in (False, True) for name in KEYS for k in range(1, STEPS)]
+CASES = [
+    (name, is_compact, k) for is_compact in (False, True) for name in KEYS for k in range(1, STEPS)
+]
 
 
 def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
@@ -23,7 +25,9 @@ def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
     return restore_state(runs.MemoryReader(arrays), setup)
 
 
-@pytest.mark.parametrize(("name", "is_compact", "k"), slow_except(CASES, lambda case: case[1] and case[2] == 3))
+@pytest.mark.parametrize(
+    ("name", "is_compact", "k"), slow_except(CASES, lambda case: case[1] and case[2] == 3)
+)
 def test_resume_equals_the_uninterrupted_run(name: str, is_compact: bool, k: int):
     setup, step = compiled_run(name, is_compact=is_compact)
     at_k = take_steps(setup, runs.make_state(setup), until=k, step=step)
@@ -36,8 +40,12 @@ def test_resume_equals_the_uninterrupted_run(name: str, is_compact: bool, k: int
 @pytest.mark.parametrize("mesh", slow_except(["1,2,4", "8,1,1"], ["1,2,4"]))
 def test_state_moves_to_any_mesh(name: str, mesh: str):
     optimizer = make_optimizer(name, **COMPACT)
-    before = runs.make_state(runs.make_setup(mesh="1,4,2", optimizer=optimizer, param_dtype="bfloat16"))
-    after = save_and_restore(before, runs.make_setup(mesh=mesh, optimizer=optimizer, param_dtype="bfloat16"))
+    before = runs.make_state(
+        runs.make_setup(mesh="1,4,2", optimizer=optimizer, param_dtype="bfloat16")
+    )
+    after = save_and_restore(
+        before, runs.make_setup(mesh=mesh, optimizer=optimizer, param_dtype="bfloat16")
+    )
     assert runs.state_bytes(after) == runs.state_bytes(before)
 
 
@@ -51,7 +59,9 @@ def test_state_nbytes_are_those_of_each_device(name: str):
     assert {*nbytes_by_device.values()} == {state_nbytes_per_device(setup)}
 
 
-@pytest.mark.parametrize("name", slow_except(KEYS, ("adafactor", "muon")))  # the others compute each element alone
+@pytest.mark.parametrize(
+    "name", slow_except(KEYS, ("adafactor", "muon"))
+)  # the others compute each element alone
 def test_steps_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)
     setup, step = compiled_run(name)
@@ -60,7 +70,10 @@ def test_steps_do_not_depend_on_the_mesh(name: str):
     actual = take_steps(on_mesh, runs.make_state(on_mesh), until=3)
     for path in ("mlp", "attn"):
         for leaf in expected["params"]["layers"][path]:
-            a, b = (np.asarray(state["params"]["layers"][path][leaf]["weight"]) for state in (actual, expected))
+            a, b = (
+                np.asarray(state["params"]["layers"][path][leaf]["weight"])
+                for state in (actual, expected)
+            )
             before = runs.make_state(setup)["params"]["layers"][path][leaf]["weight"]
             # Single elements differ: a gradient of 0 plus rounding has any sign.
             assert np.abs(a - b).mean() < 1e-2 * np.abs(b - before).mean(), (path, leaf)

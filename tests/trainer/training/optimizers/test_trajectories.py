@@ -37,7 +37,9 @@ def assert_close(actual: Tensors, expected: Tensors, rtol: float = 2e-5) -> None
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert np.isfinite(value).all(), f"{name} is not finite: nan equals nan in assert_allclose"
-        np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=rtol * np.abs(value).max(), err_msg=name)
+        np.testing.assert_allclose(
+            actual[name], value, rtol=rtol, atol=rtol * np.abs(value).max(), err_msg=name
+        )
 
 
 def decays(name: str) -> bool:
@@ -50,7 +52,10 @@ def train_torch(optimizer: Optimizer, make: Callable[[Any, Any], Any]) -> Tensor
     torch = pytest.importorskip("torch")
     params = by_layer(runs.make_state(runs.make_setup())["params"])
     tensors = {name: torch.tensor(value, requires_grad=True) for name, value in params.items()}
-    groups = [[tensor for name, tensor in tensors.items() if decays(name) is flag] for flag in (True, False)]
+    groups = [
+        [tensor for name, tensor in tensors.items() if decays(name) is flag]
+        for flag in (True, False)
+    ]
     reference = make(*groups)
     for gradients, rate in zip(gradients_of_steps(), rates_of(optimizer), strict=True):
         for name, tensor in tensors.items():
@@ -75,7 +80,9 @@ def train_optax_stacked(reference: optax.GradientTransformation) -> Tensors:
     return by_layer(unflatten_tree(jax.device_get(params)))
 
 
-def follow_optax(reference: optax.GradientTransformation, params: Any, all_gradients: Iterable[Any]) -> Any:
+def follow_optax(
+    reference: optax.GradientTransformation, params: Any, all_gradients: Iterable[Any]
+) -> Any:
     """Return the parameters after one step with each of the gradients."""
     state = reference.init(params)
     update = jax.jit(lambda gradients, state, params: reference.update(gradients, state, params))
@@ -93,7 +100,9 @@ def mask(params: Any) -> dict[str, bool]:
 @pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95)])
 def test_adamw_follows_torch(b1: float, b2: float):
     torch = pytest.importorskip("torch")
-    optimizer = make_optimizer("adamw", b1=b1, b2=b2, schedule="cosine", warmup_steps=5, end_lr=1e-3)
+    optimizer = make_optimizer(
+        "adamw", b1=b1, b2=b2, schedule="cosine", warmup_steps=5, end_lr=1e-3
+    )
 
     def make(decayed: Any, others: Any) -> Any:
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -106,7 +115,9 @@ def test_adamw_follows_torch(b1: float, b2: float):
 def test_sgd_follows_torch(nesterov: bool):
     torch = pytest.importorskip("torch")
     optimizer = make_optimizer("sgd", weight_decay=0.0, nesterov=nesterov)
-    expected = train_torch(optimizer, lambda a, b: torch.optim.SGD([*a, *b], lr=1.0, momentum=0.9, nesterov=nesterov))
+    expected = train_torch(
+        optimizer, lambda a, b: torch.optim.SGD([*a, *b], lr=1.0, momentum=0.9, nesterov=nesterov)
+    )
     assert_close(run_trajectory(optimizer, STEPS)[-1], expected)
 
 
@@ -126,7 +137,9 @@ def test_adafactor_follows_torch():
 def test_adafactor_follows_optax(factored: bool, momentum: float, clip: float):
     """The second case is the parameter-scaled AdamW of llamabpt."""
     keys = {"factored": factored, "momentum": momentum, "clip_threshold": clip}
-    optimizer = make_optimizer("adafactor", weight_decay=0.0, schedule="cosine", warmup_steps=5, **keys)
+    optimizer = make_optimizer(
+        "adafactor", weight_decay=0.0, schedule="cosine", warmup_steps=5, **keys
+    )
     rate: Any = optimizer.lr_schedule.learning_rate
     reference = optax.adafactor(
         rate,
@@ -163,10 +176,13 @@ def test_palm_follows_the_chain_of_easylm():
 
 def test_palm_scales_stacked_layers_as_llamabpt_does():
     expected = train_optax_stacked(easylm_palm())
-    assert_close(run_trajectory(make_optimizer("palm", **PALM, scale_by="stacked"), STEPS)[-1], expected)
+    assert_close(
+        run_trajectory(make_optimizer("palm", **PALM, scale_by="stacked"), STEPS)[-1], expected
+    )
     by_matrix = run_trajectory(make_optimizer("palm", **PALM), STEPS)[-1]
     differences = {
-        name: np.abs(by_matrix[name] - value).max() / np.abs(value).max() for name, value in expected.items()
+        name: np.abs(by_matrix[name] - value).max() / np.abs(value).max()
+        for name, value in expected.items()
     }
     assert max(differences.values()) > 1e-3, "both scales are equal"
 
@@ -176,12 +192,16 @@ def test_lion_follows_its_paper():
     optimizer = make_optimizer("lion", schedule="cosine", warmup_steps=5)
     actual = run_trajectory(optimizer, STEPS)
     momentum = {name: np.zeros_like(value) for name, value in actual[0].items()}
-    for step, (gradients, rate) in enumerate(zip(gradients_of_steps(), rates_of(optimizer), strict=True)):
+    for step, (gradients, rate) in enumerate(
+        zip(gradients_of_steps(), rates_of(optimizer), strict=True)
+    ):
         for name, gradient in gradients.items():
             direction, before = 0.9 * momentum[name] + 0.1 * gradient, actual[step][name]
             expected = before - rate * (np.sign(direction) + 0.1 * decays(name) * before)
             is_clear = np.abs(direction) > 1e-6
-            np.testing.assert_allclose(actual[step + 1][name][is_clear], expected[is_clear], rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                actual[step + 1][name][is_clear], expected[is_clear], rtol=1e-5, atol=1e-7
+            )
             momentum[name] = 0.99 * momentum[name] + 0.01 * gradient
 
 
@@ -202,7 +222,9 @@ def test_muon_follows_its_formula(bias_correction: bool):
 
     The original post has no bias correction.
     """
-    optimizer = make_optimizer("muon", schedule="constant", lr=1e-3, bias_correction=bias_correction)
+    optimizer = make_optimizer(
+        "muon", schedule="constant", lr=1e-3, bias_correction=bias_correction
+    )
     actual = run_trajectory(optimizer, STEPS)
     params = {name: value.astype(float) for name, value in actual[0].items() if is_muon(name)}
     momentum = {name: np.zeros_like(value) for name, value in params.items()}
@@ -211,7 +233,9 @@ def test_muon_follows_its_formula(bias_correction: bool):
             momentum[name] = 0.95 * momentum[name] + 0.05 * gradients[name]
             next_bias = 1 - 0.95 ** (step + 1) if bias_correction else 1
             bias = 1 - 0.95**step if bias_correction else 1
-            direction = orthogonalize(0.95 * momentum[name] / next_bias + 0.05 * gradients[name] / bias)
+            direction = orthogonalize(
+                0.95 * momentum[name] / next_bias + 0.05 * gradients[name] / bias
+            )
             params[name] = value - 1e-3 * (0.2 * max(value.shape) ** 0.5 * direction + 0.1 * value)
     assert_close({name: actual[-1][name] for name in params}, params, rtol=1e-4)
 
@@ -223,13 +247,22 @@ def is_muon(name: str) -> bool:
 
 def test_muon_follows_optax():
     """Also the parameters that have Adam: embeddings, norms and biases."""
-    optimizer = make_optimizer("muon", weight_decay=0.0, schedule="cosine", warmup_steps=5, update_rms=0.0)
+    optimizer = make_optimizer(
+        "muon", weight_decay=0.0, schedule="cosine", warmup_steps=5, update_rms=0.0
+    )
 
     def numbers(params: Any) -> Any:
-        return {name: optax.contrib.MuonDimensionNumbers(1, 0) if is_muon(name) else None for name in params}
+        return {
+            name: optax.contrib.MuonDimensionNumbers(1, 0) if is_muon(name) else None
+            for name in params
+        }
 
     rate: Any = optimizer.lr_schedule.learning_rate
-    reference = optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, nesterov=True, adam_b2=0.95)
+    reference = optax.contrib.muon(
+        rate, muon_weight_dimension_numbers=numbers, nesterov=True, adam_b2=0.95
+    )
     expected, actual = train_optax(optimizer, reference), run_trajectory(optimizer, STEPS)[-1]
     names = [name for name in actual if is_muon(name)]
-    assert_close({name: actual[name] for name in names}, {name: expected[name] for name in names}, rtol=1e-4)
+    assert_close(
+        {name: actual[name] for name in names}, {name: expected[name] for name in names}, rtol=1e-4
+    )

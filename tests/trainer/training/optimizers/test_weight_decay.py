@@ -24,12 +24,18 @@ def test_decayed_leaves_are_those_of_the_trainer(family: str):
     config = CONFIGS[family]
     with torch.device("meta"):
         hf_config = transformers.AutoConfig.for_model(**config)
-        auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+        auto = (
+            transformers.AutoModelForSeq2SeqLM
+            if family == "t5"
+            else transformers.AutoModelForCausalLM
+        )
         model = auto.from_config(hf_config)
     trainer_names = {*transformers.Trainer.get_decay_parameter_names(None, model)}
     names = {name for name, _ in model.named_parameters()}
     leaves = decayed(config, WeightDecay(0.1))
-    compared = [location for location in tiny_transformer(config).locations if location.tensor in names]
+    compared = [
+        location for location in tiny_transformer(config).locations if location.tensor in names
+    ]
     assert len(compared) > len(names) / 2, "the names of tensors differ"
     wrong = {x.tensor for x in compared if (x.leaf_path in leaves) != (x.tensor in trainer_names)}
     assert wrong == set()

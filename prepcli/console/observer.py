@@ -1,0 +1,117 @@
+"""The receiver of an operation's notes, warnings and progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from prepcli.console.live_block import LiveBlock
+from prepcli.console.progress import NullProgress, Progress
+from prepcli.errors import PrepError
+
+# Verbosity: -q, default, -v (one line per leaf), -vv (one line per slab).
+QUIET = -1
+NORMAL = 0
+LEAVES = 1
+SLABS = 2
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Receiver of the notes, the warnings and the progress of an operation.
+
+    An object with the three methods is an Observer. It need not inherit from this class.
+    """
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """Show a line. Levels above 0 are details, such as one line per leaf."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Show a warning about a problem that does not stop the operation."""
+        ...
+
+    def progress(self) -> Progress:
+        """Return the receiver of the bytes of the next task."""
+        ...
+
+
+@runtime_checkable
+class CommandObserver(Observer, Protocol):
+    """Observer of a command: its parser has checked the arguments, and its user reads options.
+
+    Attributes:
+        command: Name of the command.
+    """
+
+    @property
+    def command(self) -> str: ...  # noqa: D102
+
+
+class RunObserver(Observer, Protocol):
+    """Observer of a training run with one or several processes, and a view redrawn in place."""
+
+    def for_process(self, process: int | None, *, all_print: bool = False) -> RunObserver:
+        """Return the observer of one process.
+
+        Args:
+            process: Index of the process, or None outside of a job of several processes.
+            all_print: Show the notes of all processes, each with the index of its process.
+        """
+        ...
+
+    def open_live_block(self) -> LiveBlock | None:
+        """Return lines to redraw in place, or None if the output is for a log."""
+        ...
+
+    def end_process(self, error: PrepError) -> int:
+        """Show the error of another process that ends this one too, and return the exit code.
+
+        A thread calls it while the main thread may be anywhere, for example inside a live block.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SilentObserver:
+    """An Observer that shows neither notes nor warnings, and passes progress on."""
+
+    reporter: Progress = field(default_factory=NullProgress)
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """Ignore a line."""
+
+    def warn(self, text: str) -> None:
+        """Ignore a warning."""
+
+    def progress(self) -> Progress:
+        """Return the given receiver."""
+        return self.reporter
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingObserver:
+    """An Observer that passes everything on and keeps the warnings, for the result of the operation."""
+
+    inner: Observer
+    warnings: list[str] = field(default_factory=list)
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """Pass a line on."""
+        self.inner.note(text, level)
+
+    def warn(self, text: str) -> None:
+        """Keep a warning and pass it on."""
+        self.warnings.append(text)
+        self.inner.warn(text)
+
+    def progress(self) -> Progress:
+        """Return the receiver of the inner observer."""
+        return self.inner.progress()
+
+
+def observer_of(progress: Progress | Observer | None) -> Observer:
+    """Return the Observer for the argument `progress` of an operation."""
+    if isinstance(progress, Observer):
+        return progress
+    return SilentObserver(progress or NullProgress())

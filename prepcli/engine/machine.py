@@ -1,0 +1,75 @@
+"""This machine: its memory, the limits that containers and jobs set below it, and the installed packages."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+from prepcli.engine.budget import anonymous_nbytes
+
+PACKAGES = (
+    "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
+    "huggingface_hub", "tokenizers", "typer", "rich", "transformers", "torch",
+)  # fmt: skip
+UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number of this size
+
+
+def system_memory(root: Path = Path("/")) -> dict[str, int]:
+    """Return `total` and `available` bytes of the machine, as far as the system reports them."""
+    names = {"MemTotal": "total", "MemAvailable": "available"}
+    memory = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            memory[names[name]] = int(value.split()[0]) << 10
+    return memory
+
+
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the smallest memory limit in bytes of the control groups of this process, or None without a limit."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += _limits(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return min((limit for limit in limits if limit < UNLIMITED), default=None)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still use, or None if the system does not report them."""
+    bounds: list[int] = []
+    available = system_memory().get("available")
+    if available is not None:
+        bounds.append(available)
+    limit = cgroup_memory_limit()
+    if limit is not None:
+        bounds.append(max(0, limit - anonymous_nbytes()))
+    return min(bounds, default=None)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each package that prep uses, or None if it is not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _limits(mount: Path, path: str, name: str) -> list[int]:
+    """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
+    group = PurePosixPath(path).relative_to("/")
+    texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

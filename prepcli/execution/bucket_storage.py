@@ -1,0 +1,266 @@
+"""A training run in an object store: `URL/STEP/state/…` with `URL/STEP/prep-manifest.json`.
+
+An object store has no rename. A step exists if its manifest does: the manifest is uploaded last, and deleted first. The
+recipe and the metrics are written to a local folder and uploaded from there. Process 0 holds the lock of the URL.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prepcli.engine.files import io_error
+from prepcli.errors import Option, PrepError, text
+from prepcli.execution.bucket_step import BucketStep
+from prepcli.execution.joint_work import joint_work
+from prepcli.execution.run_storage import StepSave
+from prepcli.execution.uploads import RETRIES
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.planning.plan import OutputLeaf
+from prepcli.planning.process_files import (
+    MAX_PROCESSES,
+    LeafBoxes,
+    ProcessFiles,
+    plan_process_files,
+)
+from prepcli.remote.bucket_lock import BucketLock
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl
+from prepcli.remote.placeholders import download_file
+from prepcli.remote.remote_files import RemoteFile, without_read_ahead
+from prepcli.remote.retries import RetryPolicy
+from prepcli.restore.digest_checks import RECREATE_HINT
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from trainer.files.reading import open_regular_file
+from trainer.models.boxes import Box
+
+STORED_PIECE_NBYTES = 8 << 20  # of a file that is uploaded
+
+
+class BucketStorage:
+    """RunStorage below a URL of an object store."""
+
+    is_on_disk = False
+
+    def __init__(
+        self, url: ObjectStoreUrl, local_folder: Path, retry_policy: RetryPolicy, recipe_digest: str
+    ) -> None:
+        """Set the URL.
+
+        Args:
+            url: URL of the run.
+            local_folder: Folder of the recipe, the metrics and the tokens. Each host may have a
+                different one.
+            retry_policy: Time-out of requests, and the receiver of notes about retries.
+            recipe_digest: Digest of the recipe. A run with another digest cannot take the lock over.
+        """
+        self.local_folder = local_folder
+        self._url = url
+        self._retry_policy = retry_policy
+        self._bucket = self._client(url)
+        self._recipe_digest = recipe_digest
+        self._lock: BucketLock | None = None
+        self._known_steps: list[int] | None = None
+        # The data files of the last plan, with the leaves that they were planned for
+        self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None
+        self._stored: list[str] = []  # files of the run that this process uploads with each step
+
+    def _client(self, url: ObjectStoreUrl) -> Bucket:
+        return Bucket(url, RETRIES, self._retry_policy)
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return str(self._url)
+
+    def check(self, num_processes: int) -> None:
+        """Check that a run may be written below the URL.
+
+        Raises:
+            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
+        """
+        if num_processes > MAX_PROCESSES:
+            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
+            hint = text("{} on a file system that all hosts share", Option("out", "FOLDER"))
+            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
+        paths = [file.path for file in self._list()]
+        if paths and RECIPE_FILE not in paths and not self._known_steps:
+            raise PrepError(
+                f"{self.name} already exists and is not a run",
+                f"it has no {RECIPE_FILE}",
+                text("{}", Option("out", "URL")),
+            )
+
+    def _list(self) -> tuple[RemoteFile, ...]:
+        """List all objects, and remember the steps."""
+        files = self._bucket.list_files()
+        self._known_steps = listed_steps(file.path for file in files)
+        return files
+
+    def steps(self, *, refresh: bool = True) -> list[int]:
+        """Return the steps with a manifest, ascending. See `RunStorage.steps`."""
+        if refresh:
+            self._list()
+        return list(self._known_steps or [])
+
+    def step_name(self, step: int) -> str:
+        """Return the URL of a step."""
+        return str(self._step_url(step))
+
+    def _step_url(self, step: int) -> ObjectStoreUrl:
+        return replace(self._url, path=self._url.key(str(step)))
+
+    def open_step(self, step: int, verify: bool = True, hint: str = RECREATE_HINT) -> ItemReader:
+        """Open a step to read its tensors from the store. See `open_reader`."""
+        name = self.step_name(step)
+        located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
+        source = open_source(located)
+        with located.local_files.rename_in_errors(name):
+            blobs = without_read_ahead(source.remote_blobs)
+            return open_reader(located.local_files.path, verify, hint, remote_blobs=blobs)
+
+    def acquire(self, note: Callable[[str], None]) -> None:
+        """Lock the URL, then delete the objects of steps without a manifest, which killed processes left.
+
+        If this process holds the lock already, the call has no effect.
+
+        Raises:
+            PrepError: A run with another recipe writes there, or the store does not answer.
+        """
+        if self._lock is not None:
+            return
+        lock = BucketLock(self._bucket, self._recipe_digest, note=note)
+        lock.acquire()
+        try:
+            files = self._list()
+            complete = {None, *self.steps(refresh=False)}  # None: not in the folder of a step
+            leftovers = [file.path for file in files if listed_step(file.path) not in complete]
+            self._bucket.delete_files(leftovers)
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
+
+    def release(self, *, after_error: bool = False) -> None:
+        """Release the lock. Objects of an incomplete step are left to the next start."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _check_lock(self) -> None:
+        # The same recipe takes the lock over at once, and deletes the objects of a step without a manifest.
+        if self._lock is not None:
+            self._lock.confirm()
+
+    def write_step(self, save: StepSave) -> None:
+        """Write a step.
+
+        After an error, its objects stay invisible, and the next start deletes them.
+
+        Raises:
+            PrepError: One of the processes cannot write its part.
+        """
+        files = self._plan_files(save)
+        bucket = self._client(self._step_url(save.step))
+        BucketStep(save, files, bucket, self._store_files, self._check_lock).write()
+        self._known_steps = [*self.steps(refresh=False), save.step]
+
+    def _plan_files(self, save: StepSave) -> ProcessFiles:
+        """Return the data files of all processes, planned once for all steps."""
+        if self._files is not None and self._files[0] is save.plan.leaves:
+            files = self._files[1]
+            planned = files.plan
+            plan = replace(
+                save.plan, streams=planned.streams, files=planned.files, leaves=planned.leaves
+            )
+            return replace(files, plan=plan)
+        boxes = _share_boxes(save)
+        with joint_work(save.group, f"{save.name}-planned"):
+            files = plan_process_files(save.plan, [*save.leaves], boxes)
+        self._files = save.plan.leaves, files
+        return files
+
+    def remove_step(self, step: int) -> None:
+        """Delete the manifest of a step, then its other objects."""
+        self._check_lock()
+        bucket = self._client(self._step_url(step))
+        # From here on the step does not exist. A kill leaves objects without a manifest, which the next `acquire`
+        # deletes.
+        bucket.delete(MANIFEST_FILE)
+        self._known_steps = [known for known in self.steps(refresh=False) if known != step]
+        bucket.delete_files([file.path for file in bucket.list_files()])
+
+    def fetch_file(self, name: str, folder: Path) -> Path:
+        """Download a file of the run to a folder, or remove it there if the run has none."""
+        path = folder / name
+        for file in self._bucket.list_files():
+            if file.path == name:
+                download_file(self._bucket, file, path)
+                return path
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise io_error(path, error) from error
+        return path
+
+    def store_file(self, name: str) -> None:
+        """Upload a file of the local folder now, and again with each step."""
+        if name not in self._stored:
+            self._stored.append(name)
+        self._check_lock()
+        path = self.local_folder / name
+        try:
+            with open_regular_file(path) as file:
+                # The file may grow meanwhile.
+                nbytes = os.fstat(file.fileno()).st_size
+                self._bucket.write_pieces(name, _read_pieces(file, nbytes), size=nbytes)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def _store_files(self) -> None:
+        for name in self._stored:
+            self.store_file(name)
+
+
+def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file in pieces."""
+    while nbytes and (piece := file.read(min(nbytes, STORED_PIECE_NBYTES))):
+        nbytes -= len(piece)
+        yield piece
+
+
+def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:
+    """Return the boxes of the shards of all processes, by leaf name."""
+    own = {name: [shard.box for shard in leaf.shards] for name, leaf in save.leaves.items()}
+    gathered = save.group.gather(f"{save.name}-boxes", _encode(own))
+    collected = _encode([_decode(text) for text in gathered])
+    shared = save.group.broadcast(f"{save.name}-all-boxes", collected)
+    return [_as_boxes(process) for process in _decode(shared)]
+
+
+def _as_boxes(process: Mapping[str, Any]) -> LeafBoxes:
+    """Return the boxes of a process with tuples in place of the lists of JSON."""
+    leaf_boxes: dict[str, list[Box]] = {}
+    for name, boxes in process.items():
+        leaf_boxes[name] = [tuple((low, high) for low, high in box) for box in boxes]
+    return leaf_boxes
+
+
+def _encode(content: object) -> str:
+    """Return compressed JSON: the coordination service limits the size of a text."""
+    return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
+
+
+def _decode(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))

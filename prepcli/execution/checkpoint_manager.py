@@ -1,0 +1,439 @@
+"""The checkpoints of a training run: saves in the background, and rules for the steps to keep."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from prepcli.engine.budget import make_budget
+from prepcli.errors import PrepError
+from prepcli.execution.folder_storage import FolderStorage
+from prepcli.execution.joint_work import joint_work
+from prepcli.execution.run_storage import RunStorage, StepSave
+from prepcli.execution.step_exports import StepExports
+from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.formats.file_records import check_files
+from prepcli.formats.manifest import (
+    PREP_KEYS,
+    STATE_ITEM,
+    Manifest,
+    find_manifest_folder,
+    read_manifest,
+)
+from prepcli.formats.run_steps import EvalLoss, best_steps, manifest_loss
+from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.tensors import itemsize
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.sources.source import HF_FOLDER, small_files
+from prepcli.targets.hf_folder import copied_files, settings_files
+from prepcli.targets.training_step import StartModel, plan_training_step
+from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+
+SINGLE = SingleProcess()
+REQUEST = "prep train"  # the command in the manifest of each step
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRule:
+    """The steps to keep.
+
+    Attributes:
+        newest: Number of steps to keep, the newest ones.
+        milestones: Keep all multiples of this number. 0 keeps no milestones.
+        best: Keep the step with the lowest loss in its manifest, for each number of evaluated sequences.
+    """
+
+    newest: int | Literal["all"] = "all"
+    milestones: int = 0
+    best: bool = False
+
+
+class CheckpointManager:
+    """Saves, opens and removes the checkpoints of one run, in a folder or in an object store.
+
+    The policy:
+
+    - A save copies the state to host memory, and only this copy blocks the training steps. A thread
+      writes the copy. If
+      less than twice the memory of the copy is free, the step is written at once instead, leaf by leaf.
+    - One save is in progress at a time. The next one waits for it, and raises its error.
+    - A step is visible to readers only when all its files are durable and checked. In a run of several processes it is
+      visible for all or for none.
+    - After a save, old steps are removed: all but the `newest` ones, the milestones, the step with the lowest
+      evaluation loss, and steps whose export has not ended. A step is removed after the new one is durable, so that a
+      kill at any time leaves a step to resume from.
+    - An existing step is never overwritten.
+
+    Process 0 locks the run, and creates, exports and removes steps. The lock is held until the manager is closed.
+    """
+
+    def __init__(
+        self,
+        storage: RunStorage | Path,
+        start_checkpoint: Path | StartModel,
+        *,
+        name: str,
+        keep: KeepRule | int | Literal["all"] = "all",
+        exports: StepExports | None = None,
+        manifest_changes: Mapping[str, Any] | None = None,
+        group: ProcessGroup = SINGLE,
+        free_memory_nbytes: Callable[[], int | None] = lambda: None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Create the run, lock it, and remove files that killed processes left there.
+
+        Args:
+            storage: Storage of the run, or its local folder.
+            start_checkpoint: Checkpoint or model to start or resume from. Its settings are the
+                defaults.
+            name: Name of the run.
+            keep: The steps to keep, or the number of newest ones.
+            exports: Exports some of the steps in process 0.
+            manifest_changes: Entries of the steps' manifests that replace the start checkpoint's, such as `config`,
+                `mesh`, `rules` or `lora`. A value of None keeps the entry.
+            group: Processes of the run.
+            free_memory_nbytes: Returns the free memory of the host, or None if a copy of a state
+                always fits.
+            note: Prints a line for the user.
+
+        Raises:
+            PrepError: Another process holds the run.
+        """
+        self._hf_folder: Path | None = None
+        self._start_files: tuple[SmallFile, ...] = ()
+        self._start_manifest = {**self._open_start(start_checkpoint), "name": name}
+        for key, value in (manifest_changes or {}).items():
+            if value is not None:
+                self._start_manifest[key] = value
+        # Read the files once before the first step: a link that leaves the checkpoint is an error now, not at a save.
+        self._extra_files()
+        self._storage = FolderStorage(storage) if isinstance(storage, Path) else storage
+        self._keep = keep if isinstance(keep, KeepRule) else KeepRule(keep)
+        self._losses = StepLosses(self._read_manifest)
+        self._exports = exports
+        self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
+        self._group = group
+        self._free_memory_nbytes = free_memory_nbytes
+        self._pending: BackgroundSave | None = None
+        if self._is_first:
+            self._storage.acquire(note)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is process 0 of the run."""
+        return self._group.index == 0
+
+    def _open_start(self, start_checkpoint: Path | StartModel) -> Mapping[str, Any]:
+        """Return the manifest of the start checkpoint, and keep the location of its small files."""
+        if isinstance(start_checkpoint, StartModel):
+            self._start_files = start_checkpoint.small_files
+            return start_checkpoint.manifest
+        # The reader reads the manifest, but no leaf.
+        with open_reader(start_checkpoint, verify=False) as reader:
+            self._hf_folder = reader.folder / HF_FOLDER
+            # Each step copies these files, also in a run that does not verify the parameters it starts from.
+            check_files(find_manifest_folder(reader.folder), Manifest(reader.manifest))
+            return reader.manifest
+
+    def _extra_files(self) -> tuple[SmallFile, ...]:
+        """Return the tokenizer and other files of the model, from the newest step if there is one."""
+        if self._hf_folder is None:
+            return self._start_files
+        folder = find_manifest_folder(self._hf_folder.parent)
+        manifest = read_manifest(folder)
+        return copied_files(
+            small_files(self._hf_folder), folder, manifest=manifest, path_prefix=f"{HF_FOLDER}/"
+        )
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        is_saving = self._pending is not None and not self._pending.is_done
+        if error is not None and self._group.count > 1 and is_saving:
+            # A save of several processes ends only if all of them take part. They first have to learn of the error, so
+            # this process does not wait. The lock ends with the process: the thread may still write until then.
+            return
+        # Of two errors, the one that left the block is raised.
+        is_reported = error is not None and (self._group.count == 1 or isinstance(error, PrepError))
+        ignored = (Exception,) if is_reported else ()
+        try:
+            with contextlib.suppress(*ignored):
+                self._wait_for_save()
+            if error is None and self._exports is not None:
+                self._exports.wait()
+                self._remove_old_steps()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Release the lock of the run."""
+        self._storage.release()
+
+    def clear(self) -> None:
+        """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
+        if not self._is_first:
+            return
+        for step in reversed(self.steps()):
+            self._storage.remove_step(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps with complete checkpoints, ascending."""
+        return self._storage.steps()
+
+    def open(self, step: int) -> ItemReader:
+        """Open the checkpoint of a step. Raise PrepError if it is damaged or missing."""
+        return self._storage.open_step(step)
+
+    def start_save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> PendingSave:
+        """Copy the leaves to host memory, and save them in the background.
+
+        If less than twice the memory of the copy is free, the step is saved before the return instead, and each leaf
+        is fetched when it is written.
+
+        Args:
+            step: A step without a checkpoint.
+            leaves: All leaves, with the shards of this process.
+            manifest_fields: Additional keys of the manifest.
+
+        Returns:
+            The save. All processes of the run start the same saves.
+
+        Raises:
+            PrepError: An earlier save failed, or the step cannot be written.
+            ValueError: `manifest_fields` has a key that prep writes itself.
+        """
+        self._wait_for_save()
+        if self._has_memory(leaves):
+            copies = {name: leaf.on_host() for name, leaf in leaves.items()}
+            self._pending = BackgroundSave(partial(self._save, step, copies, manifest_fields))
+            return self._pending
+        start_s = time.monotonic()
+        self._save(step, leaves, manifest_fields)
+        return FinishedSave(time.monotonic() - start_s)
+
+    def _has_memory(self, leaves: Mapping[str, HostLeaf]) -> bool:
+        """Return whether a copy of the leaves takes at most half of the free memory."""
+        free_nbytes = self._free_memory_nbytes()
+        copy_nbytes = sum(leaf.num_elements * itemsize(leaf.dtype) for leaf in leaves.values())
+        return free_nbytes is None or copy_nbytes <= free_nbytes // 2
+
+    def _wait_for_save(self) -> None:
+        """Wait for the save in the background, and raise its error."""
+        pending = self._pending
+        self._pending = None
+        if pending:
+            pending.wait()
+
+    def save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> None:
+        """Save a checkpoint, then remove old steps. An error leaves all other steps complete.
+
+        Args:
+            step: A step without a checkpoint.
+            leaves: Parameters (`params.…`), the optimizer state (`opt_state.…`) and the remaining state.
+            manifest_fields: Additional keys of the manifest.
+
+        Raises:
+            PrepError: The step exists, or cannot be written.
+            ValueError: `manifest_fields` has a key that prep writes itself.
+        """
+        self._wait_for_save()
+        self._save(step, leaves, manifest_fields)
+
+    def _save(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> None:
+        if reserved := PREP_KEYS & {*manifest_fields}:
+            raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
+        with joint_work(self._group, f"save-{step}-begun"):
+            self._check_new_step(step)
+            save = StepSave(step, self._plan(step, leaves, manifest_fields), leaves, self._group)
+        self._storage.write_step(save)
+        if self._storage.is_on_disk:
+            # Later steps copy the small files of this step, so that the start checkpoint may be deleted. A bucket's
+            # files would have to be downloaded: there the start checkpoint stays in use.
+            self._hf_folder = Path(self._storage.step_name(step)) / STATE_ITEM / HF_FOLDER
+        with joint_work(self._group, f"save-{step}-ended"):
+            if self._is_first and self._exports is not None:
+                self._exports.start(step)
+            self._remove_old_steps()
+
+    def _check_new_step(self, step: int) -> None:
+        """Raise PrepError if something has the name of the step: a saved step, or a file of the user."""
+        if not self._is_first:
+            return
+        name = self._storage.step_name(step)
+        if step in self._storage.steps():
+            why = "a saved step is not overwritten, and another process has saved it since this one started"
+            hint = (
+                "start again once the other process has ended: the run resumes from its last step"
+            )
+            raise PrepError(f"{name} exists", why, hint)
+        if self._storage.is_on_disk and os.path.lexists(name):
+            why = "it is not a step that prep saved"
+            raise PrepError(f"{name} exists", why, "move it away, or save another step")
+
+    def _remove_old_steps(self) -> None:
+        if self._keep.newest == "all" or not self._is_first:
+            return
+        in_use = self._exports.in_use() if self._exports is not None else ()
+        for step in removable_steps(self.steps(), self._keep, self._losses, in_use):
+            self._storage.remove_step(step)
+
+    def _read_manifest(self, step: int) -> Manifest:
+        with self._storage.open_step(step, verify=False) as reader:
+            return Manifest(reader.manifest)
+
+    def best_eval_loss(self, num_sequences: int | None) -> float:
+        """Return the lowest loss in the manifest of a step, or infinity without one.
+
+        Args:
+            num_sequences: Number of sequences of the evaluations to compare.
+        """
+        best = self._losses.best_steps(self.steps()).get(num_sequences)
+        return math.inf if best is None else self._losses.losses[best].value
+
+    def _plan(
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+    ) -> Plan:
+        """Return the plan of a save. Its part without the step number is made once."""
+        stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+        if self._layout is None or self._layout[0] != stored:
+            plan = plan_training_step(
+                stored,
+                self._start_manifest,
+                request=REQUEST,
+                slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes,
+                min_split_nbytes=self._min_split_nbytes(),
+            )
+            self._layout = stored, plan
+        plan = self._layout[1]
+        small = settings_files(
+            plan.settings["config"],
+            (),
+            extra_files=self._extra_files(),
+            path_prefix=f"{HF_FOLDER}/",
+        )
+        return replace(
+            plan, small_files=small, settings={**plan.settings, **manifest_fields, "step": step}
+        )
+
+    def _min_split_nbytes(self) -> int:
+        """Return the size per layer below which the shards of a leaf share a chunk."""
+        # Processes write parts of the same file on disk, but not of the same object: in a bucket each chunk belongs to
+        # one process.
+        if self._group.count > 1 and not self._storage.is_on_disk:
+            return 0
+        return MIN_SPLIT_NBYTES
+
+
+@dataclass(slots=True)
+class StepLosses:
+    """Losses in the manifests of steps. Each manifest is read once.
+
+    Attributes:
+        read_manifest: Reads the manifest of a step.
+        losses: Losses of the steps read so far.
+    """
+
+    read_manifest: Callable[[int], Manifest]
+    losses: dict[int, EvalLoss] = field(default_factory=dict)
+
+    def best_steps(self, steps: Sequence[int]) -> dict[int | None, int]:
+        """Return the best step per number of evaluated sequences. See `run_steps.best_steps`."""
+        for step in steps:
+            if step not in self.losses:
+                self.losses[step] = manifest_loss(self.read_manifest(step))
+        return best_steps({step: self.losses[step] for step in steps})
+
+
+def removable_steps(
+    steps: Sequence[int], rule: KeepRule, losses: StepLosses, in_use: Collection[int] = ()
+) -> list[int]:
+    """Return the steps to remove, e.g. [10, 20] of [10, 20, 30] with `KeepRule(newest=1)`.
+
+    Args:
+        steps: All steps, ascending.
+        rule: The steps to keep.
+        losses: Losses of the steps.
+        in_use: Further steps to keep for now.
+    """
+    if rule.newest == "all":
+        return []
+    old: list[int] = []
+    for step in steps[: -rule.newest]:
+        is_milestone = rule.milestones > 0 and step % rule.milestones == 0
+        if not is_milestone:
+            old.append(step)
+    # Manifests are read only if a step may be removed.
+    kept = set(in_use)
+    if rule.best and old:
+        kept.update(losses.best_steps(steps).values())
+    return [step for step in old if step not in kept]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSave:
+    """A PendingSave that ended before it was returned, after `seconds`."""
+
+    seconds: float
+    is_done = True
+
+    def wait(self) -> float:
+        """Return the seconds that the save took."""
+        return self.seconds
+
+
+class BackgroundSave:
+    """A PendingSave in its own thread. A process that ends by an error does not wait for it."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        """Start the thread."""
+        self._save = save
+        self._error: BaseException | None = None
+        self._seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="prep-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        start_s = time.monotonic()
+        try:
+            self._save()
+        except BaseException as error:
+            self._error = error
+        self._seconds = time.monotonic() - start_s
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, also by an error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> float:
+        """Wait until the checkpoint is durable.
+
+        Return the seconds that the save took, or raise its error.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._seconds

@@ -1,0 +1,443 @@
+"""Steps that all converting commands share: open the source, plan, show or execute the plan, report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import Observer, RecordingObserver
+from prepcli.engine import casts
+from prepcli.engine.budget import check_memory, parse_memory
+from prepcli.engine.pipeline import ConversionResult
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.execute import ConversionExecutor
+from prepcli.execution.staging import remove_leftover
+from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
+from prepcli.execution.workers import (
+    ONE_PROCESS,
+    PARENT_VARIABLE,
+    ProcessOptions,
+    WorkerPool,
+)
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    find_manifest_folder,
+    read_manifest,
+)
+from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conversion_details import (
+    closing_line,
+    compression_fields,
+    compression_line,
+    count_changed_values,
+    note_plan_details,
+    plan_fields,
+    result_fields,
+    source_fields,
+)
+from prepcli.operations.options import DEFAULT_MEMORY, PathLike, as_tuple
+from prepcli.operations.results import Conversion
+from prepcli.planning.plan import Plan
+from prepcli.planning.shares import requested_share
+from prepcli.planning.tensor_match import MatchOptions
+from prepcli.restore.earlier_checkpoints import note_unrecorded
+from prepcli.sources.averages import use_averages
+from prepcli.sources.folders import make_access
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.opening import open_source
+from prepcli.sources.references import default_checkpoint
+from prepcli.sources.source import Source
+from prepcli.targets.streams import optimizer_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """Options that converting commands share."""
+
+    checkpoint: (
+        str | None
+    )  # folder, alias, hub id or URL; None: the only prep checkpoint in the current folder
+    out: Path | None  # None: a name made from the source's name
+    memory_nbytes: int
+    dry_run: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    offline: bool = False
+    revision: str | None = None
+    step: int | str | None = (
+        None  # step of a training run: a number, `best` or `last`; None: the last step
+    )
+    process_options: ProcessOptions = ONE_PROCESS
+    stream: bool = False  # read from the hub without a local copy
+    config: Path | None = None  # config.json, for a checkpoint without one
+    allow_overflow: bool = False  # cast values that are too large to infinity
+    ema: bool = False  # take the moving average of a run's parameters
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedConversion:
+    """A plan with the messages and fields of its report."""
+
+    plan: Plan
+    default_out_name: str
+    notes: tuple[str, ...]  # lines for the user
+    fields: dict[str, Any]  # for JSON
+    next_command: Callable[[Path], str]  # from the output's path
+    source_view: Source | None = (
+        None  # the source that the plan reads, if not the one that was opened
+    )
+
+
+def common_options(
+    checkpoint: PathLike | None,
+    out: PathLike | None,
+    options: Mapping[str, Any],
+    *,
+    dry_run: bool = False,
+    process_options: ProcessOptions | None = None,
+) -> CommonOptions:
+    """Return the options that all operations share."""
+    config = options.get("config")
+    return CommonOptions(
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        out=Path(out) if out is not None else None,
+        memory_nbytes=_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        dry_run=dry_run,
+        overwrite=options.get("overwrite", False),
+        restart=options.get("restart", False),
+        offline=options.get("offline", False),
+        revision=options.get("revision"),
+        step=options.get("step"),
+        process_options=process_options or ONE_PROCESS,
+        stream=options.get("stream", False),
+        config=Path(config) if config is not None else None,
+        allow_overflow=options.get("allow_overflow", False),
+        ema=options.get("ema", False),
+    )
+
+
+def match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return which source tensors may be ignored."""
+    return MatchOptions(as_tuple(options["drop"]), options["untie"])
+
+
+def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of options in the form that manifests record, e.g. `rules="a=mp"` -> `("a=mp",)`."""
+    values = dict(options)
+    for name in ("drop", "rules"):
+        if name in values:
+            values[name] = as_tuple(values[name])
+    if values["config"] is not None:
+        values["config"] = Path(values["config"])
+    # Seed 0 is the default, under which the line has been recorded from the start.
+    values["seed"] = values.get("seed") or None
+    return values
+
+
+def _memory_nbytes(memory: int | str) -> int:
+    """Return a memory limit in bytes. Raise UsageError if it is too small for the engine."""
+    if isinstance(memory, str):
+        return parse_memory(memory)
+    check_memory(memory, str(memory))
+    return memory
+
+
+def open_checkpoint(
+    common: CommonOptions,
+    observer: Observer,
+    is_candidate: Callable[[Path], bool] = Path.is_dir,
+    *,
+    allow_adapters: bool = False,
+) -> tuple[LocatedCheckpoint, Source]:
+    """Locate and open the checkpoint of the options.
+
+    Args:
+        common: Options with the checkpoint, its step, revision, config and choice of parameters.
+        observer: Receives notes, warnings and progress.
+        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+        allow_adapters: Accept an adapter of PEFT.
+
+    Returns:
+        The located checkpoint and its source. Only headers are read.
+
+    Raises:
+        PrepError: The checkpoint does not exist, or cannot be read.
+    """
+    checkpoint = common.checkpoint
+    if checkpoint is None:
+        checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
+        observer.note(f"using {checkpoint} (the only prep checkpoint here)")
+    access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
+    access = replace(access, allow_adapters=allow_adapters)
+    located = locate(checkpoint, common.revision, step=common.step, access=access)
+    if located.local_files.remote is None:
+        remove_leftover(find_manifest_folder(located.local_files.path))
+    source = open_source(located, common.config)
+    note_unrecorded(source.display_name, source.manifest, observer)
+    return located, use_averages(source) if common.ema else source
+
+
+def check_config_option(common: CommonOptions, *sources: Source) -> None:
+    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
+    if common.config is not None and all(source.tree_manifest for source in sources):
+        names = " and ".join(source.display_name for source in sources)
+        why = f"{MANIFEST_FILE} already has the config of the model"
+        raise usage_error(f"`--config` has no effect for {names}", why, "remove `--config`")
+
+
+def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
+    """Raise UsageError for `--allow-overflow` without a cast."""
+    if dtype is None:
+        why = "without a cast no value overflows"
+        check_needs("--allow-overflow", allow_overflow, "--dtype", why)
+
+
+def run_conversion(
+    common: CommonOptions,
+    observer: Observer,
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool] = Path.is_dir,
+) -> Conversion:
+    """Plan a conversion, and execute the plan unless this is a dry run.
+
+    An output with a URL is written to a local folder first, and then uploaded.
+
+    Args:
+        common: Options of the conversion.
+        observer: Receives notes, warnings and progress.
+        make_plan: Makes the plan from the opened source.
+        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+
+    Returns:
+        The output's path, counts and times.
+
+    Raises:
+        PrepError: The source, the options or the output are invalid, or reading or writing failed.
+    """
+    started_s = time.monotonic()
+    recorder = RecordingObserver(observer)
+
+    def convert(out: Path | None, dry_run: bool) -> Conversion:
+        request = replace(common, out=out, dry_run=dry_run)
+        return _convert_to_folder(request, recorder, make_plan, is_candidate)
+
+    # This also checks the variables of launchers, before anything is read.
+    share, _ = requested_share(common.process_options.processes, os.environ)
+    url = parse_out_url(common.out)
+    if url is None:
+        conversion = convert(common.out, common.dry_run)
+    else:
+        request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
+        if PARENT_VARIABLE in os.environ:
+            # A worker writes its share of the local folder. Its parent uploads the folder.
+            conversion = convert(request.local_folder, common.dry_run)
+        else:
+            conversion, is_uploaded_already = make_and_upload(
+                request, share.count > 1, observer=recorder, make_output=convert
+            )
+            conversion = _at_url(conversion, request, is_uploaded_already)
+    seconds = time.monotonic() - started_s
+    return replace(conversion, seconds=seconds, warnings=tuple(recorder.warnings))
+
+
+def _at_url(
+    conversion: Conversion, request: UploadRequest, is_uploaded_already: bool
+) -> Conversion:
+    """Return the result with the URL in place of the local folder."""
+    url = str(request.url)
+    details = {**conversion.details, "output": url}
+    if is_uploaded_already:
+        del details["dry_run"]
+        details["already"] = True
+    return replace(
+        conversion,
+        already_done=conversion.already_done or is_uploaded_already,
+        details=details,
+        next_command=conversion.next_command.replace(str(request.local_folder), url),
+    )
+
+
+def _convert_to_folder(
+    common: CommonOptions,
+    observer: Observer,
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool],
+) -> Conversion:
+    """Convert into a local folder."""
+    started_s = time.monotonic()
+    located, source = open_checkpoint(common, observer, is_candidate)
+    check_config_option(common, source)
+    check_stream(common.stream, located)
+    planned = make_plan(source, located)
+    plan = planned.plan
+    out = common.out or Path(planned.default_out_name)
+    _check_output_location(out, source)
+    observer.note(source_line(source))
+    unsupported_reason = unsupported_model_reason(source)
+    if unsupported_reason:
+        observer.warn(
+            f"{source.display_name} can be converted, but not trained or sampled from:"
+            f" {unsupported_reason}"
+        )
+    for line in planned.notes:
+        observer.note(line)
+    note_plan_details(plan, observer)
+    details: dict[str, Any] = {
+        "source": source_fields(source, located),
+        **planned.fields,
+        **plan_fields(plan),
+        "not_computed": unsupported_reason,
+    }
+    if common.dry_run:
+        return Conversion(
+            path=out,
+            bytes_read=0,
+            bytes_written=0,
+            seconds=0.0,
+            peak_bytes=0,
+            already_done=False,
+            plan_digest=details["plan_digest"],
+            plan=plan,
+            details={"output": str(out), "dry_run": True, **details},
+            # An output that was uploaded earlier is reported from a dry run.
+            next_command=planned.next_command(out),
+        )
+    result, process_fields = _execute_plan(
+        plan, planned.source_view or source, out, common, observer
+    )
+    manifest = read_manifest(out) or NO_MANIFEST
+    cast_counts = manifest.casts
+    for entry in cast_counts:
+        observer.note(casts.format_cast(entry))
+    seconds = time.monotonic() - started_s
+    observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
+    details["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    if plan.zstd_level:
+        details["compress"] = compression = compression_fields(plan, manifest)
+        observer.note(compression_line(compression))
+    details |= {
+        "output": str(out),
+        "casts": cast_counts,
+        **result_fields(result, common.memory_nbytes),
+        **process_fields,
+    }
+    return Conversion(
+        path=out,
+        bytes_read=result.read_nbytes,
+        bytes_written=result.written_nbytes,
+        seconds=seconds,
+        peak_bytes=result.peak_nbytes,
+        already_done=result.already_done,
+        plan_digest=details["plan_digest"],
+        plan=plan,
+        details=details,
+        next_command=planned.next_command(out),
+    )
+
+
+def _execute_plan(
+    plan: Plan, source: Source, out: Path, common: CommonOptions, observer: Observer
+) -> tuple[ConversionResult, dict[str, Any]]:
+    """Write the output with this process and its workers.
+
+    Returns:
+        Their result, and the JSON fields of the processes.
+    """
+    share, launcher = requested_share(common.process_options.processes, os.environ)
+    if launcher:
+        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+    with WorkerPool(
+        common.process_options,
+        share,
+        memory_nbytes=common.memory_nbytes,
+        progress=observer.progress(),
+    ) as pool:
+        result = ConversionExecutor(
+            plan,
+            source,
+            out=out,
+            pool=pool,
+            overwrite=common.overwrite,
+            restart=common.restart,
+            allow_overflow=common.allow_overflow,
+            note=observer.note,
+        ).run()
+    if pool.share.count == 1:
+        return result, {}
+    fields = {
+        "count": pool.share.count,
+        "index": pool.share.index,
+        "workers": common.process_options.num_workers,
+    }
+    return result, {"processes": fields}
+
+
+def _check_output_location(out: Path, source: Source) -> None:
+    """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
+    target = out.resolve()
+    partial = target.with_name(target.name + ".partial")
+    source_files = () if source.root.is_file() else (*source.files, *source.small_files)
+    file_folders = (
+        path.resolve().parent for path in source_files
+    )  # links may point to other folders
+    weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
+    for root in dict.fromkeys((source.root.resolve(), *file_folders)):
+        if root in (target, partial):
+            raise usage_error(
+                f"the output {out} is the source", "sources are never written to", "`--out NAME`"
+            )
+        if (
+            root in target.parents and root in weight_folders
+        ):  # an output inside a folder of settings is allowed
+            hint = f"`--out ../{out.name}`"
+            raise usage_error(
+                f"the output {out} is inside the source", "sources are never written to", hint
+            )
+        if target in root.parents:
+            raise usage_error(
+                f"the source is inside the output {out}", "it would be deleted", "`--out NAME`"
+            )
+    for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
+        if target == folder or target in folder.parents:
+            what = f"the output {out} would replace the current folder or your home folder"
+            raise usage_error(
+                what, f"{folder} is inside it, and outputs replace whole folders", "`--out NAME`"
+            )
+
+
+def source_line(source: Source) -> str:
+    """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
+    dtypes = _weight_dtypes(source)
+    size = format_bytes(sum(t.nbytes for t in source.tensors))
+    parts = [
+        source.display_name,
+        source.family.name,
+        f"{len(source.tensors)} tensors",
+        f"{size} {', '.join(dtypes)}",
+    ]
+    if nbytes := optimizer_nbytes(source):
+        parts.append(f"optimizer state {format_bytes(nbytes)}")
+    if len(source.files) > 1:
+        parts.append(f"{len(source.files)} files")
+    return "  ".join(parts)
+
+
+def unsupported_model_reason(source: Source) -> str | None:
+    """Return the reason why prep cannot run the source's model, or None if it can."""
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        return str(error)
+    return None
+
+
+def _weight_dtypes(source: Source) -> list[str]:
+    """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
+    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})

@@ -1,0 +1,143 @@
+"""The details of a conversion for JSON, and the notes about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import LEAVES, Observer
+from prepcli.engine import casts
+from prepcli.engine.pipeline import ConversionResult
+from prepcli.execution.execute import plan_digest
+from prepcli.formats.manifest import Manifest
+from prepcli.planning.plan import Plan
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source
+
+
+def note_plan_details(plan: Plan, observer: Observer) -> None:
+    """Note one line per leaf and per dropped tensor, at `-v`."""
+    for leaf in plan.leaves:
+        observer.note(
+            f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}",
+            LEAVES,
+        )
+    for dropped in plan.dropped:
+        observer.note(
+            f"  dropped {plan.display_names.get(dropped.name, dropped.name)}: {dropped.rule}",
+            LEAVES,
+        )
+
+
+def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
+    """Return the name, revision, files and bytes of a source."""
+    return {
+        "name": source.display_name,
+        "revision": located.local_files.commit,
+        "files": len(source.files),
+        "bytes": sum(stamp.size for stamp in source.file_stamps),
+    }
+
+
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """Return the digest of a plan, the accounting of its tensors, and its casts."""
+    names = plan.display_names
+    used = {s.name for s in plan.streams if s.writes and s.reads}
+    return {
+        "plan_digest": plan_digest(plan),
+        "accounting": {
+            "tensors": len(used | {d.name for d in plan.dropped}),
+            "used": len(used),
+            "dropped": [
+                {
+                    "name": names.get(d.name, d.name),
+                    "rows": d.rows,
+                    "bytes": d.nbytes,
+                    "rule": d.rule,
+                }
+                for d in plan.dropped
+            ],
+            "filled": [
+                {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
+                for s in plan.streams
+                if s.fill
+            ],
+            "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
+        },
+        "chunks": plan.chunk_count,
+        "casts": casts.report_casts(plan.streams),
+    }
+
+
+def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any]:
+    """Return the bytes, memory and time of a conversion."""
+    return {
+        "already": result.already_done,
+        "bytes": {
+            "read": result.read_nbytes,
+            "written": result.written_nbytes,
+            "moved": result.read_nbytes + result.copied_nbytes + result.written_nbytes,
+            "resumed": result.resumed_nbytes,
+        },
+        "memory": {"budget": memory_nbytes, "peak": result.peak_nbytes},
+        "time": {stage: round(seconds, 3) for stage, seconds in result.seconds.items()},
+    }
+
+
+def count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many values casts changed."""
+    return sum(entry["changed"] for entry in cast_counts)
+
+
+def compression_fields(plan: Plan, manifest: Manifest) -> dict[str, Any]:
+    """Return the raw and the stored bytes of an output's chunks, and their ratio."""
+    raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
+    stored = sum(manifest.packed.values())
+    return {
+        "with": manifest.compress,
+        "raw": raw,
+        "stored": stored,
+        "ratio": round(stored / max(1, raw), 4),
+    }
+
+
+def compression_line(compression: Mapping[str, Any]) -> str:
+    """Describe the size of compressed chunks."""
+    sizes = (
+        f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
+    )
+    return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
+
+
+def dropped_text(plan: Plan) -> str:
+    """Describe the dropped tensors of a plan, by rule."""
+    by_rule: dict[str, int] = {}
+    for dropped in plan.dropped:
+        if dropped.rows:
+            continue
+        by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
+    return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
+
+
+def closing_line(
+    plan: Plan,
+    out: Path,
+    result: ConversionResult,
+    cast_counts: Sequence[Mapping[str, Any]],
+    seconds: float,
+    memory_nbytes: int,
+) -> str:
+    """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
+    if result.already_done:
+        return f"already done: {out} was made by the same request from the same source"
+    used = len({s.name for s in plan.streams if s.writes})
+    memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
+    parts = [
+        f"{used} tensors",
+        *filter(None, [dropped_text(plan)]),
+        f"{count_changed_values(cast_counts):,} values changed",
+    ]
+    return f"done in {seconds:.1f} s, {memory}; {', '.join(parts)}"

@@ -1,0 +1,406 @@
+"""`prep export`: convert an Orbax checkpoint to a Hugging Face folder, or to Flax or EasyLM."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from prepcli.console.formatting import format_bytes, parse_bytes
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.hub_push import parse_push_target
+from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
+from prepcli.formats.safetensors import SUFFIX
+from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.operations.conversion import (
+    PlannedConversion,
+    check_allow_overflow,
+    common_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.operation import public
+from prepcli.operations.options import (
+    DEFAULT_SHARD_SIZE,
+    ExportOptions,
+    PathLike,
+    format_command_line,
+)
+from prepcli.operations.push import check_private, convert_and_push
+from prepcli.operations.results import Conversion
+from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
+from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
+from prepcli.targets.hf_folder import (
+    copied_small_files,
+    header_entries,
+    index_files,
+    lay_out_weight_files,
+    output_config,
+    settings_files,
+)
+from prepcli.targets.streams import (
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    dropped_padding,
+    dropped_state,
+    optimizer_nbytes,
+    output_rows,
+)
+from trainer.models.parameters import HFConfig, TreeLayout
+
+# Payloads start at a page boundary, like chunks, so that whole pages are copied.
+PAYLOAD_PAGE_OFFSET = 0
+DEFAULT_SHARD_NBYTES = 5 * 10**9
+# Smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB.
+MIN_UNITLESS_NBYTES = 1 << 20
+HF_LAYOUT = "hf"
+FORMAT_BY_LAYOUT = {HF_LAYOUT: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}
+LAYOUT_TITLES = {
+    HF_LAYOUT: "Hugging Face safetensors",
+    "hf-flax": "Flax msgpack for Hugging Face",
+    "easylm": "EasyLM stream",
+}
+
+
+@public
+def export(
+    checkpoint: PathLike | None = None,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[ExportOptions],
+) -> Conversion:
+    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only checkpoint of prep in the current
+            folder.
+        out: Output folder; default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        process_options: Share of this process in the work; default: all of it.
+        **options: See `ExportOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion or the upload failed. An interrupted one resumes when called again.
+    """
+    # Invalid sizes and repositories are found before the source is opened.
+    _shard_nbytes(options)
+    common = common_options(
+        checkpoint, out, options, dry_run=dry_run, process_options=process_options
+    )
+    observer = observer_of(progress)
+    check_allow_overflow(options["allow_overflow"], options["dtype"])
+
+    def convert() -> Conversion:
+        return run_conversion(
+            common, observer, lambda source, located: plan_export(options, source, located)
+        )
+
+    repository = options["push"]
+    if repository is None:
+        check_private(options["private"])
+        return convert()
+    if PARENT_VARIABLE in os.environ:
+        # A worker writes its share of the folder. Its parent uploads the folder.
+        return convert()
+    target = parse_push_target(repository, options["private"])
+    return convert_and_push(target, common, observer, convert)
+
+
+def parse_shard_size(text: str) -> int:
+    """Parse `--shard-size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
+    nbytes = parse_bytes(text, "--shard-size")
+    number = text.strip()
+    if nbytes == 0:
+        raise usage_error(
+            f"invalid `--shard-size {text}`", "a file has at least one byte", "`--shard-size 5GB`"
+        )
+    if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
+        why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
+        raise usage_error(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
+    return nbytes
+
+
+def _shard_nbytes(options: ExportOptions) -> int:
+    """Return the maximum size of a file."""
+    size = options["shard_size"]
+    return parse_shard_size(size) if isinstance(size, str) else size
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightFiles:
+    """Layout of the weight files: the files, the locations of each tensor, and the index if there is one."""
+
+    files: tuple[OutputFile, ...]
+    locations: Mapping[str, Locations]
+    index: tuple[SmallFile, ...]
+
+
+def _config_for_layout(
+    config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
+) -> dict[str, Any]:
+    """Return the config for a library that supports fewer fields, with `tie_word_embeddings` as stored.
+
+    Raises:
+        PrepError: The library would compute another model, because it ignores some of the fields.
+    """
+    can_use_config = not layout.allows_tied_head or source.family.is_tied(config) == is_tied
+    layout_config = {**config} if can_use_config else {**config, "tie_word_embeddings": is_tied}
+    fields_read = {
+        name: value for name, value in layout_config.items() if name not in layout.ignored_fields
+    }
+    arch_config = source.family.arch_config
+    if arch_config(fields_read) != arch_config(layout_config):
+        ignored_fields = ", ".join(
+            f"{name} {layout_config[name]}"
+            for name in layout.ignored_fields
+            if name in layout_config
+        )
+        why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
+        raise PrepError("the model is not supported in Flax", why, "`--layout hf` supports it")
+    return layout_config
+
+
+def plan_export(
+    options: ExportOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan the copy of every tensor to the files of the requested layout.
+
+    Args:
+        options: Layout, padding, dtype and maximum file size.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
+    """
+    if source.tree_manifest.is_adapter:
+        _check_adapter_request(options, source)
+        return plan_adapter_export(source, located, options["dtype"])
+    _check_request(options, source)
+    return plan_copy(options, source, located)
+
+
+def plan_copy(
+    options: ExportOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan an export whose request has been checked. See `plan_export`."""
+    vocabulary = source.vocabulary(options["true_vocab"])
+    layout_name = options["layout"]
+    dtype = options["dtype"]
+    vocab_rows = vocabulary.stored_size if options["keep_padding"] else vocabulary.true_size
+    tied_head = {source.family.tying.head_tensor} if _stores_tied_head(options, source) else set()
+    source = with_tied_head(source) if tied_head else source
+    match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
+    tensors = [t.cast(dtype) for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
+    weight_files = _lay_out_weights(options, source, tensors, row_counts, vocab_rows=vocab_rows)
+    targets = {
+        t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype)
+        for t in tensors
+    }
+    config = output_config(
+        source, Vocabulary(vocabulary.true_size, vocab_rows), match.is_tied, dtype
+    )
+    if layout := source.family.layouts.get(layout_name):
+        config = _config_for_layout(config, layout, source, match.is_tied)
+    base_name = located.model_name
+    if vocab_rows == vocabulary.true_size:
+        base_name = base_name.removesuffix("-padded")
+    plan = Plan(
+        command="export",
+        request=_command_line(options, source),
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=build_streams(
+            source, targets, resize=resize, compared={c.name for c in match.checks}
+        ),
+        files=weight_files.files,
+        small_files=(
+            *settings_files(config, (), extra_files=copied_small_files(source)),
+            *weight_files.index,
+        ),
+        dropped=(
+            *(d for d in match.dropped if d.name not in tied_head),
+            *dropped_padding(source, targets, resize=resize),
+            *dropped_state(source),
+        ),
+        checks=match.checks,
+        settings={
+            "name": base_name,
+            "kind": "hf",
+            "family": source.family.name,
+            "vocab": {"true": vocabulary.true_size, "padded": vocab_rows},
+            **({"layout": layout_name} if layout_name != HF_LAYOUT else {}),
+            "prefixed": source.names.is_prefixed,
+            "tied": match.is_tied,
+            "config": config,
+        },
+        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+    )
+    fields = {
+        "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
+        "files": len(weight_files.files),
+        "layout": layout_name,
+        "format": FORMAT_BY_LAYOUT[layout_name],
+    }
+    num_files = len(weight_files.files)
+    removed_rows = vocabulary.stored_size - vocab_rows
+    line = _summary_line(options, source, located, num_files=num_files, removed_rows=removed_rows)
+
+    def next_command(out: Path) -> str:
+        # Only values that were not cast can be compared with the source.
+        return f"prep verify {out}" if dtype else f"prep verify {out} {source.display_name}"
+
+    return PlannedConversion(
+        plan,
+        f"{base_name}-{layout_name}",
+        notes=(line,),
+        fields=fields,
+        next_command=next_command,
+        source_view=source,
+    )
+
+
+def _check_request(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
+    layout = options["layout"]
+    file_format = options["format"]
+    if layout not in FORMAT_BY_LAYOUT or file_format not in (None, FORMAT_BY_LAYOUT[layout]):
+        pairs = ", ".join(
+            f"`--layout {known_layout} --format {known_format}`"
+            for known_layout, known_format in FORMAT_BY_LAYOUT.items()
+        )
+        requested = f"`--layout {layout}`"
+        if file_format:
+            requested += f" `--format {file_format}`"
+        raise usage_error(
+            f"{requested} is not supported", "each layout has one format", f"one of {pairs}"
+        )
+    if layout not in (HF_LAYOUT, *source.family.layouts):
+        known = ", ".join((HF_LAYOUT, *source.family.layouts))
+        raise usage_error(
+            f"layout {layout} is not supported for {source.family.name}",
+            f"supported: {known}",
+        )
+    if FORMAT_BY_LAYOUT[layout] == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
+        raise usage_error(
+            "`--shard-size` is not supported for streams", "an EasyLM stream is one file"
+        )
+    is_unchanged = layout == HF_LAYOUT and not options["dtype"]
+    if (
+        is_unchanged
+        and source.tensor_file_names
+        and not source.manifest
+        and _is_all_safetensors(source)
+    ):
+        why = "it is a Hugging Face folder that transformers reads already"
+        raise usage_error(
+            f"cannot export {source.display_name}", why, f"`prep save-init {source.display_name}`"
+        )
+
+
+def _check_adapter_request(options: ExportOptions, source: Source) -> None:
+    """Raise UsageError for options of complete models."""
+    if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
+        what = "`--layout`, `--format` and `--keep-padding` are not supported for adapters"
+        why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
+        raise usage_error(what, why, "`prep merge ADAPTER BASE` writes a complete model")
+
+
+def _stores_tied_head(options: ExportOptions, source: Source) -> bool:
+    """Return whether a tied head is written as a tensor, for a library that does not support tied heads."""
+    is_tied = source.family.is_tied(source.config)
+    return (
+        is_tied
+        and options["layout"] != HF_LAYOUT
+        and not source.family.layouts[options["layout"]].allows_tied_head
+    )
+
+
+def _is_all_safetensors(source: Source) -> bool:
+    return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
+
+
+def _lay_out_weights(
+    options: ExportOptions,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    *,
+    vocab_rows: int,
+) -> _WeightFiles:
+    """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
+    if options["layout"] == HF_LAYOUT:
+        groups = split_into_shards(
+            header_entries(source, tensors, rows=row_counts), _shard_nbytes(options)
+        )
+        files, locations, layouts = lay_out_weight_files(
+            [(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups]
+        )
+        return _WeightFiles(
+            files,
+            {t.name: (locations[source.names.full_name(t.name)],) for t in tensors},
+            index_files(layouts),
+        )
+    output = lay_out_flax_folder(
+        source,
+        tensors,
+        layout=options["layout"],
+        container=FORMAT_BY_LAYOUT[options["layout"]],
+        vocab_size=vocab_rows,
+        shard_nbytes=_shard_nbytes(options),
+    )
+    return _WeightFiles(output.files, output.locations, output.index)
+
+
+def _summary_line(
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    *,
+    num_files: int,
+    removed_rows: int,
+) -> str:
+    """Describe the export: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+    step = source.tree_manifest.step
+    source_name = located.model_name if step is None else f"{located.model_name} step {step}"
+    notes = f"; {removed_rows} rows of padding removed" if removed_rows > 0 else ""
+    layout = options["layout"]
+    state_nbytes = optimizer_nbytes(source)
+    notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
+    return f"{source_name} -> {LAYOUT_TITLES[layout]}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
+
+
+def _command_line(options: ExportOptions, source: Source) -> str:
+    """Return the command line that the manifest records, with the size of files in bytes."""
+    values = recorded_values(options)
+    nbytes = _shard_nbytes(options)
+    values["shard_size"] = DEFAULT_SHARD_SIZE if nbytes == DEFAULT_SHARD_NBYTES else nbytes
+    return format_command_line("export", source.display_name, ExportOptions, values)

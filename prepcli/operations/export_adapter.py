@@ -1,0 +1,127 @@
+"""`prep export` of a run with LoRA: the adapter in the format of PEFT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prepcli.errors import PrepError
+from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
+from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
+from prepcli.operations.conversion import PlannedConversion
+from prepcli.operations.options import ExportOptions, format_command_line
+from prepcli.planning.plan import Fill, Plan, SmallFile
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, match_source_tensors, stored_axis_maps
+from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
+from prepcli.targets.streams import (
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    dropped_state,
+    output_rows,
+)
+from prepcli.targets.tokenizer_files import adapter_tokenizer
+from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
+from trainer.models.registry import family_of
+
+PEFT_LAYOUT = "peft"
+
+
+def plan_adapter_export(
+    source: Source, located: LocatedCheckpoint, dtype: str | None
+) -> PlannedConversion:
+    """Plan the copy of the adapters of a training step to the files of PEFT.
+
+    Args:
+        source: Opened step of a run with LoRA.
+        located: Located source. Its model name determines the output's default name.
+        dtype: Dtype of the output; None for no cast.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The manifest does not name the base of the adapters.
+    """
+    lora = lora_from_manifest(source.tree_manifest.fields)
+    assert lora is not None
+    match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
+    tensors = [tensor.cast(dtype) for tensor in source.tensors]
+    row_counts = output_rows(tensors, (), vocab_size=0)
+    entries = header_entries(source, tensors, rows=row_counts)
+    files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])
+    targets = {
+        t.name: TensorTarget(
+            (locations[source.names.full_name(t.name)],), row_counts[t.name], t.dtype
+        )
+        for t in tensors
+    }
+    manifest = source.tree_manifest
+    settings = {key: manifest.fields[key] for key in ADAPTER_KEYS if key in manifest.fields}
+    plan = Plan(
+        command="export",
+        request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=build_streams(
+            source, targets, resize=VocabResize(source.vocabulary(), (), Fill("zeros"))
+        ),
+        files=files,
+        small_files=(
+            SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora))),
+            *adapter_tokenizer(source),
+        ),
+        dropped=tuple(dropped_state(source)),
+        settings={
+            **settings,
+            "name": located.model_name,
+            "kind": "adapter",
+            "family": source.family.name,
+            "prefixed": True,
+            "tied": manifest.is_tied,
+            "config": source.config,
+        },
+        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+    )
+    base_name = _base_name(source.tree_manifest)
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-adapter",
+        notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
+        fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
+        next_command=lambda out: f"prep merge {out} {base_name}",
+    )
+
+
+def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    family = family_of(source.config)
+    config = source.config
+    has_encoder = family.arch_config(config).encoder is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
+        "base_model_name_or_path": _base_name(source.tree_manifest),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "target_modules": module_suffixes(family, config, lora),
+        "modules_to_save": None,
+        "fan_in_fan_out": any(
+            p.is_transposed for p in select_targets(family, config, lora.targets)
+        ),
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _base_name(manifest: Manifest) -> str:
+    """Return the name of the adapters' checkpoint."""
+    name = manifest.base.get("name")
+    if not isinstance(name, str):
+        raise PrepError("the manifest does not name the base of the adapters", "`base` is missing")
+    return name

@@ -1,0 +1,287 @@
+"""`prep merge`: add an adapter to the weights of its base model, and write a Hugging Face folder."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
+from prepcli.operations.conversion import (
+    PlannedConversion,
+    common_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.export import plan_copy
+from prepcli.operations.operation import public
+from prepcli.operations.options import (
+    ExportOptions,
+    MergeOptions,
+    PathLike,
+    format_command_line,
+    with_defaults,
+)
+from prepcli.operations.results import Conversion
+from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
+from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.restore.digest_checks import sample_digest
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
+from prepcli.sources.openers.peft_settings import (
+    MATRIX_NAME,
+    PeftSettings,
+    check_settings,
+    read_settings,
+)
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.tokenizer_files import with_adapter_tokenizer
+from trainer.models.lora import PEFT_PREFIX, projections
+
+
+@public
+def merge(
+    adapter: PathLike,
+    base: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[MergeOptions],
+) -> Conversion:
+    """Add a LoRA adapter to the weights of its base model, and write a Hugging Face folder.
+
+    Args:
+        adapter: Folder of an adapter in the format of PEFT.
+        base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
+        out: Output folder; default: a name made from the base's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        process_options: Share of this process in the work; default: all of it.
+        **options: See `MergeOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the base are damaged.
+        PrepError: The adapter does not fit the base, or the merge failed. An interrupted one resumes when called again.
+    """
+    adapter = Path(adapter)
+    if is_adapter(Path(base)) and not is_adapter(adapter):
+        why = f"{base} is an adapter and {adapter} is none: the adapter comes first"
+        hint = f"`prep merge {base} {adapter}`"
+        raise usage_error("adapter and base are exchanged", why, hint)
+    return run_conversion(
+        common_options(base, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        # A plan reads only headers.
+        lambda source, located: plan_merge(
+            adapter, source, located, options, check_base=options["verify"] and not dry_run
+        ),
+    )
+
+
+def plan_merge(
+    adapter_path: Path,
+    source: Source,
+    located: LocatedCheckpoint,
+    options: MergeOptions,
+    *,
+    check_base: bool,
+) -> PlannedConversion:
+    """Plan the copy of the base's tensors, with the adapter's products added to some of them.
+
+    The matrices of the adapter are streams as well, which are only digested: a change of them during the merge is
+    noticed like a change of the base.
+
+    Args:
+        adapter_path: Folder of the adapter.
+        source: Opened base.
+        located: Located base. Its model name determines the output's default name.
+        options: Options of the merge.
+        check_base: Compare the base with the one that the adapter was trained with.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The adapter is not supported, or does not fit the base.
+    """
+    if source.tree_manifest.is_adapter:
+        why = "it has only adapters; a base is a complete model"
+        raise usage_error(
+            f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`"
+        )
+    settings, adapter = _open_adapter(adapter_path, source)
+    scale = settings.lora_config().scaling
+    if check_base:
+        _check_base(adapter_path, source)
+    combined = _with_adapter(source, adapter)
+    matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
+    copy_options: Any = with_defaults(ExportOptions, {"keep_padding": True})
+    copy = plan_copy(copy_options, source, located)
+    updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
+    streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
+    merged = {"adapter": str(adapter_path), "scaling": scale, "tensors": len(updates)}
+    plan = replace(
+        copy.plan,
+        command="merge",
+        request=format_command_line(
+            f"merge {adapter_path}", source.display_name, MergeOptions, recorded_values(options)
+        ),
+        source_files=(*copy.plan.source_files, *adapter.file_stamps),
+        streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
+        small_files=with_adapter_tokenizer(copy.plan.small_files, adapter_path),
+        settings={**copy.plan.settings, "merged": merged},
+    )
+    base = settings.base_model_name_or_path
+    origin = f" (trained with {base:.60})" if base else ""
+    change = f"{len(updates)} tensors change, scaled by {scale:g}"
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-merged",
+        notes=(f"{adapter_path}{origin} -> {source.display_name}: {change}",),
+        fields={**copy.fields, "merged": merged},
+        next_command=lambda out: f"prep verify {out}",
+        source_view=combined,
+    )
+
+
+def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
+    """Read the settings and the header of an adapter.
+
+    Its tensors have the bare names of the base.
+    """
+    if not is_adapter(path):
+        hint = "`prep export RUN --out ADAPTER` writes the adapter of a run"
+        raise usage_error(
+            f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint
+        )
+    settings = read_settings(path)
+    header, _ = read_checked_header(path)
+    check_settings(path, settings, header.tensors)
+    family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
+    adapter = open_adapter(path, family, source.config)
+    tensors = (
+        replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors
+    )
+    return settings, replace(adapter, tensors=tuple(tensors))
+
+
+def _check_base(adapter: Path, source: Source) -> None:
+    """Raise PrepError if the manifest of an adapter has the digest of another base.
+
+    PEFT's adapters have none.
+    """
+    base = (read_manifest(adapter) or NO_MANIFEST).base
+    recorded = base.get(SAMPLE_DIGEST_KEY)
+    if recorded is None or recorded == (digest := sample_digest(source)):
+        return
+    why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
+    hint = "the model that the adapter was trained with; `--no-verify` merges with another one"
+    raise PrepError(
+        f"{adapter} was trained with another base than {source.display_name}", why, hint
+    )
+
+
+def _with_adapter(source: Source, adapter: Source) -> Source:
+    """Return the base with the tensors and the file of an adapter after its own."""
+    number = len(source.byte_sources)
+
+    def placed(tensor: SourceTensor) -> SourceTensor:
+        (location,) = tensor.placement
+        assert isinstance(location, Contiguous)
+        return replace(tensor, placement=(Contiguous(number, location.offset),))
+
+    return replace(
+        source,
+        tensors=(*source.tensors, *map(placed, adapter.tensors)),
+        files=(*source.files, *adapter.files),
+        file_stamps=(*source.file_stamps, *adapter.file_stamps),
+        blobs=(*source.byte_sources, *adapter.files) if source.blobs else (),
+    )
+
+
+def _matrix_streams(
+    tensors: tuple[SourceTensor, ...], adapter: Path
+) -> dict[str, dict[str, Stream]]:
+    """Return the streams of an adapter's matrices, by module and then by `A` and `B`."""
+    streams: dict[str, dict[str, Stream]] = {}
+    for tensor in tensors:
+        match = MATRIX_NAME.fullmatch(tensor.name)
+        if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
+            why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
+            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why)
+        stream = Stream(
+            tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ()
+        )
+        streams.setdefault(match["module"], {})[match["matrix"]] = stream
+    for module, pair in streams.items():
+        if len(pair) != 2:
+            raise PrepError(f"{adapter} is incomplete", f"{module} has only lora_{'/'.join(pair)}")
+    return streams
+
+
+def _updates(
+    plan: Plan,
+    matrices: Mapping[str, Mapping[str, Stream]],
+    *,
+    scale: float,
+    source: Source,
+    adapter: Source,
+) -> Iterator[tuple[str, LowRankUpdate]]:
+    """Yield the name of each tensor that changes with its update.
+
+    Raise PrepError if the base lacks a tensor.
+    """
+    written = {stream.name: stream for stream in plan.streams if stream.writes and stream.reads}
+    transposed = [
+        re.compile(re.sub(r"\\{\w+\\}", r"\\d+", re.escape(projection.module)))
+        for projection in projections(source.family, source.config)
+        if projection.is_transposed
+    ]
+    digests = {tensor.name: tensor.digests[0][2] for tensor in adapter.tensors if tensor.digests}
+    for module, pair in matrices.items():
+        update = LowRankUpdate(
+            pair["A"],
+            pair["B"],
+            scale,
+            is_transposed=any(name.fullmatch(module) for name in transposed),
+            digests=(digests.get(pair["A"].name, ""), digests.get(pair["B"].name, "")),
+        )
+        target = written.get(f"{module}.weight")
+        if target is None:
+            hint = f"`prep inspect {source.display_name}` lists its tensors"
+            why = f"the base has no tensor {module}.weight"
+            raise PrepError(f"{adapter.display_name} does not fit the base", why, hint)
+        _check_shapes(target, update, adapter.root)
+        yield target.name, update
+
+
+def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
+    """Raise PrepError unless the product of the matrices has the shape of the tensor, which must be of floats."""
+    (rank_a, num_inputs), (num_outputs, rank_b) = update.a.shape, update.b.shape
+    shape = (num_inputs, num_outputs) if update.is_transposed else (num_outputs, num_inputs)
+    if rank_a != rank_b or target.shape != shape or target.dtype not in FLOAT_DTYPES:
+        product = f"B {list(update.b.shape)} times A {list(update.a.shape)}"
+        why = f"{target.name} is {target.dtype} {list(target.shape)}, the adapter has {product}"
+        raise PrepError(
+            f"{adapter} does not fit the base", why, "the model that the adapter was trained with"
+        )
+
+
+def _with_update(stream: Stream, update: LowRankUpdate | None) -> Stream:
+    return replace(stream, update=update) if update and stream.writes and stream.reads else stream

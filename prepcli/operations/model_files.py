@@ -1,0 +1,41 @@
+"""The small files of a checkpoint that computing needs: the tokenizer, and the tokens that end a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prepcli.errors import PrepError
+from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
+from prepcli.sources.source import Source
+
+
+def find_source_tokenizer(source: Source) -> Path | None:
+    """Return the tokenizer of a checkpoint, a file or a folder that `load_tokenizer` reads, or None if it has none."""
+    from trainer.data.tokenizer import find_tokenizer
+
+    folders = dict.fromkeys(path.parent for path in source.small_files)
+    return next(filter(None, map(find_tokenizer, folders)), None)
+
+
+def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path:
+    """Return the tokenizer of an option, or else of the checkpoint.
+
+    Args:
+        source: The checkpoint.
+        option: Value of `--tokenizer`.
+        purpose: What the tokenizer is for, such as "encode the data".
+
+    Raises:
+        PrepError: There is none.
+    """
+    path = option or find_source_tokenizer(source)
+    if path is None:
+        why = f"there is no tokenizer.json or SentencePiece model to {purpose} with"
+        raise PrepError(f"{source.display_name} has no tokenizer", why, "`--tokenizer PATH`")
+    return path
+
+
+def eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
+    """Return the token ids that end a text. See `model_eos_token_ids`."""
+    path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
+    return model_eos_token_ids(source.config, path, vocab)

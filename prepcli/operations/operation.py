@@ -1,0 +1,76 @@
+"""The decorator of the public operations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+from prepcli.console.observer import CommandObserver
+from prepcli.errors import PrepError
+from prepcli.operations.arguments import annotations_of, check_arguments
+from prepcli.operations.caller_terms import restated, to_callers_terms
+from prepcli.operations.options import with_defaults
+from prepcli.operations.results import Conversion
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that checks its arguments and adds the defaults of its options.
+
+    With the defaults, an operation reads each option as `options["NAME"]`. A command passes a CommandObserver. Its
+    arguments are checked already, and its errors keep the names of command-line options.
+
+    Args:
+        function: Function with annotations that describe its arguments.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+    def add_defaults(values: dict[str, Any]) -> dict[str, Any]:
+        schema = _options_of(function)
+        return values if schema is None else with_defaults(schema, values)
+
+    # The defaults belong to keyword options. The decorator does not know their types.
+    operation: Callable[..., R] = function
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        arguments: Any = add_defaults(kwargs)
+        if isinstance(kwargs.get("progress"), CommandObserver):
+            return operation(*args, **arguments)
+        annotations = annotations_of(function)
+        check_arguments({**dict(zip(positional_names, args)), **kwargs}, annotations)
+        try:
+            result = operation(*args, **arguments)
+            return _with_restated_warnings(result, annotations)
+        except PrepError as error:
+            raise restated(error, annotations) from error.__cause__
+
+    return call
+
+
+def _with_restated_warnings(result: Any, annotations: Mapping[str, Any]) -> Any:
+    """Return a result with the names of Python arguments in its warnings."""
+    if not isinstance(result, Conversion) or not result.warnings:
+        return result
+    warnings = tuple(to_callers_terms(text, annotations) for text in result.warnings)
+    return replace(result, warnings=warnings)
+
+
+@functools.cache
+def _options_of(function: Callable[..., object]) -> type | None:
+    """Return the TypedDict of `**options: Unpack[X]`, or None if a function takes no such options."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            (schema,) = get_args(get_type_hints(function, include_extras=True)[name])
+            return schema
+    return None

@@ -1,0 +1,632 @@
+"""The options of the operations, each defined once.
+
+The field of an option has its type, its default and its texts. From them come the keyword of the Python function, the
+option of the command line, the command line that a manifest records, and the reference pages.
+
+To add an option, add a field here and read `options["NAME"]` in the operation:
+
+    class SaveInitOptions(...):
+        layers: Annotated[PositiveInt | None, OptionSpec("N", "Convert the first N layers.", "Number of layers …")]
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+DEFAULT_MEMORY = "512MiB"
+DEFAULT_SHARD_SIZE = "5GB"
+# Position of the fields that do not change the bytes of an output: manifests do not record them.
+NOT_RECORDED = None
+
+PathLike = str | Path
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The least valid value of a number, as metadata of its annotation."""
+
+    value: int
+
+
+PositiveInt = Annotated[int, Minimum(1)]
+NonNegativeInt = Annotated[int, Minimum(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """What an option is besides its name and its type.
+
+    Attributes:
+        metavar: Value in the help of the command line. None for a flag.
+        help: Text in the help of the command line.
+        doc: Text in the reference of the Python functions.
+        default: Value of an omitted option.
+        flag: Option of the command line, if it is not `--` and the name of the field.
+        cli_type: Type on the command line, if it does not follow from the annotation.
+        maximum: Greatest value of a number on the command line.
+        environment: Environment variable that replaces the option.
+        position: Place in the help. Equal positions keep the order of the fields.
+        record: Place in the recorded command line. It never changes, because the line is part of each manifest.
+    """
+
+    metavar: str | None
+    help: str
+    doc: str
+    default: Any = None
+    flag: str = ""
+    cli_type: Any = None
+    maximum: int | None = None
+    environment: str | None = None
+    position: int = 10
+    record: int | None = 100
+
+    def flag_of(self, name: str) -> str:
+        """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
+        return self.flag or f"--{name.replace('_', '-')}"
+
+
+_OVERWRITE = OptionSpec(
+    None,
+    "Replace an existing output of prep when done.",
+    "Replace another output of prep; default: False.",
+    default=False,
+    position=43,
+    record=NOT_RECORDED,
+)
+_RESTART = OptionSpec(
+    None,
+    "Discard the work of an unfinished run.",
+    "Discard the work of an interrupted run; default: False.",
+    default=False,
+    position=44,
+    record=NOT_RECORDED,
+)
+_DTYPE = OptionSpec(
+    "NAME",
+    "Cast to float32, bfloat16 or float16.",
+    "Dtype to cast to; default: as in the source.",
+    position=16,
+    record=50,
+)
+_ALLOW_OVERFLOW = OptionSpec(
+    None,
+    "Round values too large for the dtype of the output to infinity.",
+    "Write infinity for values too large for `dtype`; default: False, which raises.",
+    default=False,
+    position=16,
+    record=NOT_RECORDED,
+)
+
+
+class SourceOptions(TypedDict, total=False):
+    """How a source is read."""
+
+    revision: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Read this branch, tag or commit of the hub.",
+            "Branch, tag or commit on the hub; default: the main branch.",
+            position=50,
+            record=NOT_RECORDED,
+        ),
+    ]
+    offline: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Use only the hub's cache.",
+            "Use only the hub's cache; default: False.",
+            default=False,
+            position=51,
+            record=NOT_RECORDED,
+        ),
+    ]
+    stream: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Read tensors from the hub without a local copy.",
+            "Read tensors from the hub without a local copy; default: False.",
+            default=False,
+            position=52,
+            record=NOT_RECORDED,
+        ),
+    ]
+    config: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "PATH",
+            "Read config.json from PATH, for a checkpoint without one.",
+            "config.json, or its folder, of a source without one.",
+            position=20,
+            record=41,
+        ),
+    ]
+    step: Annotated[
+        NonNegativeInt | Literal["best", "last"] | None,
+        OptionSpec(
+            "N|best|last",
+            "Read this step of a run, or the one with the lowest evaluation loss;"
+            " default: the last.",
+            'Step of a training run; "best" has the lowest evaluation loss; default: the last.',
+            cli_type=str,
+            position=25,
+            record=NOT_RECORDED,
+        ),
+    ]
+    memory: Annotated[
+        int | str,
+        OptionSpec(
+            "SIZE",
+            "Limit memory to SIZE.",
+            "Limit of anonymous memory beyond that of opening the source, in bytes or as text such"
+            ' as "1GiB"; at least 32 MiB, default "512MiB". Functions that write no file ignore it.',
+            default=DEFAULT_MEMORY,
+            cli_type=str,
+            environment="PREP_MEMORY",
+            position=41,
+            record=NOT_RECORDED,
+        ),
+    ]
+
+
+class ModuleOptions(SourceOptions, total=False):
+    """Options of `nnx_model` and `linen_model`.
+
+    Attributes:
+        dtype: Dtype of the computation; default: "float32".
+        param_dtype: Dtype of the parameters; default: "float32".
+        attention_kernel: One of the recipe's `model.attention_kernel`; default: "blockwise".
+        remat_policy: Activations that a layer saves for its backward pass, one of the recipe's `model.remat_policy`;
+            default: "none".
+        seed: Seed of random parameters; default: 0.
+        verify: Compare every byte with the checkpoint's checksums or digests; default: True.
+    """
+
+    dtype: Literal["float32", "bfloat16"]
+    param_dtype: Literal["float32", "bfloat16"]
+    attention_kernel: Literal["reference", "blockwise", "cudnn", "pallas-splash"]
+    remat_policy: str
+    seed: NonNegativeInt
+    verify: bool
+
+
+class ConversionOptions(SourceOptions, total=False):
+    """How an output is written."""
+
+    overwrite: Annotated[bool, _OVERWRITE]
+    restart: Annotated[bool, _RESTART]
+    true_vocab: Annotated[
+        PositiveInt | None,
+        OptionSpec(
+            "N",
+            "Set the unpadded size of the source's vocabulary.",
+            "Number of tokens of a vocabulary that was published with padding.",
+            position=15,
+            record=30,
+        ),
+    ]
+
+
+class DropOptions(TypedDict, total=False):
+    """Which source tensors may be ignored."""
+
+    drop: Annotated[
+        str | Sequence[str],
+        OptionSpec(
+            "PATTERN",
+            "Ignore source tensors that match; repeatable.",
+            'One or more patterns of names to ignore, such as "*.rotary_emb.inv_freq".',
+            default=(),
+            position=22,
+            record=40,
+        ),
+    ]
+    untie: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Keep an LM head that differs from the embedding.",
+            "Keep a head that differs from the embedding it should equal; default: False.",
+            default=False,
+            position=22,
+            record=42,
+        ),
+    ]
+
+
+class NewRowOptions(TypedDict, total=False):
+    """Values of padding rows."""
+
+    init: Annotated[
+        Literal["zeros", "mean", "normal"],
+        OptionSpec(
+            "KIND",
+            "Fill new rows with zeros, mean or normal.",
+            '"zeros" (the default), "mean" of the true rows, or "normal" with the config\'s'
+            " `initializer_range`.",
+            default="zeros",
+            cli_type=str,
+            position=12,
+            record=20,
+        ),
+    ]
+    seed: Annotated[
+        NonNegativeInt | None,
+        OptionSpec(
+            "N",
+            "Set the seed of --init normal; default: 0.",
+            'Seed of "normal", below 2**64; default: 0.',
+            position=12,
+            record=21,
+        ),
+    ]
+
+
+class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
+    """Options of `pad_vocab`. At most one of `multiple`, `size` and `mesh` sets the number of rows."""
+
+    multiple: Annotated[
+        PositiveInt | None,
+        OptionSpec(
+            "N",
+            "Pad to a multiple of N; default: 8.",
+            "Pad to a multiple of this number of rows; default: 8.",
+            position=1,
+            record=1,
+        ),
+    ]
+    size: Annotated[
+        PositiveInt | None,
+        OptionSpec("N", "Pad to N rows.", "Pad to this number of rows.", position=1, record=2),
+    ]
+    mesh: Annotated[
+        str | None,
+        OptionSpec(
+            "DP,FSDP,MP",
+            "Pad to rows that this mesh divides.",
+            'Pad to a number of rows that this mesh divides, such as "1,64,4" (dp,fsdp,mp) or'
+            ' "fsdp:64,mp:4".',
+            position=1,
+            record=3,
+        ),
+    ]
+
+
+class LayoutOptions(ConversionOptions, total=False):
+    """Layout of an Orbax checkpoint."""
+
+    mesh: Annotated[
+        str | None,
+        OptionSpec(
+            "DP,FSDP,MP",
+            "Lay out for this device mesh.",
+            '"dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are'
+            " its shards; default: chunks of at most 4 MiB.",
+            record=10,
+        ),
+    ]
+    rules: Annotated[
+        str | Sequence[str],
+        OptionSpec(
+            "RULE",
+            "Change partition rules, as DIM=AXIS; repeatable.",
+            'One or more changes of partition rules: of dims of parameters ("embed=none",'
+            ' "kv_heads=mp|none"), of activations ("act:seq=sp|none") or of single leaves'
+            ' ("re:PATTERN=mp,fsdp"), or a preset ("flaxlm:1,1").',
+            default=(),
+            flag="--rule",
+            record=11,
+        ),
+    ]
+    scan: Annotated[
+        bool | None,
+        OptionSpec(
+            None,
+            "Stack the layers or not; default: as the source, else stacked.",
+            "Stack all layers in one leaf; default: as in the source, True for a Hugging Face"
+            " folder.",
+            flag="--scan/--no-scan",
+            record=12,
+        ),
+    ]
+    scan_axis: Annotated[
+        Literal[0, 1] | None,
+        OptionSpec(
+            "0|1",
+            "Stack the layers on this axis.",
+            "Axis of the stack; default: as in the source, 0 for a Hugging Face folder.",
+            record=13,
+        ),
+    ]
+    compress: Annotated[
+        str | None,
+        OptionSpec(
+            "zstd[:LEVEL]",
+            "Compress chunks; default: uncompressed.",
+            '"zstd" or "zstd:LEVEL"; default: uncompressed.',
+            position=30,
+            record=15,
+        ),
+    ]
+
+
+class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
+    """Options of `save_init`."""
+
+    pad_vocab: Annotated[
+        str,
+        OptionSpec(
+            "no|auto|N",
+            "Pad to a multiple of N; auto: to fit --mesh.",
+            '"no" (the default), "auto" (to the size that the mesh divides) or a multiple as text,'
+            ' such as "8".',
+            default="no",
+            position=11,
+            record=16,
+        ),
+    ]
+    dtype: Annotated[Dtype | None, _DTYPE]
+    allow_overflow: Annotated[bool, _ALLOW_OVERFLOW]
+
+
+class ReshardOptions(LayoutOptions, total=False):
+    """Options of `reshard`."""
+
+    params_only: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Drop the optimizer state.",
+            "Leave out the optimizer state of a training checkpoint; default: False.",
+            default=False,
+            record=14,
+        ),
+    ]
+
+
+class ExportOptions(ConversionOptions, total=False):
+    """Options of `export`."""
+
+    layout: Annotated[
+        Literal["hf", "hf-flax", "easylm"],
+        OptionSpec(
+            "TREE",
+            "Write the tree of hf, hf-flax or easylm.",
+            '"hf" (safetensors, the default), "hf-flax" (Flax msgpack) or "easylm" (stream).',
+            default="hf",
+            cli_type=str,
+            position=3,
+            record=2,
+        ),
+    ]
+    format: Annotated[
+        Literal["safetensors", "msgpack", "stream"] | None,
+        OptionSpec(
+            "KIND",
+            "Write safetensors, msgpack or stream; default: by layout.",
+            "Format of the files; default: the only one of the layout.",
+            cli_type=str,
+            position=4,
+            record=NOT_RECORDED,
+        ),
+    ]
+    keep_padding: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Keep the padding of the vocabulary.",
+            "Keep the padding rows of the vocabulary; default: False.",
+            default=False,
+            position=1,
+            record=3,
+        ),
+    ]
+    shard_size: Annotated[
+        PositiveInt | str,
+        OptionSpec(
+            "SIZE",
+            "Limit files to SIZE.",
+            'Largest file, in bytes or as text such as "5GB" (the default).',
+            default=DEFAULT_SHARD_SIZE,
+            cli_type=str,
+            position=2,
+            record=4,
+        ),
+    ]
+    dtype: Annotated[Dtype | None, replace(_DTYPE, position=5, record=1)]
+    allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
+    ema: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Take the moving average of a run's parameters.",
+            "Take the moving average of a run's parameters; default: False.",
+            default=False,
+            position=26,
+            record=45,
+        ),
+    ]
+    push: Annotated[
+        str | None,
+        OptionSpec(
+            "OWNER/NAME",
+            "Upload the export to the hub.",
+            'Repository of the hub, such as "me/llama-13b", to which the export is uploaded.',
+            position=21,
+            record=NOT_RECORDED,
+        ),
+    ]
+    private: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Make a new repository of --push private.",
+            "Make a new repository of `push` private; default: False.",
+            default=False,
+            position=21,
+            record=NOT_RECORDED,
+        ),
+    ]
+
+
+class MergeOptions(SourceOptions, total=False):
+    """Options of `merge`. The options of `SourceOptions` are for the base."""
+
+    overwrite: Annotated[bool, _OVERWRITE]
+    restart: Annotated[bool, _RESTART]
+    allow_overflow: Annotated[
+        bool,
+        replace(
+            _ALLOW_OVERFLOW,
+            doc="Write infinity for sums too large for the base's dtype; default: False, which"
+            " raises.",
+        ),
+    ]
+    verify: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Skip comparing BASE with the base that the adapter was trained with.",
+            "Compare the base with the one that the adapter was trained with; default: True.",
+            default=True,
+            flag="--no-verify",
+            position=17,
+            record=NOT_RECORDED,
+        ),
+    ]
+
+
+class ConversionArguments(TypedDict, total=False):
+    """Arguments of converting operations that are options of their commands."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FOLDER", "Write to FOLDER; default: NAME and a suffix.", "Output folder.", position=40
+        ),
+    ]
+    dry_run: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Show the plan; write nothing.",
+            "Return the plan from headers only.",
+            default=False,
+            position=42,
+        ),
+    ]
+
+
+class SharingOptions(TypedDict, total=False):
+    """How a command divides its work among processes."""
+
+    processes: Annotated[
+        str | None,
+        OptionSpec(
+            "N/I",
+            "Write as process I (from 0) of N; default: from the variables of SLURM or JAX.",
+            "Share of this process.",
+            environment="PREP_PROCESSES",
+            position=45,
+        ),
+    ]
+    workers: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N",
+            "Use N processes on this host.",
+            "Number of processes on this host.",
+            default=1,
+            maximum=256,
+            position=46,
+        ),
+    ]
+
+
+# The keyword options of the function of each command.
+OPTIONS_BY_COMMAND: Mapping[str, type] = {
+    "pad-vocab": PadVocabOptions,
+    "save-init": SaveInitOptions,
+    "reshard": ReshardOptions,
+    "export": ExportOptions,
+    "merge": MergeOptions,
+}
+
+
+def option_specs(options: type) -> dict[str, OptionSpec]:
+    """Return the specification of each option of a TypedDict that has one.
+
+    >>> option_specs(DropOptions)["untie"].default
+    False
+    """
+    specs: dict[str, OptionSpec] = {}
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        for item in getattr(annotation, "__metadata__", ()):
+            if isinstance(item, OptionSpec):
+                specs[name] = item
+    return specs
+
+
+def with_defaults(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options, with the default of each option that has no value.
+
+    >>> with_defaults(DropOptions, {"untie": True})
+    {'drop': (), 'untie': True}
+    """
+    defaults = {name: spec.default for name, spec in option_specs(options).items()}
+    return {**defaults, **values}
+
+
+def format_command_line(
+    command: str, source_name: str, options: type, values: Mapping[str, Any]
+) -> str:
+    """Return the command line of a request as manifests record it, without options at their defaults.
+
+    Args:
+        command: Name of the command.
+        source_name: The checkpoint, as errors name it.
+        options: TypedDict of the options.
+        values: Values of the options.
+
+    >>> format_command_line("pad-vocab", "m", PadVocabOptions, {"size": 8, "drop": ("a", "b")})
+    'prep pad-vocab m --size 8 --drop a --drop b'
+    """
+    specs = option_specs(options)
+    recorded = [name for name in specs if specs[name].record is not NOT_RECORDED]
+    recorded.sort(key=lambda name: specs[name].record or 0)
+    words = [f"prep {command} {source_name}"]
+    for name in recorded:
+        value = values.get(name, specs[name].default)
+        if value != specs[name].default:
+            words += _option_words(specs[name].flag_of(name), value)
+    return " ".join(words)
+
+
+def _option_words(flag: str, value: object) -> list[str]:
+    """Return the words that set an option, e.g. `--scan/--no-scan`, False -> `--no-scan`."""
+    on, _, off = flag.partition("/")
+    if value is True:
+        return [on]
+    if value is False:
+        return [off]
+    if isinstance(value, tuple | list):
+        items: Sequence[object] = value
+        return [f"{on} {item}" for item in items]
+    return [f"{on} {value}"]
+
+
+def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a sequence of texts as a tuple. One text stands for itself.
+
+    >>> as_tuple("embed=none")
+    ('embed=none',)
+    """
+    return (texts,) if isinstance(texts, str) else tuple(texts)

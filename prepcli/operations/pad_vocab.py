@@ -1,0 +1,304 @@
+"""`prep pad-vocab`: add rows to the vocabulary of a Hugging Face folder so that a mesh divides it."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import math
+from typing import Unpack
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import invalid_config_error, usage_error
+from prepcli.execution.workers import ProcessOptions
+from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
+from prepcli.operations.conversion import (
+    PlannedConversion,
+    common_options,
+    match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.operation import public
+from prepcli.operations.options import PadVocabOptions, PathLike, format_command_line
+from prepcli.operations.results import Conversion
+from prepcli.planning.plan import Contiguous, Fill, Plan
+from prepcli.planning.slabs import PAGE
+from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
+from prepcli.targets.hf_folder import (
+    FileGroup,
+    copied_small_files,
+    header_entries,
+    lay_out_weight_files,
+    output_config,
+    settings_files,
+)
+from prepcli.targets.streams import (
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    dropped_padding,
+    output_rows,
+)
+from trainer.models.mesh import parse_mesh
+from trainer.models.rules import PARAM_RULES, format_rule
+
+FILL_KINDS = ("zeros", "mean", "normal")
+SEED_LIMIT = 1 << 64
+DEFAULT_MULTIPLE = 8
+
+
+@public
+def pad_vocab(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[PadVocabOptions],
+) -> Conversion:
+    """Pad the vocabulary of a checkpoint and write a Hugging Face folder.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder; default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        process_options: Share of this process in the work; default: all of it.
+        **options: See `PadVocabOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    check_mutually_exclusive(
+        {"--multiple": options["multiple"], "--size": options["size"], "--mesh": options["mesh"]}
+    )
+    check_seed(options["init"], options["seed"])
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        lambda source, located: plan_pad_vocab(options, source, located),
+    )
+
+
+def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
+    """Return the requested number of rows. Raise UsageError if it is too small or too large."""
+    size = options["size"]
+    if size is not None:
+        if size < vocabulary.true_size:
+            why = f"the true vocabulary has {vocabulary.true_size} rows"
+            raise usage_error(
+                f"`--size {size}` is too small",
+                why,
+                f"`--size {vocabulary.true_size}` or more",
+            )
+        return check_padded_size(size, f"--size {size}")
+    if options["mesh"] is not None:
+        mesh = parse_mesh(options["mesh"])
+        return vocabulary.padded_size(
+            math.lcm(*(mesh.size(axis) for axis in PARAM_RULES["vocab"][0]))
+        )
+    multiple = options["multiple"] or DEFAULT_MULTIPLE
+    return check_padded_size(vocabulary.padded_size(multiple), f"--multiple {multiple}")
+
+
+def check_seed(init: str, seed: int | None) -> None:
+    """Raise UsageError for a seed without random values."""
+    if init != "normal":
+        check_needs("--seed", seed, "--init normal", "zeros and mean are not random")
+
+
+def make_fill(init: str, seed: int | None, source: Source) -> Fill:
+    """Return the fill of new rows.
+
+    Args:
+        init: Kind of values, one of FILL_KINDS.
+        seed: Seed of `normal`, below 2**64; None: 0.
+        source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
+
+    Raises:
+        PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
+    """
+    if init not in FILL_KINDS:
+        raise usage_error(f"unknown `--init {init}`", f"it takes {', '.join(FILL_KINDS)}")
+    if init != "normal":
+        return Fill(init)
+    seed = seed or 0
+    if seed >= SEED_LIMIT:
+        raise usage_error(f"`--seed {seed}` is too large", f"it must be less than {SEED_LIMIT:,}")
+    std = source.config.get("initializer_range", 0.02)
+    if not isinstance(std, int | float) or not 0 <= std < math.inf:
+        raise invalid_config_error(f"initializer_range is {std!r}, it must be a finite number >= 0")
+    return Fill(init, seed, float(std))
+
+
+def plan_pad_vocab(
+    options: PadVocabOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan a copy of every tensor to the same file, with more rows in the vocabulary's tensors.
+
+    Args:
+        options: Size and fill of the new rows.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
+    """
+    if not source.tensor_file_names:
+        hint = (
+            "`prep save-init --pad-vocab N` also pads; `prep export` writes a Hugging Face folder"
+        )
+        raise usage_error(
+            f"{source.display_name} is an Orbax checkpoint",
+            "pad-vocab pads Hugging Face folders",
+            hint,
+        )
+    vocabulary = source.vocabulary(options["true_vocab"])
+    size = padded_size(options, vocabulary)
+    match = match_source_tensors(source, source_axis_maps(source), match_options(options))
+    dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
+    resize = VocabResize(
+        vocabulary, vocab_tensors(match), make_fill(options["init"], options["seed"], source)
+    )
+    row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
+    tensors = [
+        (file, t)
+        for file, t in zip(source.tensor_file_names, source.tensors)
+        if t.name not in dropped_by_option
+    ]
+    files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
+    targets = {
+        t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name])
+        for _, t in tensors
+    }
+    config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
+    plan = Plan(
+        command="pad-vocab",
+        request=_command_line(options, source),
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=build_streams(source, targets, resize=resize),
+        files=files,
+        small_files=settings_files(config, layouts, extra_files=copied_small_files(source)),
+        dropped=(
+            *(d for d in match.dropped if d.name in dropped_by_option),
+            *dropped_padding(source, targets, resize=resize),
+        ),
+        checks=match.checks,
+        settings={
+            "name": f"{_base_name(located)}-padded",
+            "kind": "hf",
+            "family": source.family.name,
+            "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
+            "prefixed": source.names.is_prefixed,
+            "tied": match.is_tied,
+            "config": config,
+        },
+        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+    )
+    vocab_fields = {"true": vocabulary.true_size, "padded": size}
+    fields = {
+        "vocab": {**vocab_fields, "multiple": _effective_multiple(options), "init": options["init"]}
+    }
+    note = _vocabulary_line(
+        source,
+        resize,
+        vocabulary=vocabulary,
+        size=size,
+        init=options["init"],
+        is_tied=match.is_tied,
+    )
+    save_init_options = _save_init_options(options, source)
+    return PlannedConversion(
+        plan,
+        f"{_base_name(located)}-padded",
+        notes=(note,),
+        fields=fields,
+        next_command=lambda out: f"prep save-init {out}{save_init_options}",
+    )
+
+
+def _save_init_options(options: PadVocabOptions, source: Source) -> str:
+    """Return the options of `save-init` for the mesh of the padding.
+
+    Dims that it does not divide are not split.
+    """
+    mesh_text = options["mesh"]
+    if mesh_text is None:
+        return ""
+    mesh = parse_mesh(mesh_text)
+    sizes = source.family.sizes(source.config)
+    rules = [
+        format_rule(dim, (axes, ()))
+        for dim, (axes, *alternatives) in PARAM_RULES.items()
+        if dim != "vocab"
+        and not alternatives
+        and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
+    ]
+    return "".join([f" --mesh {mesh_text}", *(f" --rule '{rule}'" for rule in rules)])
+
+
+def _effective_multiple(options: PadVocabOptions) -> int | None:
+    """Return the multiple that determines the size, or None if a size or a mesh does."""
+    if options["size"] is not None or options["mesh"] is not None:
+        return None
+    return options["multiple"] or DEFAULT_MULTIPLE
+
+
+def _base_name(located: LocatedCheckpoint) -> str:
+    return located.model_name.removesuffix("-padded")
+
+
+def _file_groups(
+    source: Source, tensors: list[tuple[str, SourceTensor]], row_counts: dict[str, int]
+) -> list[FileGroup]:
+    """Group the tensors by the source's files, in their order and with the same offset within a page."""
+    groups: list[FileGroup] = []
+    for file in dict.fromkeys(name for name, _ in tensors):
+        file_tensors = [t for name, t in tensors if name == file]
+        first = file_tensors[0].placement[0]
+        page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
+        groups.append((file, header_entries(source, file_tensors, rows=row_counts), page_offset))
+    return groups
+
+
+def _command_line(options: PadVocabOptions, source: Source) -> str:
+    """Return the command line that the manifest records, with the multiple that the size follows from."""
+    values = {**recorded_values(options), "multiple": _effective_multiple(options)}
+    return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
+
+
+def _vocabulary_line(
+    source: Source,
+    resize: VocabResize,
+    *,
+    vocabulary: Vocabulary,
+    size: int,
+    init: str,
+    is_tied: bool,
+) -> str:
+    tensor = next(t for t in source.tensors if t.name in resize.tensors)
+    added_rows = size - vocabulary.stored_size
+    row_nbytes = tensor.nbytes // tensor.shape[0]
+    if added_rows <= 0:
+        nbytes = format_bytes(sum(t.nbytes for t in source.tensors))
+        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
+    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
+    added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"
+    return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"

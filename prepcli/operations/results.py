@@ -1,0 +1,206 @@
+"""Results of the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prepcli.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A finished output, or with `dry_run=True` the plan of one.
+
+    Attributes:
+        path: Folder of the output, or the local folder of an upload.
+        bytes_read: Bytes of tensors read from the source by this call.
+        bytes_written: Bytes of tensors written by this call. 0 if the output already existed.
+        seconds: Duration of the call in seconds.
+        peak_bytes: Highest anonymous memory in bytes above the level at the start of the call.
+        already_done: Whether an equal output existed, so that nothing was written.
+        plan_digest: Digest of the plan. Equal plans write equal bytes.
+        plan: The files, tensors and checks of the conversion. `print(plan)` lists them.
+        next_command: The command that usually follows.
+        warnings: Messages about problems that did not stop the conversion, such as an unreachable hub.
+        details: All fields of the command's `--json` output.
+    """
+
+    path: Path
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    peak_bytes: int
+    already_done: bool
+    plan_digest: str
+    plan: Plan = field(repr=False)
+    next_command: str = field(default="", repr=False)
+    warnings: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of a comparison with recorded digests or with another checkpoint.
+
+    Attributes:
+        is_equal: Whether no difference was found.
+        tensors: Number of tensors compared. None if differences were found.
+        values: Number of values compared. None if differences were found, or if no value was read (`quick`).
+        differences: For each different tensor: `leaf` (path in the parameter tree; empty for a tensor outside of it),
+            `tensor` (name in the checkpoint's files), `what`, and for values `index`, `a`, `b`, `count`.
+        seconds: Duration of the call in seconds.
+        ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
+            compared. 0 for a comparison with digests, which covers padding.
+    """
+
+    is_equal: bool
+    tensors: int | None
+    values: int | None
+    differences: Sequence[Mapping[str, Any]]
+    seconds: float
+    ignored_padding_rows: int = 0
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A tensor or leaf as a checkpoint stores it.
+
+    Attributes:
+        name: Name in the checkpoint's files.
+        shape: Shape, padding included.
+        dtype: Dtype, such as "bfloat16".
+        nbytes: Size in bytes, uncompressed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        name: The checkpoint, as errors name it.
+        format: Storage format, such as `safetensors` or `orbax`.
+        tensors: One entry per tensor or leaf, in file order.
+        parameters: Number of elements of the parameters, without buffers, copies of tied tensors and optimizer state.
+            None for an unknown family.
+    """
+
+    name: str
+    format: str
+    tensors: tuple[TensorSummary, ...]
+    parameters: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Generated continuations.
+
+    Attributes:
+        texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
+        tokens: Token ids of each continuation.
+        ended: Whether each continuation ends with an end token.
+        tokens_per_s: Tokens per second over all prompts, without compilation.
+        seconds: Duration of the call in seconds.
+    """
+
+    texts: tuple[str | None, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    ended: tuple[bool, ...]
+    tokens_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationScores:
+    """Scores over the predicted tokens of data.
+
+    Attributes:
+        loss: Mean cross-entropy of a token; None if it is not finite.
+        perplexity: Exponential of the loss.
+        accuracy: Fraction of the correctly predicted tokens.
+        tokens: Number of predicted tokens.
+        sequences: Number of sequences.
+        metrics: Metrics of generated targets, of each source.
+    """
+
+    loss: float | None
+    perplexity: float | None
+    accuracy: float | None
+    tokens: int
+    sequences: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(EvaluationScores):
+    """Scores over all data, and of each source.
+
+    Attributes:
+        sources: Scores of each source, by name.
+        seconds: Duration of the call in seconds.
+    """
+
+    sources: Mapping[str, EvaluationScores]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The next tokens of a prompt.
+
+    Attributes:
+        prompt: Number of the prompt, from 0.
+        tokens: The token ids; empty for text that had to wait for the last token.
+        text: The next piece of the text. The pieces of a prompt add up to its text: a character without all of its
+            bytes waits for them. Without a tokenizer, token ids with commas.
+    """
+
+    prompt: int
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A finished or stopped training run.
+
+    Attributes:
+        path: Folder of the run.
+        step: Last saved step.
+        is_finished: Whether the recipe's last step was reached.
+        seconds: Duration of the call in seconds.
+        details: All fields of `prep train --json`.
+    """
+
+    path: Path
+    step: int
+    is_finished: bool
+    seconds: float
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsReport:
+    """The page of training runs.
+
+    Attributes:
+        path: The HTML file.
+        runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
+            `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
+        changed_keys: Recipe keys whose values differ between the runs.
+    """
+
+    path: Path
+    runs: tuple[Mapping[str, Any], ...]
+    changed_keys: tuple[str, ...]

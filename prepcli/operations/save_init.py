@@ -1,0 +1,429 @@
+"""`prep save-init` and `prep reshard`: write an Orbax checkpoint, laid out for a mesh."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.compress import METHOD, parse_compress
+from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.manifest import (
+    ADAPTER_KEYS,
+    PREP_KEYS,
+    STATE_ITEM,
+    Manifest,
+    find_manifest_folder,
+    read_manifest,
+)
+from prepcli.formats.orbax import find_item
+from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conversion import (
+    PlannedConversion,
+    check_allow_overflow,
+    common_options,
+    match_options,
+    recorded_values,
+    run_conversion,
+)
+from prepcli.operations.operation import public
+from prepcli.operations.options import (
+    PathLike,
+    ReshardOptions,
+    SaveInitOptions,
+    as_tuple,
+    format_command_line,
+    with_defaults,
+)
+from prepcli.operations.pad_vocab import check_seed, make_fill
+from prepcli.operations.results import Conversion
+from prepcli.planning.plan import DroppedTensor, Plan
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
+from prepcli.targets.hf_folder import copied_small_files, output_config, settings_files
+from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
+from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from trainer.models.axis_map import ParsedAxisMap
+from trainer.models.mesh import folder_suffix, parse_mesh
+from trainer.models.partition import vocab_multiple
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import check_leaf_rules
+
+DEVICES_PER_HOST = (
+    4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
+)
+MAX_MULTIPLE_DIGITS = 18  # of `--pad-vocab`
+
+
+@public
+def save_init(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[SaveInitOptions],
+) -> Conversion:
+    """Convert a Hugging Face folder to an Orbax checkpoint whose chunks are the shards of a mesh.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder or URL; default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        process_options: Share of this process in the work; default: all of it.
+        **options: See `SaveInitOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    _check_padding_options(options)
+    check_allow_overflow(options["allow_overflow"], options["dtype"])
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        lambda source, located: plan_orbax_item(options, source, located),
+    )
+
+
+@public
+def reshard(
+    checkpoint: PathLike | None = None,
+    out: PathLike | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | Observer | None = None,
+    process_options: ProcessOptions | None = None,
+    **options: Unpack[ReshardOptions],
+) -> Conversion:
+    """Write an Orbax checkpoint again for another mesh or layer layout.
+
+    Args:
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one; default: the only init
+            checkpoint in the current folder.
+        out: Output folder or URL; default: a name made from the checkpoint's.
+        dry_run: Return the plan from headers only. No weight is read and no file is written.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        process_options: Share of this process in the work; default: all of it.
+        **options: See `ReshardOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    return run_conversion(
+        common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
+        observer_of(progress),
+        lambda source, located: plan_resharded_item(options, source, located),
+        _is_unresharded,
+    )
+
+
+def _check_padding_options(options: SaveInitOptions) -> None:
+    """Raise UsageError for padding options without effect."""
+    if options["pad_vocab"] == "no":
+        why = "it sets the values of the padding"
+        init = options["init"] if options["init"] != "zeros" else None
+        check_needs("--init", init, "--pad-vocab", why)
+        check_needs("--seed", options["seed"], "--pad-vocab", why)
+    if options["mesh"] is None:
+        auto = "auto" if options["pad_vocab"] == "auto" else None
+        why = "auto pads to a size that the mesh divides"
+        check_needs("--pad-vocab auto", auto, "--mesh", why)
+    check_seed(options["init"], options["seed"])
+
+
+def _is_unresharded(folder: Path) -> bool:
+    """Return whether the folder is an Orbax checkpoint that `prep reshard` did not write."""
+    manifest = read_manifest(find_manifest_folder(folder))
+    return find_item(folder) is not None and manifest is not None and manifest.command != "reshard"
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemLayout:
+    """Layout of the output, after the defaults of the request are filled in from the source."""
+
+    partitioning: Partitioning
+    scan: bool
+    scan_axis: int
+    vocabulary: Vocabulary
+    vocab_rows: int  # rows of the padded vocabulary
+    rules: tuple[str, ...]  # of `--rule`, or of the source
+    source_manifest: Manifest  # empty if prep did not write the source
+    is_training_step: bool  # the output is a training step, with its optimizer state
+
+
+def plan_resharded_item(
+    options: ReshardOptions, source: Source, located: LocatedCheckpoint
+) -> PlannedConversion:
+    """Plan a copy of an Orbax checkpoint. See `plan_orbax_item`."""
+    # `reshard` has none of the options of new rows and casts.
+    values: Any = with_defaults(SaveInitOptions, options)
+    return plan_orbax_item(
+        values, source, located, params_only=options["params_only"], command="reshard"
+    )
+
+
+def plan_orbax_item(
+    options: SaveInitOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    *,
+    params_only: bool = False,
+    command: str = "save-init",
+) -> PlannedConversion:
+    """Plan the copy of every tensor to its leaf, in chunks for the mesh.
+
+    Args:
+        options: Mesh, scan axis, padding, dtype and compression.
+        source: Opened source.
+        located: Located source. Its model name determines the output's default name.
+        params_only: Drop the optimizer state.
+        command: `save-init` or `reshard`.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
+    """
+    _check_source_kind(command, source)
+    level = parse_compress(options["compress"])
+    keeps_state = not params_only and source.tree_manifest.is_training_step
+    dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
+    source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    layout = _resolve_layout(options, source, params_only=params_only)
+    rows = source_axis_maps(source, layout.scan, layout.scan_axis)
+    match = match_source_tensors(source, rows, match_options(options))
+    _check_leaf_rules(layout, source, rows, is_tied=match.is_tied)
+    item = make_item(
+        source,
+        match,
+        table=rows,
+        vocab_size=layout.vocab_rows,
+        partitioning=layout.partitioning,
+        dtype=options["dtype"],
+    )
+    resize = VocabResize(
+        layout.vocabulary,
+        vocab_tensor_names(source, match),
+        make_fill(options["init"], options["seed"], source),
+    )
+    config = output_config(
+        source,
+        Vocabulary(layout.vocabulary.true_size, layout.vocab_rows),
+        match.is_tied,
+        options["dtype"],
+    )
+    plan = Plan(
+        command=command,
+        request=_command_line(command, options, source, params_only=params_only),
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
+        files=item.files,
+        small_files=settings_files(
+            config,
+            (),
+            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
+            path_prefix=f"{HF_FOLDER}/",
+        ),
+        leaves=item.leaves,
+        dropped=(*match.dropped, *dropped_state_tensors),
+        checks=match.checks,
+        settings={
+            **_manifest_settings(source, located, layout),
+            **({"compress": f"{METHOD}:{level}"} if level else {}),
+            "tied": match.is_tied,
+            "config": config,
+        },
+        display_names=source.display_names(),
+        item=STATE_ITEM if layout.is_training_step else "",
+        zstd_level=level,
+    )
+    mesh = layout.partitioning.mesh
+    suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
+    meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
+    fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
+    notes = (*_layout_lines(layout, item), *_dropped_state_lines(dropped_state_tensors))
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-{suffix}",
+        notes=notes,
+        fields=fields,
+        next_command=lambda out: _next_command(command, out),
+    )
+
+
+def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bool) -> _ItemLayout:
+    source_manifest = source.tree_manifest
+    mesh_text = source_manifest.mesh if options["mesh"] is None else options["mesh"]
+    mesh = None if mesh_text is None else parse_mesh(mesh_text)
+    if mesh is not None and -1 in mesh.sizes:
+        raise usage_error(
+            f"`--mesh {mesh_text}` has an axis of size -1",
+            "conversions use no devices",
+            "give it a number",
+        )
+    rules = as_tuple(options["rules"]) or tuple(source_manifest.rules)
+    partitioning = Partitioning(mesh, merge_rules(rules))
+    vocabulary = source.vocabulary(options["true_vocab"])
+    scan = source_manifest.scan if options["scan"] is None else options["scan"]
+    if not scan:
+        check_needs(
+            "--scan-axis", options["scan_axis"], "--scan", "unstacked layers have no layer axis"
+        )
+    return _ItemLayout(
+        partitioning=partitioning,
+        scan=scan,
+        scan_axis=source_manifest.scan_axis
+        if options["scan_axis"] is None
+        else options["scan_axis"],
+        vocabulary=vocabulary,
+        vocab_rows=_vocab_rows(options, source, vocabulary=vocabulary, partitioning=partitioning),
+        rules=rules,
+        source_manifest=source_manifest,
+        is_training_step=source_manifest.is_training_step and not params_only,
+    )
+
+
+def _check_leaf_rules(
+    layout: _ItemLayout, source: Source, rows: Mapping[str, ParsedAxisMap], *, is_tied: bool
+) -> None:
+    """Raise UsageError for a rule of leaves that is not used, or is for another number of dims."""
+    tied_leaf = source.family.tying.head_leaf if is_tied else None
+    leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
+    check_leaf_rules(layout.partitioning.rules, leaves)
+
+
+def _manifest_settings(
+    source: Source, located: LocatedCheckpoint, layout: _ItemLayout
+) -> dict[str, Any]:
+    step_fields = {
+        key: value
+        for key, value in layout.source_manifest.fields.items()
+        if key not in PREP_KEYS or key == "step"
+    }
+    return {
+        **(step_fields if layout.is_training_step else {}),
+        **{
+            key: value
+            for key, value in layout.source_manifest.fields.items()
+            if key in ADAPTER_KEYS
+        },
+        "name": located.model_name,
+        "kind": "train" if layout.is_training_step else "init",
+        "family": source.family.name,
+        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.vocab_rows},
+        "layout": "native",
+        "mesh": str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
+        "rules": layout.rules,
+        "scan": layout.scan,
+        "scan_axis": layout.scan_axis,
+        "prefixed": source.names.is_prefixed,
+    }
+
+
+def _check_source_kind(command: str, source: Source) -> None:
+    if command == "save-init" and source.tree_manifest:
+        name = source.display_name
+        hint = f"`prep reshard {name} --mesh …` changes its mesh, `prep export {name}` writes a Hugging Face folder"
+        raise usage_error(
+            f"{name} is already an Orbax checkpoint", "save-init reads Hugging Face folders", hint
+        )
+    if command == "reshard" and source.tensor_file_names:
+        hint = f"`prep save-init {source.display_name} --mesh …`"
+        raise usage_error(
+            f"{source.display_name} is a Hugging Face folder",
+            "reshard reads Orbax checkpoints",
+            hint,
+        )
+
+
+def _vocab_rows(
+    options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
+) -> int:
+    """Return the rows of the output's vocabulary."""
+    pad_vocab = options["pad_vocab"]
+    if pad_vocab == "no":
+        return vocabulary.stored_size
+    if pad_vocab == "auto":
+        dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
+        return -(-vocabulary.stored_size // num_shards) * num_shards
+    option = f"--pad-vocab {pad_vocab}"
+    is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
+    if not is_number or int(pad_vocab) < 1:
+        raise usage_error(f"invalid `{option}`", "it takes no, auto, or a multiple")
+    padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
+    if padded < vocabulary.stored_size:
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
+        raise PrepError(f"`{option}` would remove rows", why, "`prep export` removes padding")
+    return padded
+
+
+def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
+    stored_size = layout.vocabulary.stored_size
+    mesh = layout.partitioning.mesh
+    if layout.vocab_rows != stored_size:
+        added = layout.vocab_rows - stored_size
+        yield f"vocabulary {stored_size} -> {layout.vocab_rows} (+{added} rows)"
+    if mesh is not None:
+        axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
+        source_mesh = layout.source_manifest.mesh
+        devices_per_host = (
+            DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
+        )
+        num_hosts = mesh.n_devices // devices_per_host
+        amplification = item.read_amplification(mesh, devices_per_host)
+        hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''} of {devices_per_host}"
+        size = format_bytes(item.device_nbytes())
+        change = f"{source_mesh} -> {axes}" if source_mesh else axes
+        yield (
+            f"mesh {change} = {mesh.n_devices} devices; {size} per device;"
+            f" {hosts} read {amplification:.2f} x their bytes"
+        )
+    yield from item.fallbacks
+
+
+def _dropped_state_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
+    if nbytes := sum(tensor.nbytes for tensor in dropped if tensor.rule == OPT_STATE_RULE):
+        yield f"optimizer state ({format_bytes(nbytes)}) dropped"
+
+
+def _next_command(command: str, out: Path) -> str:
+    return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
+
+
+def _command_line(
+    command: str, options: SaveInitOptions, source: Source, *, params_only: bool
+) -> str:
+    """Return the command line that the manifest records."""
+    values = recorded_values(options)
+    if command == "reshard":
+        return format_command_line(
+            command, source.display_name, ReshardOptions, {**values, "params_only": params_only}
+        )
+    return format_command_line(command, source.display_name, SaveInitOptions, values)

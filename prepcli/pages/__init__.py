@@ -1,0 +1,1 @@
+"""HTML pages and charts that `prep report`, `prep plan` and `prep demo` write."""

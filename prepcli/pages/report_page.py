@@ -1,0 +1,314 @@
+"""Training runs as a self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from prepcli.console.formatting import count_text, format_bytes
+from prepcli.inspection.run_record import RunRecord, SavedSample
+from prepcli.pages.charts import SMALL, Curve, color_of, line_chart
+from prepcli.pages.html_page import write_html_page
+from trainer.training.metrics import EVAL_PREFIX
+
+# Heading of the chart of each metric.
+CURVES = {
+    "loss": "Training loss",
+    "z_loss": "Z-loss",
+    "eval_loss": "Evaluation loss",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "tokens_per_s": "Tokens per second",
+    "mfu": "Model FLOPs utilization",
+    "memory_bytes": "Peak memory per device, GiB",
+    "eval_accuracy": "Evaluation accuracy",
+}
+# Numbers of evaluations without a chart.
+COUNTS = ("eval_tokens",)
+# Prefix of the metrics that count the tokens of a data source.
+SOURCE_PREFIX = "tokens."
+MAX_TITLE_NAMES = 3
+DIGEST_DIGITS = 12
+# Factor from the logged value to the unit of the heading.
+SCALES = {"memory_bytes": 1 / (1 << 30)}
+STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 1.5rem }
+.charts .chart { width: 100% }
+.charts h3 { margin: 1rem 0 .2rem; font-size: 1rem }
+.chip { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .4em }
+.scroll { overflow-x: auto }
+.scroll td { min-width: 4.5rem }
+.scroll td + td:has(code) { overflow-wrap: anywhere }
+.sample { white-space: pre-wrap; overflow-wrap: anywhere }
+h3.sample { font-weight: normal; font-style: italic }
+tr.changed { background: #f59e0b2e }
+summary { cursor: pointer; padding: .4rem 0 }
+"""
+
+
+def write_report_page(
+    path: Path, runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the page of one or several runs.
+
+    Args:
+        path: The HTML file.
+        runs: The runs.
+        summaries: Text of each column of the table at the top, one mapping per run.
+
+    Raises:
+        PrepError: The file cannot be written.
+    """
+    title = f"prep report {' '.join(run_names(runs))}"
+    write_html_page(path, title, _body(runs, summaries), style=STYLE)
+
+
+def run_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the name of each run: its folder's name, or its path or URL if two names are equal."""
+    titles = [run.title for run in runs]
+    if len({*titles}) < len(titles):
+        return [run.name for run in runs]
+    return titles
+
+
+def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the recipe keys with different values. An absent key differs from every value."""
+    changed = []
+    for key in _all_keys(run.recipe for run in runs):
+        values = {run.recipe.get(key) for run in runs}
+        if len(values) > 1:
+            changed.append(key)
+    return changed
+
+
+def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    names = run_names(runs)
+    labels = [_label(number, name) for number, name in enumerate(names)]
+    heading = f"{len(names)} runs"
+    if len(names) <= MAX_TITLE_NAMES:
+        heading = ", ".join(names)
+    yield f"<h1>{escape(heading)}</h1>"
+    rows = [[label, *map(_cell, row.values())] for label, row in zip(labels, summaries)]
+    yield from _table(["run", *summaries[0]], rows)
+    yield "<h2>Curves</h2>"
+    yield from _charts(runs, names)
+    yield from _samples_section(runs, labels)
+    yield from _recipe_section(runs, labels)
+    yield from _environment_section(runs, labels)
+    yield from _checkpoints_section(runs, labels)
+
+
+def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+    """Yield a chart of each metric, all with the same x axis."""
+    logged_steps: list[float] = []
+    for run in runs:
+        logged_steps += run.metrics.steps or ()
+    yield '<div class="charts">'
+    for metric, heading in {**CURVES, **_other_headings(runs)}.items():
+        curves = _curves_of(metric, runs, names)
+        if not curves:
+            continue
+        svg = line_chart(
+            curves,
+            f"{heading} by step",
+            size=SMALL,
+            x_range=(min(logged_steps), max(logged_steps)),
+            x_name="step",
+            # The chips of the tables show the colour of each run.
+            has_legend=False,
+        )
+        yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
+    yield "</div>"
+
+
+def _curves_of(metric: str, runs: Sequence[RunRecord], names: Sequence[str]) -> list[Curve]:
+    """Return the curve of a metric of each run that logged it."""
+    scale = SCALES.get(metric, 1)
+    curves = []
+    for number, run in enumerate(runs):
+        points = [(step, value * scale) for step, value in run.metrics.points(metric)]
+        if points:
+            # A run keeps its colour in the charts of metrics that other runs did not log.
+            curves.append(Curve(name=names[number], points=points, color=number))
+    return curves
+
+
+def _other_headings(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the headings of metrics outside CURVES, e.g. a user's `metric_fn` or a data source."""
+    metrics = _all_keys(run.metrics.curves for run in runs)
+    evaluations: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for metric in metrics:
+        if metric in CURVES or metric in COUNTS:
+            continue
+        if metric.startswith(EVAL_PREFIX):
+            name = metric.removeprefix(EVAL_PREFIX).replace("_", " ")
+            evaluations[metric] = f"Evaluation {name}"
+        elif metric.startswith(SOURCE_PREFIX):
+            sources[metric] = f"Tokens of {metric.removeprefix(SOURCE_PREFIX)}"
+    return {**evaluations, **sources}
+
+
+def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the last text of each run for each prompt, and a folded table of all texts."""
+    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
+    if prompts:
+        yield "<h2>Samples</h2>"
+    for prompt in prompts:
+        samples = [[sample for sample in run.samples if sample.prompt == prompt] for run in runs]
+        last_samples = [run_samples[-1:] for run_samples in samples]
+        yield f'<h3 class="sample">{escape(prompt)}</h3>'
+        yield from _sample_table(last_samples, labels)
+        if samples == last_samples:
+            continue
+        # A run with many texts keeps evenly spaced ones, so fewer may be shown than were logged.
+        num_shown = sum(map(len, samples))
+        num_logged = sum(run.sample_counts.get(prompt, 0) for run in runs)
+        quantity = f"{num_shown:,} of {num_logged:,}"
+        if num_shown == num_logged:
+            quantity = f"All {num_logged:,}"
+        yield f"<details><summary>{quantity} texts</summary>"
+        yield from _sample_table(samples, labels)
+        yield "</details>"
+
+
+def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str]) -> Iterator[str]:
+    """Yield a table of the samples of each run."""
+    rows = []
+    for label, run_samples in zip(labels, samples):
+        for sample in run_samples:
+            text = f'<span class="sample">{escape(sample.text)}</span>'
+            rows.append([label, f"{sample.step:,}", text])
+    yield from _table(["run", "step", "text"], rows)
+
+
+def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the keys that differ between recipes, and the complete recipes."""
+    header = ["key", "value"]
+    changed: list[str] = []
+    yield "<h2>Recipe</h2>"
+    if len(runs) > 1:
+        header = ["key", *labels]
+        changed = changed_keys(runs)
+        if changed:
+            yield f"<p>{count_text(len(changed), 'key differs', 'keys differ')}.</p>"
+            yield from _table(header, _recipe_rows(runs, changed))
+        else:
+            yield "<p>No key differs.</p>"
+    keys = _all_keys(run.recipe for run in runs)
+    highlighted = {keys.index(key) for key in changed}
+    yield f"<details><summary>All {len(keys)} keys</summary>"
+    yield from _table(header, _recipe_rows(runs, keys), highlighted=highlighted)
+    yield "</details>"
+
+
+def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[str]]:
+    return [[_code(key), *(_code(run.recipe.get(key, "")) for run in runs)] for key in keys]
+
+
+def _environment_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the data, the machine and the versions of each run."""
+    data = []
+    machines = []
+    versions = []
+    for run in runs:
+        data_table = dict(run.table("data"))
+        if "digest" in data_table:
+            data_table["digest"] = str(data_table["digest"])[:DIGEST_DIGITS]
+        data.append(data_table)
+        machine = dict(run.environment)
+        # They have separate tables.
+        machine.pop("data", None)
+        machine.pop("versions", None)
+        machines.append(machine)
+        versions.append(run.table("versions"))
+    yield from _value_table("Data", data, labels)
+    yield from _value_table("Environment", machines, labels)
+    yield from _value_table("Versions", versions, labels)
+
+
+def _value_table(
+    heading: str, tables: Sequence[Mapping[str, Any]], labels: Sequence[str]
+) -> Iterator[str]:
+    """Yield a table with one row per key and one column per run. Differences are highlighted."""
+    yield f"<h2>{heading}</h2>"
+    keys = _all_keys(tables)
+    if not keys:
+        yield "<p>Not recorded.</p>"
+        return
+    header = ["", ""]
+    if len(tables) > 1:
+        header = ["", *labels]
+    rows = []
+    highlighted = set()
+    for number, key in enumerate(keys):
+        cells = [_cell(table.get(key)) for table in tables]
+        rows.append([escape(key.replace("_", " ")), *cells])
+        if len({*cells}) > 1:
+            highlighted.add(number)
+    yield from _table(header, rows, highlighted=highlighted)
+
+
+def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
+    rows = []
+    for label, run in zip(labels, runs):
+        rows += [
+            [label, f"{saved.step:,}", format_bytes(saved.nbytes)] for saved in run.checkpoints
+        ]
+    yield "<h2>Checkpoints</h2>"
+    if rows:
+        yield from _table(["run", "step", "size"], rows)
+    else:
+        yield "<p>No step is saved.</p>"
+
+
+def _all_keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of all mappings once, in the order in which they appear."""
+    keys: dict[str, None] = {}
+    for mapping in mappings:
+        keys.update(dict.fromkeys(mapping))
+    return list(keys)
+
+
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, highlighted: Collection[int] = ()
+) -> Iterator[str]:
+    """Yield a table of HTML cells that scrolls on narrow screens.
+
+    Args:
+        header: Names of the columns.
+        rows: The cells.
+        highlighted: Numbers of the rows to highlight.
+    """
+    yield f'<div class="scroll"><table><tr>{_cells("th", header)}</tr>'
+    for number, row in enumerate(rows):
+        attribute = ""
+        if number in highlighted:
+            attribute = ' class="changed"'
+        yield f"<tr{attribute}>{_cells('td', row)}</tr>"
+    yield "</table></div>"
+
+
+def _cells(tag: str, cells: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{cell}</{tag}>" for cell in cells)
+
+
+def _label(number: int, name: str) -> str:
+    """Return the name of a run after a chip in its colour."""
+    return f'<span class="chip" style="background:{color_of(number)}"></span>{escape(name)}'
+
+
+def _code(text: str) -> str:
+    if not text:
+        return ""
+    return f"<code>{escape(text)}</code>"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return escape(str(value))

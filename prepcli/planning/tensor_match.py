@@ -1,0 +1,418 @@
+"""Match the tensors of a source with the parameters of its family. Pure.
+
+Each tensor is used by at least one leaf, dropped by a named rule, or listed in an error. Names are bare here: they lack
+the family's base prefix, as in the family's parameter table. Error messages show names as the source spells them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prepcli.console.lists import join_names
+from prepcli.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
+from prepcli.planning.plan import DroppedTensor, EqualityCheck
+from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
+from trainer.models.parameters import Family, HFConfig
+
+VOCAB_ATOM = "vocab"
+# Far above any real model; bounds the memory that an invalid config can take.
+MAX_TENSORS_PER_ROW = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Dtype, shape and size of a source tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUse:
+    """A leaf that takes all or part of a source tensor.
+
+    Attributes:
+        path: Path of the leaf in the parameter tree.
+        parameter: Path of the axis-map row. It differs from `path` if the row describes one leaf per layer.
+        axis_map: Maps the tensor's elements to the leaf's.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+    """
+
+    path: str
+    parameter: str
+    axis_map: AxisMap
+    stacked_indices: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The naming scheme of a source: whether its tensor names have the family's base prefix.
+
+    Attributes:
+        family: The model family.
+        is_prefixed: Whether any name in the source has the base prefix.
+        embedding_alias: Bare name of the tied head, or of a duplicate, stored instead of the embedding.
+            It is read as the embedding. Empty if the source stores the embedding itself.
+        unprefixed_names: Names that lack the prefix in a source where other names have it.
+    """
+
+    family: Family
+    is_prefixed: bool = True
+    embedding_alias: str = ""
+    unprefixed_names: frozenset[str] = frozenset()
+
+    def full_name(self, bare: str) -> str:
+        """Return a tensor's name as prep writes it to files, with the base prefix if the source has it."""
+        with_prefix = self.is_prefixed and bare not in self.family.unprefixed
+        return self.family.prefix + bare if with_prefix else bare
+
+    def display_name(self, bare: str) -> str:
+        """Return a tensor's name for messages, as the source spells it, with unprintable characters escaped."""
+        full = bare
+        if bare not in self.unprefixed_names:
+            full = self.full_name(bare)
+        return full if full.isprintable() else ascii(full)[1:-1]
+
+    def bare_name(self, full: str) -> str:
+        """Return a tensor's name without the base prefix, as the family's table spells it."""
+        name = full
+        if self.is_prefixed:
+            name = full.removeprefix(self.family.prefix)
+        if name and name == self.embedding_alias:
+            return self.family.tying.embedding_tensor
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMatch:
+    """The result of matching a source's tensors with a family's parameters.
+
+    Attributes:
+        uses: The leaves that take each tensor, by bare tensor name.
+        dropped: Tensors that no leaf takes, each with the rule that drops it.
+        checks: Tensors that must be equal to another one.
+        is_tied: Whether the language-model head shares the embedding's weights.
+    """
+
+    uses: Mapping[str, tuple[TensorUse, ...]]
+    dropped: tuple[DroppedTensor, ...]
+    checks: tuple[EqualityCheck, ...]
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MatchOptions:
+    """User options for matching.
+
+    Attributes:
+        drop: Name patterns (`--drop`) of tensors to ignore.
+        untie: Whether a stored head becomes a separate leaf although the config ties it
+            (`--untie`).
+    """
+
+    drop: tuple[str, ...] = ()
+    untie: bool = False
+
+
+DEFAULT_MATCH_OPTIONS = MatchOptions()
+
+
+@dataclass(slots=True)
+class _Mismatches:
+    """Descriptions of the tensors that do not match the family, by kind."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong_shape: list[str] = field(default_factory=list)
+
+
+def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
+    """Return the naming scheme of a source.
+
+    Args:
+        family: The model family.
+        config: The model's Hugging Face config.
+        full_names: The tensor names in the source.
+
+    Returns:
+        The naming scheme.
+
+    Raises:
+        PrepError: A tensor is stored twice, with and without the base prefix.
+    """
+    bare_prefixed: set[str] = set()
+    unprefixed: set[str] = set()
+    for name in full_names:
+        if not name.startswith(family.prefix):
+            unprefixed.add(name)
+        elif family.prefix:
+            bare_prefixed.add(name.removeprefix(family.prefix))
+    both = bare_prefixed & set(full_names)
+    if both:
+        raise PrepError(
+            "a tensor is stored twice, with and without the base prefix",
+            f"{family.prefix}{min(both)} and {min(both)}",
+            "remove one of them",
+        )
+    alias = _find_embedding_alias(family, config, bare_prefixed | set(full_names))
+    if not bare_prefixed:
+        return TensorNames(family, False, alias)
+    return TensorNames(family, True, alias, frozenset(unprefixed))
+
+
+def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collection[str]) -> str:
+    """Return the first stored duplicate of an embedding missing from the source, or an empty string."""
+    embedding = family.tying.embedding_tensor
+    if embedding in bare_names:
+        return ""
+    candidates = [name for name, original in family.duplicates.items() if original == embedding]
+    if family.is_tied(config, bare_names):
+        candidates.append(family.tying.head_tensor)
+    return next((name for name in candidates if name in bare_names), "")
+
+
+def vocab_tensors(accounting: TensorMatch) -> set[str]:
+    """Return the names of tensors with one row per token, including duplicates of the embedding."""
+    names = {check.name for check in accounting.checks}
+    for name, uses in accounting.uses.items():
+        if any(map(_starts_with_vocab, uses)):
+            names.add(name)
+    return names
+
+
+def _starts_with_vocab(use: TensorUse) -> bool:
+    """Return whether the first dim of a use's tensor is the vocabulary."""
+    dims = use.axis_map.source_dims
+    return bool(dims) and any(factor.atom == VOCAB_ATOM for factor in dims[0].factors)
+
+
+def match_tensors(
+    names: TensorNames,
+    config: HFConfig,
+    *,
+    sizes: Mapping[str, int],
+    rows: Mapping[str, ParsedAxisMap],
+    tensors: Mapping[str, TensorInfo],
+    options: MatchOptions,
+    source_name: str,
+) -> TensorMatch:
+    """Match a source's tensors with the axis-map rows of its family.
+
+    Args:
+        names: The source's naming scheme.
+        config: The model's Hugging Face config.
+        sizes: Extent of each atom.
+        rows: Parsed axis-map rows of the family, by leaf path.
+        tensors: The source's tensors, by bare name.
+        options: The user's options.
+        source_name: The source's name in errors.
+
+    Returns:
+        The uses of each tensor, the dropped tensors, and the checks to run while bytes are read.
+
+    Raises:
+        PrepError: Tensors are missing, unexpected or of the wrong shape (the error lists all of them), a `--drop`
+            pattern has no match, or duplicates differ in dtype or shape.
+    """
+    # Every tensor gets exactly one of three answers: it is used by rows, dropped by a named rule, or
+    # listed in an error. A row may stack many tensors, and several rows may use parts of one tensor.
+    family = names.family
+    rows, is_tied, duplicates = _resolve_tying(family, config, rows, tensors, options)
+    uses: dict[str, list[TensorUse]] = {}
+    for path, row in rows.items():
+        axis_map = bind_row(row, sizes)
+        count = math.prod(factor.extent for factor in axis_map.stacked_factors)
+        if count > MAX_TENSORS_PER_ROW:
+            raise invalid_config_error(
+                f"it requires {count:,} tensors like {axis_map.text.strip()}"
+            )
+        for name, stacked in axis_map.tensors():
+            use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
+            uses.setdefault(name, []).append(use)
+    dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))
+    dropped_names = {tensor.name for tensor in dropped}
+    _check_drop_patterns(names, options, dropped_names, source_name)
+    mismatches = _find_mismatches(names, uses, tensors, dropped_names)
+    if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:
+        raise _mismatch_error(mismatches, family, source_name)
+    checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
+    for check in checks:
+        _check_same_metadata(names, tensors, check)
+    frozen_uses = {name: tuple(tensor_uses) for name, tensor_uses in uses.items()}
+    return TensorMatch(frozen_uses, dropped, checks, is_tied)
+
+
+def _resolve_tying(
+    family: Family,
+    config: HFConfig,
+    rows: Mapping[str, ParsedAxisMap],
+    tensors: Mapping[str, TensorInfo],
+    options: MatchOptions,
+) -> tuple[dict[str, ParsedAxisMap], bool, dict[str, str]]:
+    """Resolve whether the head is tied to the embedding.
+
+    Returns:
+        The rows without the head if it is tied, whether it is tied, and the original of each stored duplicate.
+    """
+    tying = family.tying
+    # A tied head that is stored is dropped as a duplicate of the embedding, after a comparison of bytes.
+    duplicates = {name: original for name, original in family.duplicates.items() if name in tensors}
+    has_head = tying.head_tensor in tensors
+    if not family.is_tied(config, tensors) or (has_head and options.untie):
+        return dict(rows), False, duplicates
+    rows_without_head = {path: row for path, row in rows.items() if path != tying.head_leaf}
+    if has_head:
+        duplicates = {tying.head_tensor: tying.embedding_tensor} | duplicates
+    return rows_without_head, True, duplicates
+
+
+def _check_same_metadata(
+    names: TensorNames, tensors: Mapping[str, TensorInfo], check: EqualityCheck
+) -> None:
+    """Raise PrepError if the tensors of a check differ in dtype or shape. Values are compared while they are read."""
+    duplicate = tensors[check.name]
+    original = tensors[check.duplicate_of]
+    if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
+        duplicate_text = f"{duplicate.dtype} {list(duplicate.shape)}"
+        original_text = f"{original.dtype} {list(original.shape)}"
+        pair = (check.name, check.duplicate_of)
+        raise not_equal_error(
+            names.family,
+            check,
+            display_names={name: names.full_name(name) for name in pair},
+            difference=f"they are {duplicate_text} and {original_text}",
+        )
+
+
+def not_equal_error(
+    family: Family, check: EqualityCheck, *, display_names: Mapping[str, str], difference: str
+) -> PrepError:
+    """Return the error for two tensors that must be equal and are not.
+
+    Args:
+        family: The model family.
+        check: The failed check.
+        display_names: Names of tensors in messages, by bare name, where the two differ.
+        difference: Where or how the tensors differ.
+
+    Returns:
+        The error. Its hint depends on whether the tensors are the tied head and embedding.
+    """
+    first = display_names.get(check.name, check.name)
+    second = display_names.get(check.duplicate_of, check.duplicate_of)
+    what = f"{first} is not equal to {second}"
+    if check.name == family.tying.head_tensor:
+        hint = text("{} keeps both", Option("untie", True))
+        return PrepError(what, f"the config ties them, {difference}", hint)
+    why = f"it is a duplicate in family {family.name}, {difference}"
+    return PrepError(what, why, f"if {second} is right, remove {first} from the checkpoint")
+
+
+def _find_dropped(
+    family: Family,
+    used_names: Collection[str],
+    tensors: Mapping[str, TensorInfo],
+    options: MatchOptions,
+    duplicates: Mapping[str, str],
+) -> Iterable[DroppedTensor]:
+    """Yield the unused tensors dropped by a rule of the family, as a duplicate, or by `--drop`."""
+    rules: dict[str, str] = {}
+    for pattern, rule in family.dropped.items():
+        # `{i}` in a pattern is the number of a layer
+        rules[re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern))] = rule
+    drop_patterns = [pattern.removeprefix(family.prefix) for pattern in options.drop]
+    for name, tensor in tensors.items():
+        if name in used_names:
+            continue
+        rule = next((rule for pattern, rule in rules.items() if re.fullmatch(pattern, name)), "")
+        if name in duplicates:
+            rule = f"equal to {duplicates[name]}"
+        elif not rule and any(fnmatch.fnmatchcase(name, pattern) for pattern in drop_patterns):
+            rule = "--drop"
+        if rule:
+            yield DroppedTensor(name, tensor.nbytes, rule)
+
+
+def _check_drop_patterns(
+    names: TensorNames, options: MatchOptions, dropped_names: Collection[str], source_name: str
+) -> None:
+    """Raise UsageError for a `--drop` pattern that matches no dropped tensor."""
+    for pattern in options.drop:
+        bare = pattern.removeprefix(names.family.prefix)
+        if not any(fnmatch.fnmatchcase(name, bare) for name in dropped_names):
+            what = f"`--drop '{pattern}'` drops nothing of {source_name}"
+            why = "no unexpected tensor has such a name, and tensors that the model uses are never dropped"
+            hint = text("{} lists the tensors", Command("inspect", source_name))
+            raise usage_error(what, why, hint)
+
+
+def _find_mismatches(
+    names: TensorNames,
+    uses_by_name: Mapping[str, Sequence[TensorUse]],
+    tensors: Mapping[str, TensorInfo],
+    dropped_names: Collection[str],
+) -> _Mismatches:
+    """Collect the missing and unexpected tensors and the tensors of the wrong shape."""
+    mismatches = _Mismatches()
+    for name, uses in uses_by_name.items():
+        expected = uses[0].axis_map.source_shape
+        if name not in tensors:
+            mismatches.missing.append(f"{names.display_name(name)} {list(expected)}")
+        elif tensors[name].shape != expected:
+            atoms = " x ".join(map(_describe_dim, uses[0].axis_map.source_dims))
+            mismatches.wrong_shape.append(
+                f"{names.display_name(name)} has shape {list(tensors[name].shape)},"
+                f" expected {list(expected)} ({atoms})"
+            )
+    for name, tensor in tensors.items():
+        if name not in uses_by_name and name not in dropped_names:
+            mismatches.unexpected.append(f"{names.display_name(name)} {list(tensor.shape)}")
+    return mismatches
+
+
+def _describe_dim(dim: TensorDim) -> str:
+    """Return the atoms of a dim with their extents, e.g. `heads 12 head_dim 64`."""
+    return " ".join(f"{factor.atom} {factor.extent}" for factor in dim.factors)
+
+
+def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -> PrepError:
+    """Return one error that lists all mismatched tensors."""
+    titles = {
+        "missing": mismatches.missing,
+        "unexpected": mismatches.unexpected,
+        "wrong shape": mismatches.wrong_shape,
+    }
+    kinds = {title: tensors for title, tensors in titles.items() if tensors}
+    if len(kinds) > 1:
+        why = "; ".join(f"{title}: {join_names(tensors)}" for title, tensors in kinds.items())
+        return PrepError(f"{source_name} does not match family {family.name}", why, _MISMATCH_HINT)
+    ((kind, tensors),) = kinds.items()
+    is_one = len(tensors) == 1
+    count = f"{len(tensors):,} tensor{'' if is_one else 's'} of {source_name}"
+    if kind == "missing":
+        verb = "is" if is_one else "are"
+        return PrepError(f"{count} {verb} missing", join_names(tensors), _MISMATCH_HINT)
+    if kind == "wrong shape":
+        verb = "does" if is_one else "do"
+        why = join_names(tensors, separator="; ")
+        return PrepError(f"{count} {verb} not match config.json", why, _MISMATCH_HINT)
+    verb = "is" if is_one else "are"
+    pattern = _drop_pattern(tensors[0].split()[0])
+    return PrepError(
+        f"{count} {verb} not part of family {family.name}",
+        join_names(tensors),
+        f"`--drop '{pattern}'` ignores them",
+    )
+
+
+_MISMATCH_HINT = "check that config.json and the weights belong to the same model"
+
+
+def _drop_pattern(name: str) -> str:
+    """Return a `--drop` pattern that matches a tensor's name in every layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)

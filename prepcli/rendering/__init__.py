@@ -1,0 +1,1 @@
+"""Results of operations as text for a terminal and as JSON."""

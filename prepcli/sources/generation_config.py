@@ -1,0 +1,30 @@
+"""The tokens that end a text, as the files of a model name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prepcli.sources.source import read_config
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+def model_eos_token_ids(
+    config: Mapping[str, Any], generation_config: Path | None, vocab: int
+) -> tuple[int, ...]:
+    """Return the token ids that end a text, from generation_config.json or else config.json.
+
+    Ids outside of the vocabulary are dropped, e.g. [2, 99] -> (2,) in a vocabulary of 8 tokens.
+
+    Args:
+        config: The model's config.json.
+        generation_config: Its generation_config.json. None if it has none.
+        vocab: Vocabulary size.
+    """
+    generation = {} if generation_config is None else read_config(generation_config)
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    listed = eos if isinstance(eos, list) else [eos]
+    # `type` instead of `isinstance`: True is no token id.
+    return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)

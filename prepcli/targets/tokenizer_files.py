@@ -1,0 +1,167 @@
+"""The tokenizer files of runs and adapters, from the tokenizer of the recipe or from its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from prepcli.engine.files import io_error
+from prepcli.errors import usage_error
+from prepcli.formats.manifest import read_manifest
+from prepcli.planning.plan import SmallFile
+from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
+from prepcli.sources.source import HF_FOLDER, Source
+from prepcli.targets.hf_folder import copied_files
+from trainer.recipe import Recipe
+
+JSON_TOKENIZER = "tokenizer.json"
+SENTENCEPIECE_TOKENIZER = "tokenizer.model"
+# In order of precedence: the first one in a folder is loaded.
+SINGLE_FILES = (
+    JSON_TOKENIZER,
+    SENTENCEPIECE_TOKENIZER,
+    "spiece.model",
+)
+TOKENIZERS = (*SINGLE_FILES, "vocab.json", "merges.txt", "vocab.txt")
+# Other files of a folder that belong to its tokenizer.
+TOKENIZER_SETTINGS = (
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+)
+PATH_PREFIX = f"{HF_FOLDER}/"
+
+
+def tokenizer_folder(recipe: Recipe) -> Path:
+    """Return the folder of the recipe's tokenizer, or of the recipe's config.
+
+    Raises:
+        UsageError: Neither `data.tokenizer` is set, nor has the config's folder a tokenizer.
+    """
+    if recipe.data.tokenizer is not None:
+        path = Path(recipe.data.tokenizer)
+        return path if path.is_dir() else path.parent
+    folder = Path(recipe.model.config or "")
+    folder = folder if folder.is_dir() else folder.parent
+    if recipe.model.config is None or not any((folder / name).is_file() for name in TOKENIZERS):
+        why = "a random start has no checkpoint with a tokenizer"
+        raise usage_error(
+            "`data.tokenizer` is missing", why, '`tokenizer = "gpt2"` in [data], a folder or a file'
+        )
+    return folder
+
+
+def random_start_files(recipe: Recipe) -> tuple[SmallFile, ...]:
+    """Return the files of a random start: the tokenizer of the recipe, and its generation_config.json.
+
+    Raises:
+        UsageError: There is no tokenizer.
+        PrepError: A file is a link that leaves the folder.
+    """
+    folder = tokenizer_folder(recipe)
+    return (*_tokenizer_files(recipe), *_copied(folder, [GENERATION_CONFIG_FILE]))
+
+
+def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple[SmallFile, ...]:
+    """Return the files of a checkpoint with the tokenizer that the recipe names.
+
+    The files are unchanged if the recipe names no tokenizer, or names the checkpoint's tokenizer.
+
+    Args:
+        files: Small files of the start checkpoint, each with a source to copy from.
+        recipe: The recipe.
+
+    Raises:
+        PrepError: A file of the tokenizer cannot be read, or is a link that leaves its folder.
+    """
+    if recipe.data.tokenizer is None:
+        return files
+    named = _tokenizer_files(recipe)
+    if _is_part_of(_loaded_files(named), _loaded_files(files)):
+        return files
+    replaced = {PATH_PREFIX + name for name in (*TOKENIZERS, *TOKENIZER_SETTINGS)}
+    return (*(file for file in files if file.path not in replaced), *named)
+
+
+def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
+    """Return the tokenizer files of a training step, for the folder of its adapter.
+
+    Raises:
+        PrepError: A file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    return copied_files(
+        [path for path in source.small_files if path.name in names],
+        source.root,
+        manifest=source.manifest,
+    )
+
+
+def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
+    """Return the files of a base with the tokenizer of an adapter that prep wrote. Other adapters change no file.
+
+    Raises:
+        PrepError: The adapter's manifest is broken, or a file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    paths = [adapter / name for name in names if (adapter / name).is_file()]
+    manifest = read_manifest(adapter)
+    if manifest is None or not any(path.name in TOKENIZERS for path in paths):
+        return files
+    return (
+        *(file for file in files if file.path not in names),
+        *copied_files(paths, adapter, manifest=manifest),
+    )
+
+
+def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
+    """Return the tokenizer and its settings.
+
+    A file named in the recipe gets the usual name in the steps.
+    """
+    folder = tokenizer_folder(recipe)
+    named = Path(recipe.data.tokenizer or folder)
+    if not named.is_file():
+        return _copied(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
+    # The user names this file, so that a link may leave the folder.
+    real_path = named.resolve()
+    (tokenizer,) = copied_files([real_path], real_path.parent)
+    name = (
+        SENTENCEPIECE_TOKENIZER
+        if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix
+        else JSON_TOKENIZER
+    )
+    return (replace(tokenizer, path=PATH_PREFIX + name), *_copied(folder, TOKENIZER_SETTINGS))
+
+
+def _copied(folder: Path, names: Sequence[str]) -> tuple[SmallFile, ...]:
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    return copied_files(paths, folder, path_prefix=PATH_PREFIX)
+
+
+def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
+    """Return the tokenizer files that a load of a folder with these files uses, by path."""
+    by_path = {file.path: file for file in files}
+    single = [PATH_PREFIX + name for name in SINGLE_FILES if PATH_PREFIX + name in by_path]
+    paths = single[:1] or [PATH_PREFIX + name for name in TOKENIZERS]
+    paths += [PATH_PREFIX + name for name in TOKENIZER_SETTINGS]
+    return {path: by_path[path] for path in paths if path in by_path}
+
+
+def _is_part_of(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
+    """Return whether each of some files is also in a set of files, with the same content."""
+    return all(
+        path in others and _content(file) == _content(others[path]) for path, file in some.items()
+    )
+
+
+def _content(file: SmallFile) -> bytes:
+    path = Path(file.copied_from)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise io_error(path, error) from error

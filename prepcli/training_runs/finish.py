@@ -1,0 +1,62 @@
+"""The result of a run: of a dry run, of a finished run, and of one that was stopped."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
+from prepcli.training_runs.run import PreparedRun, TrainResult
+
+if TYPE_CHECKING:
+    from trainer.training.loop import RunResult
+
+
+def dry_run_result(prepared: PreparedRun) -> TrainResult:
+    """Return the result of a dry run, with its memory estimate."""
+    return _result(prepared, prepared.step, memory=prepared.memory)
+
+
+def finished_result(prepared: PreparedRun, metrics: Mapping[str, Any] | None = None) -> TrainResult:
+    """Return the result of a finished run.
+
+    Args:
+        prepared: The run.
+        metrics: Last metrics of the run. None if it was finished already and took no step.
+    """
+    if metrics is None:
+        return _result(prepared, prepared.step)
+    return _result(prepared, prepared.loop.steps, metrics=metrics)
+
+
+def stopped_result(
+    prepared: PreparedRun, stopped: RunResult, metrics: Mapping[str, Any]
+) -> TrainResult:
+    """Return the result of a run that stopped before its last step, with an error."""
+    has_saved_step = bool(prepared.run.storage.steps(refresh=False))
+    error = _stopped_error(stopped.stop_reason, stopped.step, has_saved_step)
+    return _result(prepared, stopped.step, metrics=metrics, error=error)
+
+
+def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
+    """Return a result with the fields that every result has, and further ones."""
+    storage = prepared.run.storage
+    steps = storage.steps(refresh=False)
+    return TrainResult(
+        run=storage.name,
+        output=storage.step_name(steps[-1]) if steps else None,
+        step=step,
+        steps=prepared.loop.steps,
+        resumed_at=prepared.step,
+        mesh=str(prepared.loop.setup.forward_config.sharding.mesh),
+        attention_kernel=prepared.kernel.name,
+        **fields,
+    )
+
+
+def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
+    code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
+    why = f"step {step} is saved" if has_saved_step else "no step was completed"
+    what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
+    return PrepError(what, why, RESUME_HINT, code)

@@ -1,0 +1,169 @@
+"""Logs of a run: metrics to a file per logging process, TensorBoard and W&B, and the file of generated texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.engine.files import io_error
+from prepcli.errors import usage_error
+from prepcli.execution.run_storage import RunStorage
+from prepcli.inspection.run_record import SAMPLES_FILE
+from prepcli.training_runs.run import Run
+from prepcli.training_runs.storage import store_at_end, write_run_file
+
+if TYPE_CHECKING:
+    from trainer.recipe.run_tables import Log
+    from trainer.training.metrics import LogKey, MetricsLog
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+def check_logs(log: Log, storage: RunStorage) -> None:
+    """Check that the logs of the recipe can be written.
+
+    Raises:
+        UsageError: The event files would be in an object store.
+        PrepError: An extra is not installed.
+    """
+    from trainer.training.tensorboard_log import import_tensorboard
+    from trainer.training.wandb_log import import_wandb
+
+    if log.tensorboard is True and not storage.is_on_disk:
+        why = f"event files are appended to, and {storage.name} is in an object store"
+        raise usage_error(
+            "`log.tensorboard = true` needs a run in a folder", why, '`log.tensorboard = "FOLDER"`'
+        )
+    if "://" in str(log.tensorboard):
+        what = f'`log.tensorboard = "{log.tensorboard}"` is not a folder'
+        raise usage_error(what, "event files are appended to", '`log.tensorboard = "FOLDER"`')
+    if log.tensorboard:
+        import_tensorboard()
+    if log.wandb is not None:
+        import_wandb()
+
+
+@contextmanager
+def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
+    """Open the receivers of the metrics of this process.
+
+    It has none if only process 0 logs. A run in an object store stores the metrics file at the
+    start, with each step and at the end, after an error too.
+
+    Args:
+        run: The run.
+        step: Step to continue after. 0 means a new run.
+
+    Yields:
+        A MetricsLog that passes each line to all of them.
+
+    Raises:
+        PrepError: A file cannot be written, or an extra is not installed.
+    """
+    from trainer.training.metrics import (
+        NO_LOG,
+        MetricsLogs,
+        MetricsWriter,
+        metrics_file,
+        remove_other_metrics,
+        repeated_lines,
+    )
+
+    index = run.group.index
+    num_logging = run.group.count if run.recipe.log.all_workers else 1
+    if index >= num_logging:
+        yield NO_LOG
+        return
+    if index == 0 and not step:
+        remove_other_metrics(run.folder, num_logging)
+    try:
+        # Every logging process creates the folder: another host may have its own file system.
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error(run.folder, error) from error
+    name = metrics_file(index)
+    run.storage.fetch_file(name, run.folder)
+    repeated = frozenset["LogKey"]()
+    if run.recipe.log.wandb is not None:
+        # Read before MetricsWriter removes these lines from the file.
+        repeated = repeated_lines(run.folder / name, step)
+    with ExitStack() as stack:
+        writer = stack.enter_context(closing(MetricsWriter(run.folder / name, step)))
+        logs: list[MetricsLog] = [writer]
+        run.storage.store_file(name)
+        stack.enter_context(store_at_end(run.storage, name))
+        if index == 0:
+            logs += _open_extra_logs(run, step, stack, logged=repeated)
+        yield MetricsLogs(tuple(logs))
+
+
+def _open_extra_logs(
+    run: Run, step: int, stack: ExitStack, *, logged: Set[LogKey]
+) -> Iterator[MetricsLog]:
+    """Yield the logs of the recipe besides the metrics file.
+
+    Args:
+        run: The run.
+        step: Step to continue after.
+        stack: Closes the logs.
+        logged: Keys of the lines of repeated steps, which were removed from the metrics file.
+    """
+    log = run.recipe.log
+    if log.tensorboard:
+        from trainer.training.tensorboard_log import TensorBoardLog
+
+        folder = run.folder / TENSORBOARD_FOLDER
+        if log.tensorboard is not True:
+            folder = Path(log.tensorboard) / run.recipe.name
+        yield stack.enter_context(closing(TensorBoardLog(folder, step)))
+    if log.wandb is not None:
+        from trainer.training.wandb_log import ID_FILE, WandbLog
+
+        run.storage.fetch_file(ID_FILE, run.folder)
+        config = run.recipe.model_dump(mode="json", exclude={"cluster", "log"})
+        wandb_log = WandbLog(
+            run.folder,
+            log.wandb,
+            name=run.recipe.name,
+            config=config,
+            step=step,
+            logged=logged,
+            warn=run.observer.warn,
+        )
+        # `push` passes the exception of the block, so W&B shows a failed run as failed.
+        stack.push(lambda kind, *_: wandb_log.close(has_failed=kind is not None))
+        write_run_file(run, ID_FILE, f"{wandb_log.run_id}\n")
+        yield wandb_log
+
+
+@contextmanager
+def open_sample_log(run: Run, step: int, *, has_sampler: bool) -> Iterator[MetricsLog]:
+    """Open the file of the generated texts in process 0, to continue after a step.
+
+    The log of every other process is empty. The folder of the run must exist.
+
+    Args:
+        run: The run.
+        step: Step to continue after. 0 means a new run.
+        has_sampler: Whether the recipe has prompts.
+
+    Raises:
+        PrepError: The file cannot be written.
+    """
+    from trainer.training.metrics import NO_LOG, MetricsWriter
+
+    if not run.is_first:
+        yield NO_LOG
+        return
+    path = run.folder / SAMPLES_FILE
+    run.storage.fetch_file(SAMPLES_FILE, run.folder)
+    if not has_sampler and not path.exists():
+        yield NO_LOG
+        return
+    # Also without prompts: the file may have texts of later steps, which an earlier start took with prompts.
+    with closing(MetricsWriter(path, step)) as log:
+        run.storage.store_file(SAMPLES_FILE)
+        with store_at_end(run.storage, SAMPLES_FILE):
+            yield log

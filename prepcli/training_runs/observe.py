@@ -1,0 +1,312 @@
+"""The display of a run in progress: lines, or a view that is redrawn in place on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prepcli.console.bounded_text import shorten
+from prepcli.console.formatting import (
+    format_duration,
+    format_number,
+    format_time_left,
+    format_token_rate,
+)
+from prepcli.console.live_block import LiveBlock
+from prepcli.console.observer import Observer
+from prepcli.console.progress import REDRAW_INTERVAL_S
+from prepcli.console.run_status import RunStatus, status_lines
+from prepcli.console.ui import printable
+from prepcli.training_runs.run import PreparedRun
+
+if TYPE_CHECKING:
+    from trainer.training.samples import Sample
+
+# Characters of a sample, which is shown on one line
+MAX_PROMPT_WIDTH = 40
+MAX_TEXT_WIDTH = 80
+PHASES = {
+    "compile": "compiling",
+    "step": "training",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "sample": "sampling",
+}
+
+
+class RunDisplay(Protocol):
+    """Receiver of the events of a run, with the events of the loop's callbacks."""
+
+    def on_phase(self, phase: str) -> None:
+        """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
+        ...
+
+    def on_compile(self, seconds: float) -> None:
+        """Show the compile time."""
+        ...
+
+    def on_step(self, step: int) -> None:
+        """Show a finished step."""
+        ...
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Show a log line, and the estimated remaining seconds."""
+        ...
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Show the log line of an evaluation."""
+        ...
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the texts generated after a step."""
+        ...
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show a saved step, and the seconds of saving it."""
+        ...
+
+
+@contextmanager
+def open_display(prepared: PreparedRun) -> Iterator[RunDisplay]:
+    """Open the display of a run, and close it after the block. Messages appear above a live display."""
+    run = prepared.run
+    steps = prepared.loop.steps
+    block = run.observer.open_live_block()
+    if block is None:
+        yield LineDisplay(run.observer, steps)
+        return
+    status = RunStatus(
+        run.recipe.name, steps, prepared.step, memory_limit_nbytes=prepared.memory["available"]
+    )
+    display = LiveDisplay(block, status)
+    display.draw()
+    try:
+        yield display
+    except BaseException as error:
+        # A signal is not a failure: the run can be resumed.
+        display.close(has_failed=isinstance(error, Exception))
+        raise
+    display.close()
+
+
+class LineDisplay:
+    """Display of one line per event, for logs."""
+
+    def __init__(self, observer: Observer, steps: int) -> None:
+        self.observer = observer
+        self.steps = steps
+
+    def on_phase(self, phase: str) -> None:
+        """Print nothing."""
+
+    def on_compile(self, seconds: float) -> None:
+        """Print the compile time."""
+        self.observer.note(f"compiled in {format_duration(seconds)}")
+
+    def on_step(self, step: int) -> None:
+        """Print nothing."""
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
+        progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
+        text = f"step {progress}  loss {format_number(line['loss'])}"
+        if "z_loss" in line:
+            text += f"  z-loss {format_number(line['z_loss'])}"
+        text += f"  lr {line['lr']:.2e}"
+        if remaining_s is not None:
+            rate = format_token_rate(line["tokens_per_s"])
+            text += f"  {rate}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
+        if line["skipped"]:
+            text += f"  {line['skipped']} skipped"
+        self.observer.note(text)
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
+        self.observer.note(
+            f"evaluated at step {line['step']}: {_evaluation_text(line)}  tokens {line['eval_tokens']:,}"
+        )
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
+        for sample in samples:
+            self.observer.note(f"sample of step {step}: {_sample_text(sample)}")
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Print the saved step and the time it took."""
+        self.observer.note(f"saved step {step} in {format_duration(seconds)}")
+
+
+class LiveDisplay:
+    """Display redrawn in place, at most ten times per second between log lines."""
+
+    def __init__(
+        self, block: LiveBlock, status: RunStatus, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.block = block
+        self.status = status
+        self.clock = clock
+        self.started_s = self.drawn_at_s = clock()
+
+    def on_phase(self, phase: str) -> None:
+        """Show the phase.
+
+        The phase of a step is shown with the step.
+        """
+        name = PHASES.get(phase.partition(" ")[0], phase)
+        if name != self.status.phase:
+            self.status.phase = name
+            self.draw()
+
+    def on_compile(self, seconds: float) -> None:
+        """Show that the step is compiled."""
+        self.draw()
+
+    def on_step(self, step: int) -> None:
+        """Show the step if the last drawing is a tenth of a second old."""
+        status = self.status
+        if status.remaining_s is not None and status.step_s is not None:
+            status.remaining_s = status.step_s * (status.steps - step)
+        status.step = step
+        if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
+            self.draw()
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Show the values of the line."""
+        status = self.status
+        status.losses.append(line["loss"])
+        status.z_loss = line.get("z_loss")
+        status.step = status.log_step = line["step"]
+        status.remaining_s = remaining_s
+        status.lr = line["lr"]
+        status.grad_norm = line["grad_norm"]
+        status.skipped = line["skipped"]
+        # Absent in the line of the first step, which has no lap before it
+        status.tokens_per_s = line.get("tokens_per_s")
+        status.step_s = line.get("seconds")
+        status.mfu = line.get("mfu")
+        status.memory_nbytes = line.get("memory_bytes")
+        self.draw()
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Show the evaluation and its step."""
+        self.status.evaluation = f"{_evaluation_text(line)}  at step {line['step']:,}"
+        self.draw()
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the first text."""
+        self.status.sample = _sample_text(samples[0])
+        self.draw()
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show the saved step."""
+        self.status.save = f"step {step:,} in {format_duration(seconds)}"
+        self.draw()
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Leave the final state on the screen."""
+        if has_failed:
+            self.status.phase = "failed"
+        elif self.status.step == self.status.steps:
+            self.status.phase = "finished"
+        else:
+            self.status.phase = "stopped"
+        self.draw()
+        self.block.close()
+
+    def draw(self) -> None:
+        """Draw the state."""
+        self.drawn_at_s = self.clock()
+        self.status.elapsed_s = self.drawn_at_s - self.started_s
+        self.block.draw(status_lines(self.status, self.block.width))
+
+
+def _evaluation_text(line: Mapping[str, Any]) -> str:
+    loss = format_number(line["eval_loss"])
+    perplexity = format_number(line["eval_perplexity"], 2)
+    return f"loss {loss}  perplexity {perplexity}"
+
+
+def _sample_text(sample: Sample) -> str:
+    """Return a prompt and its text on one line, shortened, with control characters escaped."""
+    prompt = shorten(_one_line(sample.prompt), MAX_PROMPT_WIDTH)
+    text = shorten(_one_line(sample.text), MAX_TEXT_WIDTH)
+    return f"{prompt} -> {text}"
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+class TrainReporter:
+    """Callbacks of a run that show its events and keep the last values for the result."""
+
+    def __init__(self, display: RunDisplay) -> None:
+        self.display = display
+        self.fields: dict[str, Any] = {}
+
+    def on_compile(self, seconds: float) -> None:
+        """Show and keep the compile time."""
+        self.display.on_compile(seconds)
+        self.fields["compile_seconds"] = round(seconds, 3)
+
+    def on_step(self, step: int) -> None:
+        """Show a finished step."""
+        self.display.on_step(step)
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Show a log line, and keep its values."""
+        kept = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
+        self.fields |= {key: line[key] for key in kept if key in line}
+        self.display.on_log(line, remaining_s)
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Show an evaluation, and keep its values."""
+        self.fields |= {key: line[key] for key in ("eval_loss", "eval_perplexity", "eval_tokens")}
+        self.display.on_evaluate(line)
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the texts generated after a step, and keep them."""
+        from trainer.training.log_lines import sample_lines
+
+        self.fields["samples"] = list(sample_lines(step, samples))
+        self.display.on_samples(step, samples)
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show a saved step."""
+        self.display.on_save(step, seconds)
+
+
+def _format_tokens(count: int) -> str:
+    """Format as `3.1 M tokens` or `310 M tokens`."""
+    decimals = 0 if count >= 10_000_000 else 1
+    return f"{count / 1e6:,.{decimals}f} M tokens"
+
+
+def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
+    """Return a callback that shows the progress of tokenizing, one bar per dataset.
+
+    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
+    of an interrupted run.
+    """
+    progress = observer.progress()
+    done_nbytes = -1  # -1: no dataset is in progress
+    shown_tokens = ""
+
+    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
+        nonlocal done_nbytes, shown_tokens
+        if done_nbytes < 0:
+            progress.begin("tokenize", total, nbytes)
+            done_nbytes = nbytes
+        tokens = _format_tokens(n_tokens)
+        if n_tokens and tokens != shown_tokens:
+            progress.note(tokens)
+            shown_tokens = tokens
+        progress.advance(nbytes - done_nbytes)
+        done_nbytes = nbytes
+        if nbytes >= total:
+            progress.end()
+            done_nbytes = -1
+
+    return report_progress

@@ -1,0 +1,236 @@
+"""The preparation of a run: its model, its attention kernel, its tokens, and the configuration of its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.errors import PrepError
+from prepcli.execution.run_storage import TOKENS_FOLDER
+from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.remote.placeholders import create_placeholder_folder
+from prepcli.sources.folders import make_access
+from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
+from prepcli.training_runs.checks import check_machine, disk_warnings
+from prepcli.training_runs.environment import (
+    ENVIRONMENT_KEY,
+    environment_warning,
+    rounding_environment,
+)
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.remote_data import DataFinder
+from prepcli.training_runs.run import PreparedRun, Run
+from prepcli.training_runs.start import StartCheckpoint, frozen_dtypes
+from prepcli.training_runs.storage import changed_keys
+from trainer.planning.model_shapes import model_of_manifest
+from trainer.planning.step_inputs import run_dropout
+from trainer.planning.training_plan import with_overrides
+from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.samples import Sampler
+    from trainer.training.source_datasets import Datasets
+
+
+def prepare_run(
+    run: Run, start: StartCheckpoint, sharding: ShardingContext, *, scratch_dir: Path | None
+) -> PreparedRun:
+    """Check the recipe against the model and the machine, tokenize the data, and configure the loop.
+
+    Args:
+        run: The run.
+        start: Open start checkpoint.
+        sharding: Devices and rules of the run.
+        scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's
+            folder. None if it is no dry run.
+
+    Raises:
+        PrepError: The recipe does not fit the model, the machine, the data or the run so far.
+    """
+    from trainer.distributed import hosts
+    from trainer.training import setup
+    from trainer.training.attention_choice import choose_kernel
+    from trainer.training.datasets import build_datasets
+
+    recipe = run.recipe
+    manifest, model = _start_model(recipe, start, sharding)
+    dropout = run_dropout(recipe, manifest["config"])
+    kernel = choose_kernel(recipe, model, sharding, warn=run.observer.warn, dropout=dropout)
+    processes_per_host = hosts.processes_per_host(run.group)
+    memory = check_machine(
+        run,
+        with_overrides(recipe, {"model.attention_kernel": kernel.name}),
+        model_of_manifest(manifest),
+        sharding,
+        processes_per_host=processes_per_host,
+    )
+    sampler = build_sampler(
+        recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
+    )
+    build = partial(build_datasets, recipe, model, manifest=manifest, group=run.group)
+    datasets = _tokenize(run, build, _token_folders(run, start, scratch_dir))
+    base_dtypes: Mapping[str, str] = {}
+    if start.lora is not None:
+        base_dtypes = frozen_dtypes(start, model, recipe.lora.base_dtype)
+    loop = setup.build_loop_config(
+        recipe,
+        model,
+        sharding=sharding,
+        kernel=kernel.name,
+        datasets=datasets,
+        dropout=dropout,
+        manifest_fields=_manifest_fields(run.loaded, sharding),
+        token_functions=run.request.token_functions,
+        stop_after=run.request.stop_after,
+        frozen_dtypes=base_dtypes,
+        sampler=sampler,
+    )
+    prepared = PreparedRun(
+        run,
+        start,
+        model_config=manifest["config"],
+        loop=loop,
+        kernel=kernel,
+        memory=memory,
+        processes_per_host=processes_per_host,
+    )
+    # Another process may not see the run's folder.
+    if run.is_first:
+        _check_loop(prepared, model)
+    return prepared
+
+
+def _start_model(
+    recipe: Recipe, start: StartCheckpoint, sharding: ShardingContext
+) -> tuple[Mapping[str, Any], ModelSpec]:
+    """Return the manifest of the start checkpoint, with the recipe's changes, and its model.
+
+    The model is checked against the recipe.
+    """
+    from trainer.training import setup
+
+    manifest = start.manifest
+    # The manifest of a step of the run has the recipe's changes already. The base of a LoRA run has not.
+    if not start.resume_step or start.lora is not None:
+        manifest = setup.override_config(manifest, recipe)
+    model = setup.model_from_manifest(manifest)
+    setup.check_model_layout(recipe, model, sharding)
+    setup.check_seq_length(recipe.data, model)
+    return manifest, model
+
+
+def build_sampler(
+    recipe: Recipe,
+    model: ModelSpec,
+    config: Mapping[str, Any],
+    *,
+    files: Path,
+    sharding: ShardingContext,
+) -> Sampler | None:
+    """Build the sampler of a run.
+
+    None without prompts.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        config: Its config.json.
+        files: Folder of its tokenizer and of generation_config.json.
+        sharding: Mesh and rules of the run.
+
+    Raises:
+        PrepError: There is no tokenizer, or the model cannot generate from the prompts.
+    """
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.training.datasets import decoder_start_token_id
+    from trainer.training.samples import SAMPLES_KEY, Sampler
+
+    if recipe.log.samples is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(Path(recipe.data.tokenizer) if recipe.data.tokenizer else files)
+    except PrepError as error:
+        hint = f"`data.tokenizer`, or no `{SAMPLES_KEY}`"
+        raise PrepError(
+            f"`{SAMPLES_KEY}` needs a tokenizer", f"{error.what}: {error.why}", hint
+        ) from error
+    vocab = model.true_vocab_size
+    generation_config = files / GENERATION_CONFIG_FILE
+    eos_token_ids = model_eos_token_ids(
+        config, generation_config if generation_config.is_file() else None, vocab
+    )
+    decoder_start_id = None
+    if model.arch_config.encoder is not None:
+        decoder_start_id = decoder_start_token_id(config, vocab)
+    return Sampler(
+        recipe.log.samples,
+        tokenizer,
+        model,
+        sharding=sharding,
+        dtype=recipe.model.dtype,
+        max_new_tokens=recipe.log.sample_tokens,
+        eos_token_ids=eos_token_ids,
+        decoder_start_id=decoder_start_id,
+    )
+
+
+def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> dict[str, Any]:
+    """Return the entries of the manifests of steps that do not depend on the step."""
+    text = recipe_to_toml(loaded.recipe, loaded.origins)
+    return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
+
+
+def _tokenize(run: Run, build: Callable[..., Datasets], folders: Mapping[str, Path]) -> Datasets:
+    """Tokenize the data with progress.
+
+    `build` is `build_datasets` with the remaining arguments bound.
+    """
+    observer = run.observer
+    remote = DataFinder(make_access(observer, offline=run.request.offline), observer.note)
+    return build(
+        folders=folders,
+        remote=remote,
+        progress=tokenize_progress(observer),
+        note=observer.note,
+    )
+
+
+def _token_folders(run: Run, start: StartCheckpoint, scratch_dir: Path | None) -> dict[str, Path]:
+    """Return the folders of the tokenizer and of tokens.
+
+    See `build_datasets`.
+    """
+    folders = {"tokenizer": start.tokenizer_folder, "cache": run.folder / TOKENS_FOLDER}
+    if scratch_dir is not None:
+        folders["spare"] = scratch_dir
+    return folders
+
+
+def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
+    """Check that the run may continue with this recipe, and print warnings about the recipe and the disk."""
+    from trainer.training.preflight import run_warnings
+    from trainer.training.resume import check_resumable
+
+    run = prepared.run
+    loop = prepared.loop
+    step = prepared.step
+    manifest = prepared.start.state_reader.manifest
+    if step:
+        # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
+        recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())
+        check_resumable(manifest, loop, changed=changed_keys(recipe_file, run.recipe), step=step)
+    if 0 < step < loop.steps:
+        before = manifest.get(ENVIRONMENT_KEY)
+        now = loop.manifest_fields[ENVIRONMENT_KEY]
+        if warning := environment_warning(before, now, step=step):
+            run.observer.warn(warning)
+    for warning in run_warnings(run.recipe, loop, last_step=step):
+        run.observer.warn(warning)
+    if run.storage.is_on_disk:
+        steps_left = loop.steps - step
+        for warning in disk_warnings(run.folder, run.recipe, model.trained_leaves, steps_left):
+            run.observer.warn(warning)

@@ -1,0 +1,107 @@
+"""The start of a run with random parameters: config, manifest and tokenizer files, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from prepcli.sources.source import CONFIG, read_config
+from prepcli.targets.tokenizer_files import random_start_files
+from prepcli.targets.training_step import StartModel
+from trainer.models.checkpoint_store import LeafSpec
+from trainer.models.config_overrides import override_fields
+from trainer.models.presets import find_preset
+from trainer.models.registry import family_of
+from trainer.models.rule_text import merge_rules
+from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.recipe import Recipe
+from trainer.recipe.model_table import Model
+
+if TYPE_CHECKING:
+    from trainer.models.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class RandomReader:
+    """A CheckpointReader without leaves: the parameters are initialized on the devices.
+
+    Attributes:
+        manifest: The manifest that an init of the model would have.
+    """
+
+    manifest: Mapping[str, Any]
+    is_remote = False
+
+    @property
+    def leaves(self) -> Mapping[str, LeafSpec]:
+        """No leaves."""
+        return {}
+
+    def __enter__(self) -> RandomReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Do nothing: no file is open."""
+
+
+def random_config(table: Model) -> dict[str, Any]:
+    """Return the config.json of a random start, with the overrides of the recipe.
+
+    Raises:
+        PrepError: The preset is unknown, the file is missing or invalid, or a field or its value is invalid.
+    """
+    if table.preset is not None:
+        return override_fields(find_preset(table.preset), table.overrides)
+    assert table.config is not None
+    path = Path(table.config)
+    return override_fields(read_config(path / CONFIG if path.is_dir() else path), table.overrides)
+
+
+def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel:
+    """Return the settings and files of a random start.
+
+    Args:
+        recipe: A recipe whose `model.init` is random.
+        mesh: Mesh without open axes. The vocabulary is padded to a size that it divides.
+        rules: Partition rules.
+
+    Raises:
+        PrepError: The config is invalid or not supported, or there is no tokenizer.
+    """
+    model = model_of_config(random_config(recipe.model))
+    manifest = {**_model_manifest(model, mesh, rules), "name": _model_name(recipe.model)}
+    return StartModel(manifest, random_start_files(recipe))
+
+
+def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of the manifest that `prep save-init` would write for a model."""
+    family = family_of(model.config)
+    described = model.manifest(mesh, merge_rules(rules))
+    padded_size = family.sizes(described["config"])["vocab"]
+    return {
+        **described,
+        "kind": "init",
+        "family": family.name,
+        "vocab": {
+            "true": described["config"].get("true_vocab_size", padded_size),
+            "padded": padded_size,
+        },
+        "layout": "native",
+        "prefixed": True,
+        "mesh": str(mesh),
+        "rules": list(rules),
+    }
+
+
+def _model_name(table: Model) -> str:
+    """Return the name of the model: its preset, or the folder of its config."""
+    path = Path(table.config or "").resolve()
+    return table.preset or (path.name if path.is_dir() else path.parent.name)

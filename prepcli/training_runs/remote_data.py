@@ -1,0 +1,218 @@
+"""Data files of a run that are not on this machine: objects of buckets, and datasets on the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.progress import NullProgress
+from prepcli.errors import PrepError, usage_error
+from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.remote.hub_datasets import README, matches, read_metadata, select_files
+from prepcli.remote.hub_errors import is_hub_down, translate_errors
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
+from prepcli.remote.remote_stream import RemoteStream
+from prepcli.sources.folders import Access
+from trainer.data.files import DataFile
+from trainer.data.remote_files import Selection
+from trainer.files.reading import open_regular_file
+
+HUB_URL = re.compile(
+    r"hf://datasets/(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/@]+(?:/convert/[^/]+)?))?(?:/(?P<path>.+))?",
+    re.ASCII,
+)
+HUB_HINT = "`hf://datasets/OWNER/NAME`, or `hf://datasets/OWNER/NAME/FILE`"
+SCHEMES = ("gs://", "s3://", "hf://")
+GLOB_SIGNS = re.compile(r"[*?]")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFinder:
+    """Finder of data files by URL, as the trainer's `RemoteFiles`.
+
+    Attributes:
+        access: Time-outs and retries, and whether only the hub's cache may be used.
+        note: Called with a message before a download.
+    """
+
+    access: Access
+    note: Callable[[str], None]
+
+    def find(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> Sequence[DataFile]:
+        """List the data files of a URL.
+
+        See `RemoteFiles.find`.
+        """
+        if not url.startswith(SCHEMES):
+            why = "supported are paths, gs://, s3:// and hf://datasets/"
+            raise usage_error(f"cannot read data from {url}", why, "download it, and name the file")
+        if url.startswith("hf://"):
+            files = self._find_on_hub(url, accepts, selection)
+        else:
+            files = list(self._find_in_bucket(url, accepts))
+        if not files:
+            why = "no object of that name, no data file in a folder of that name, and no match of it as a glob"
+            raise PrepError(
+                f"no data in `{url}`", why, "check the spelling; `data.type` sets the type of files"
+            )
+        return files
+
+    def _find_in_bucket(self, url: str, accepts: Callable[[str], bool]) -> Iterator[DataFile]:
+        """Yield an object, or else the objects of a folder or a glob, sorted by name."""
+        glob = GLOB_SIGNS.search(url)
+        parent, _, name = (url[: glob.start()] if glob else url.rstrip("/")).rpartition("/")
+        pattern = url.removeprefix(f"{parent}/")
+        is_bucket = parent.endswith(":/")
+        bucket = Bucket(
+            parse_url(url if is_bucket else parent), retry_policy=self.access.retry_policy
+        )
+        if not glob and not is_bucket and (file := bucket.find_file(name)) is not None:
+            yield _bucket_file(bucket, file)
+            return
+        if not glob and not is_bucket:
+            bucket = replace(bucket, url=parse_url(url))
+        for file in bucket.list_files():
+            is_visible = not any(part.startswith(".") for part in file.path.split("/"))
+            if is_visible and (matches(file.path, pattern) if glob else accepts(file.path)):
+                yield _bucket_file(bucket, file)
+
+    def _find_on_hub(
+        self, url: str, accepts: Callable[[str], bool], selection: Selection
+    ) -> list[DataFile]:
+        match = HUB_URL.fullmatch(url.rstrip("/"))
+        if match is None:
+            raise usage_error(
+                f"`{url}` is an invalid URL", "it names no dataset on the hub", HUB_HINT
+            )
+        if match["revision"] and selection.revision not in (None, match["revision"]):
+            why = f"`@{match['revision']}` and `data.revision` {selection.revision}"
+            raise usage_error(f"`{url}` has two revisions", why, "remove one of them")
+        revision = match["revision"] or selection.revision
+        is_offline = prepare_hub(self.access.offline, self.access.retry_policy)
+        with translate_errors(match["id"], revision, offline=is_offline, repo_type="dataset"):
+            dataset = self._open_dataset(match["id"], revision, is_offline=is_offline)
+            metadata = read_metadata(dataset.readme())
+            if match["path"]:
+                names = sorted(name for name in dataset.names if matches(name, match["path"]))
+            else:
+                names = select_files(
+                    match["id"],
+                    dataset.names,
+                    metadata,
+                    config=selection.config,
+                    split=selection.split,
+                    accepts=accepts,
+                )
+            return [dataset.data_file(name) for name in names]
+
+    def _open_dataset(
+        self, hub_id: str, revision: str | None, *, is_offline: bool
+    ) -> HubDataset | CachedDataset:
+        """List a dataset on the hub.
+
+        In the hub's cache if only that may be used, or the hub is down.
+        """
+        if is_offline:
+            return CachedDataset(hub_id, cached_snapshot(hub_id, revision, "dataset"))
+        try:
+            policy = self.access.retry_policy
+            return HubDataset(
+                list_repository(hub_id, revision, retry_policy=policy, repo_type="dataset"),
+                self.note,
+            )
+        except Exception as error:
+            if not is_hub_down(error):
+                raise
+            try:
+                cached = CachedDataset(hub_id, cached_snapshot(hub_id, revision, "dataset"))
+            except FileNotFoundError:
+                raise error from None
+            self.access.warn(f"the hub cannot be reached: using the files of {hub_id} in the cache")
+            return cached
+
+
+def _bucket_file(bucket: Bucket, file: RemoteFile) -> DataFile:
+    """Return an object as a data file, which is identified by its ETag."""
+
+    def open_stream() -> BinaryIO:
+        return cast(BinaryIO, RemoteStream(file, ReadAheadCache(bucket)))
+
+    return DataFile(f"{bucket.url}/{file.path}", file.size, file.digest, open_stream)
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """A dataset that the hub lists.
+
+    Its files are downloaded into the hub's cache when they are opened.
+    """
+
+    listing: HubListing
+    note: Callable[[str], None]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of its files."""
+        return [*self.listing.siblings]
+
+    def readme(self) -> Path | None:
+        """Return the path of the README in the cache, which then also has the commit of the revision."""
+        names = [README] if README in self.listing.siblings else []
+        folder = self.listing.download(names, NullProgress())
+        return folder / README if names else None
+
+    def data_file(self, name: str) -> DataFile:
+        """Return a file, identified by the hub's hash of its content."""
+        file = self.listing.remote_file(name)
+        return _hub_file(self.listing.hub_id, file, partial(self._open, file))
+
+    def _open(self, file: RemoteFile) -> BinaryIO:
+        hub_id = self.listing.hub_id
+        self.note(
+            f"reading {file.path} of {hub_id} ({format_bytes(file.size)}) through the hub's cache"
+        )
+        with translate_errors(hub_id, self.listing.revision, repo_type="dataset"):
+            return open_regular_file(self.listing.download_file(file.path), buffering=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedDataset:
+    """The files of a dataset in the hub's cache."""
+
+    hub_id: str
+    folder: Path
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of its files."""
+        return sorted(
+            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
+        )
+
+    def readme(self) -> Path | None:
+        """Return the path of the README.
+
+        None if it is not in the cache.
+        """
+        path = self.folder / README
+        return path if path.is_file() else None
+
+    def data_file(self, name: str) -> DataFile:
+        """Return a file with the digest that the hub listed: the cache names the target of its link by it."""
+        path = self.folder / name
+        file = RemoteFile(name, path.stat().st_size, os.path.basename(os.path.realpath(path)))
+        return _hub_file(self.hub_id, file, partial(open_regular_file, path, buffering=0))
+
+
+def _hub_file(hub_id: str, file: RemoteFile, open_file: Callable[[], BinaryIO]) -> DataFile:
+    digest = file.digest.rpartition(":")[2]
+    return DataFile(f"hf://datasets/{hub_id}/{file.path}", file.size, f"hub:{digest}", open_file)

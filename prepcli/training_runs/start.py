@@ -1,0 +1,396 @@
+"""The checkpoint that a run starts or resumes from: a step, an init, a model of another format, or random parameters.
+
+A run with LoRA has two: the base, which is frozen, and the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.console.observer import Observer
+from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
+from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.manifest import (
+    BASE_KEY,
+    LORA_KEY,
+    SAMPLE_DIGEST_KEY,
+    STATE_ITEM,
+    Manifest,
+    find_manifest_folder,
+    read_manifest,
+)
+from prepcli.formats.orbax import find_item
+from prepcli.remote.object_store import is_url, parse_url
+from prepcli.remote.placeholders import rename_in_errors
+from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest
+from prepcli.restore.earlier_checkpoints import check_without_checksums, note_unrecorded
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.params import open_weights
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import check_stream, locate
+from prepcli.sources.openers.peft_folder import open_adapter
+from prepcli.sources.openers.peft_settings import read_lora_config
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, read_config, small_files
+from prepcli.targets.hf_folder import copied_files, copied_small_files, output_config
+from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
+from prepcli.targets.training_step import StartModel
+from prepcli.training_runs.random_start import RandomReader, random_config, random_start
+from trainer.models.lora import lora_family, lora_from_manifest
+from trainer.models.registry import family_of
+from trainer.models.rule_text import merge_rules
+from trainer.planning.model_shapes import recipe_config
+from trainer.recipe import Recipe
+from trainer.recipe.lora_table import Lora
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.step import TrainState
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def damage_hint(storage: RunStorage, step: int) -> str:
+    """Return the hint of the error for a damaged step of a run."""
+    earlier_steps = [earlier for earlier in storage.steps(refresh=False) if earlier < step]
+    if not earlier_steps:
+        return text("{} starts the run again", Option("restart", True))
+    return (
+        f"move {storage.step_name(step)} away: the run then resumes from step {earlier_steps[-1]}"
+    )
+
+
+def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Recipe) -> None:
+    """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
+    if isinstance(start.model, StartModel):
+        source = recipe.model.path
+        deleted = source
+    else:
+        source = str(start.model)
+        deleted = str(start.model.parent)  # the step that has the parameters
+    if source is not None and _is_in_run(source, storage):
+        why = text("the run starts from it: it is the recipe's {}", Key("model.path"))
+        what = text("{} would delete {}", Option("restart", True), deleted)
+        raise usage_error(what, why, text("another {}", Key("name")))
+
+
+def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
+    """Return whether a path is in a step of the run, or a URL is below the URL of the run."""
+    if not storage.is_on_disk:
+        # The slash keeps `gs://b/run2` from counting as below `gs://b/run`.
+        return is_url(checkpoint) and f"{parse_url(checkpoint)}/".startswith(f"{storage.name}/")
+    steps = {Path(storage.step_name(step)).resolve() for step in storage.steps()}
+    return not steps.isdisjoint(Path(checkpoint).resolve().parents)
+
+
+@dataclass(frozen=True, slots=True)
+class StartCheckpoint:
+    """Open checkpoint that a run starts or resumes from.
+
+    Attributes:
+        reader: Reads the parameters. For a saved step it also reads the optimizer state. For a
+            random start it has no leaves.
+        model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
+        tokenizer_folder: Folder with the tokenizer.
+        resume_step: Step of the run, if the checkpoint is one. 0 means another model.
+        hint: Hint of the error for a damaged checkpoint.
+        name: URL of the checkpoint, if its folder has only placeholders of its files.
+        lora: Settings of the trained adapters. None if the run trains all parameters.
+        adapters: Reads the adapters, and the optimizer state if the run is resumed. None if the adapters
+            are new.
+    """
+
+    reader: ItemReader | WeightsReader | RandomReader
+    model: Path | StartModel
+    tokenizer_folder: Path
+    resume_step: int = 0
+    hint: str = RECREATE_HINT
+    name: str = ""
+    lora: Mapping[str, Any] | None = None
+    adapters: ItemReader | WeightsReader | None = None
+
+    def rename_in_errors(self) -> AbstractContextManager[None]:
+        """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
+        if not (self.name and isinstance(self.reader, ItemReader)):
+            return nullcontext()
+        return rename_in_errors(self.reader.folder, f"{self.name}/{STATE_ITEM}")
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """Manifest that describes the model."""
+        source = self.model if isinstance(self.model, StartModel) else self.reader
+        if self.lora is None:
+            return source.manifest
+        return {**source.manifest, "lora": self.lora}
+
+    @property
+    def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the training state, if the run is resumed."""
+        return self.adapters or self.reader
+
+    def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
+        """Check a checkpoint without checksums of its chunks. A checkpoint with checksums is checked while it is read.
+
+        Args:
+            observer: Receives a note and progress.
+            has_state: Check the state of the optimizer as well.
+
+        Raises:
+            PrepError: A tensor is damaged.
+        """
+        if isinstance(self.reader, WeightsReader):
+            note_unrecorded(self.reader.source.display_name, self.reader.source.manifest, observer)
+        if isinstance(self.reader, ItemReader):
+            name = self.name or str(self.reader.folder)
+            note_unrecorded(name, Manifest(self.reader.manifest), observer)
+        if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
+            return
+        source = self._open_source(self.reader)
+        tensors = source.all_tensors if has_state else source.tensors
+        check_without_checksums(source, tensors, observer, hint=self.hint)
+
+    def sample_digest(self) -> str:
+        """Return the `sample_digest` of the parameters on disk.
+
+        Raises:
+            PrepError: They cannot be read.
+        """
+        if isinstance(self.reader, ItemReader):
+            return sample_digest(self._open_source(self.reader))
+        assert isinstance(self.reader, WeightsReader)
+        return sample_digest(self.reader.source)
+
+    def _open_source(self, reader: ItemReader) -> Source:
+        """Open the checkpoint of a reader as a source."""
+        return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
+
+
+def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartCheckpoint:
+    """Open the last step of a run, to resume from it."""
+    hint = damage_hint(storage, step)
+    reader = storage.open_step(step, verify, hint)
+    return StartCheckpoint(
+        reader,
+        reader.folder,
+        reader.folder / HF_FOLDER,
+        resume_step=int(reader.manifest["step"]),
+        hint=hint,
+        name="" if storage.is_on_disk else storage.step_name(step),
+    )
+
+
+def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheckpoint:
+    """Open an Orbax checkpoint of prep: an init or a step of another run.
+
+    See `open_reader`.
+    """
+    reader = open_reader(path, verify)
+    folder = reader.folder / HF_FOLDER
+    if recipe.data.tokenizer is None:
+        return StartCheckpoint(reader, reader.folder, folder)
+    manifest_folder = find_manifest_folder(reader.folder)
+    files = copied_files(
+        small_files(folder),
+        manifest_folder,
+        manifest=Manifest(reader.manifest),
+        path_prefix=f"{HF_FOLDER}/",
+    )
+    model = StartModel(reader.manifest, with_recipe_tokenizer(files, recipe))
+    # Only another tokenizer than the checkpoint's needs the files beside the checkpoint's folder.
+    has_own_tokenizer = model.small_files == files
+    return StartCheckpoint(reader, reader.folder if has_own_tokenizer else model, folder)
+
+
+def open_model_start(
+    recipe: Recipe,
+    *,
+    sharding: ShardingContext,
+    access: Access,
+    verify: bool,
+    check_config: Callable[[Mapping[str, Any]], None],
+) -> StartCheckpoint:
+    """Open the recipe's model: a checkpoint of any format, converted while it is read, or a random start.
+
+    Args:
+        recipe: The recipe.
+        sharding: Mesh and rules of the recipe.
+        access: How a remote checkpoint may be read.
+        verify: Check the bytes against the digests of the checkpoint.
+        check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its tensors are
+            matched.
+
+    Raises:
+        PrepError: There is no checkpoint, it does not fit its family, or `check_config` raises.
+    """
+    from trainer.training.preflight import check_batch
+
+    if recipe.model.path is None:
+        return _open_random_start(recipe, sharding, check_config)
+    located = locate(recipe.model.path, access=access)
+    check_stream(access.stream, located)
+    path = located.local_files.path
+    is_local = located.local_files.remote is None
+    if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+        return _open_orbax_start(path, recipe, verify=verify)
+    check_batch(recipe, sharding)
+    if (path / CONFIG).is_file():
+        check_config(recipe_config(read_config(path / CONFIG), recipe.model))
+    source = open_source(located)
+    rules = source.tree_manifest.rules if recipe.rules is None else recipe.rules
+    reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
+    manifest = start_manifest(source, reader, located.model_name) | {
+        "mesh": str(sharding.mesh),
+        "rules": rules,
+    }
+    files = copied_small_files(source, f"{HF_FOLDER}/")
+    return StartCheckpoint(
+        reader,
+        StartModel(manifest, with_recipe_tokenizer(files, recipe)),
+        _tokenizer_folder(source),
+    )
+
+
+def _open_random_start(
+    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[Mapping[str, Any]], None]
+) -> StartCheckpoint:
+    """Return the start of a run with random parameters.
+
+    The arguments are as for `open_model_start`.
+    """
+    assert sharding.mesh is not None
+    model = random_start(recipe, sharding.mesh, recipe.rules or ())
+    check_config(recipe_config(random_config(recipe.model), recipe.model))
+    return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
+
+
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
+    """Return the manifest of an init with the leaves of a reader, without mesh and rules."""
+    vocabulary = reader.vocabulary
+    return {
+        **reader.manifest,
+        "kind": "init",
+        "name": name,
+        "family": source.family.name,
+        "config": output_config(source, vocabulary, reader.manifest["tied"]),
+        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+        "layout": "native",
+        "prefixed": source.names.is_prefixed,
+    }
+
+
+def _is_written_by_prep(path: Path) -> bool:
+    """Return whether an Orbax checkpoint has a manifest."""
+    item = find_item(path)
+    return item is None or read_manifest(find_manifest_folder(item)) is not None
+
+
+def _tokenizer_folder(source: Source) -> Path:
+    """Return the folder of the model's small files."""
+    return source.small_files[0].parent if source.small_files else source.root
+
+
+def with_adapters(
+    start: StartCheckpoint, table: Lora, storage: RunStorage, *, last_step: int, verify: bool
+) -> StartCheckpoint:
+    """Return a start checkpoint with the trained adapters of a run.
+
+    Args:
+        start: Checkpoint of the frozen parameters.
+        table: The recipe's `[lora]`.
+        storage: Storage of the run.
+        last_step: Step of the run to resume from. 0 without a saved step.
+        verify: Check the bytes of the adapters against recorded checksums.
+
+    Raises:
+        PrepError: The adapters do not fit the model, or the start checkpoint has adapters only.
+    """
+    if LORA_KEY in start.manifest:
+        why = "the step of a run with LoRA has only adapters"
+        raise usage_error(
+            "`model.path` is not a complete model",
+            why,
+            text("{} adds them to their base", Command("merge")),
+        )
+    config = start.manifest["config"]
+    if last_step:
+        reader = storage.open_step(last_step, verify, damage_hint(storage, last_step))
+        lora = lora_from_manifest(reader.manifest)
+        if lora is None:
+            hint = text(
+                "{} starts again from step 0; another {} keeps both runs",
+                Option("restart", True),
+                Key("name"),
+            )
+            raise PrepError(
+                f"{storage.name} began without adapters", "its steps have all parameters", hint
+            )
+        return replace(
+            start,
+            resume_step=int(reader.manifest["step"]),
+            lora=asdict(lora),
+            adapters=reader,
+        )
+    if table.path is None:
+        assert table.new_adapters is not None
+        return replace(start, lora=asdict(table.new_adapters))
+    family = family_of(config)
+    adapter = Path(table.path).expanduser()
+    lora = read_lora_config(adapter, family, config)
+    reader = WeightsReader(
+        open_adapter(adapter, lora_family(family, config, lora), config), verify=verify
+    )
+    return replace(start, lora=asdict(lora), adapters=reader)
+
+
+def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
+    """Return the dtype of each frozen parameter in device memory, by path."""
+    if base_dtype != "stored":
+        return dict.fromkeys(model.frozen_paths, base_dtype)
+    dtypes: dict[str, str] = {}
+    for path in model.frozen_paths:
+        dtype = start.reader.leaves[f"params.{path}"].dtype
+        dtypes[path] = (
+            # Devices do not compute in float8.
+            dtype if dtype in FLOAT_DTYPES else "float32"
+        )
+    return dtypes
+
+
+def base_facts(
+    state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str
+) -> dict[str, Any]:
+    """Return the manifest's entry for the frozen parameters.
+
+    Args:
+        state: State of the run, with the frozen parameters in the device memory.
+        model: The model.
+        start: Open checkpoint of the frozen parameters.
+        name: Name of the checkpoint.
+
+    Returns:
+        The name, the digest of all frozen parameters on the devices, with which a run resumes, and the `sample_digest`
+        of the checkpoint, with which `prep merge` recognizes it.
+    """
+    from trainer.models.param_tree import flatten_tree
+    from trainer.training.base_digest import frozen_digest
+
+    leaves = flatten_tree(state["params"])
+    digest = frozen_digest({path: leaves[path] for path in model.frozen_paths})
+    return {BASE_KEY: {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}}
+
+
+def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raise PrepError if the frozen parameters differ from the ones that the adapters were trained with."""
+    before = manifest.get(BASE_KEY, {})
+    now = facts[BASE_KEY]
+    if before.get("digest") == now["digest"]:
+        return
+    what = f"{now['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {now['digest']}, those of {before.get('name')} had {before.get('digest')}"
+    raise PrepError(what, why, "`model.path` of the checkpoint that the run began with")

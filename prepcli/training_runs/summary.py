@@ -1,0 +1,151 @@
+"""The description of a run before its first step: mesh, model, attention, batch and evaluation as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prepcli.console.formatting import count_text, format_bytes
+from prepcli.training_runs.run import PreparedRun
+from trainer.models.architecture import ArchConfig
+from trainer.models.attention_kernels import KernelChoice
+from trainer.models.chunk_sizes import WHOLE
+from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
+from trainer.models.rope_config import Rope
+from trainer.models.rule_text import rule_texts
+
+if TYPE_CHECKING:
+    from trainer.nn.kernels.options import AttentionOptions
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.loop import LoopConfig
+    from trainer.training.step import StepSetup
+
+
+def run_summary_lines(prepared: PreparedRun) -> Iterator[str]:
+    """Yield lines that describe a run: mesh, rules, model, attention kernel, batch, evaluation and first step."""
+    loop = prepared.loop
+    setup = loop.setup
+    yield from _mesh_lines(setup)
+    for text in (
+        adapters_text(setup.model),
+        rope_text(setup.model.arch_config),
+        dropout_text(setup.dropout),
+    ):
+        if text:
+            yield text
+    yield attention_text(prepared.kernel, setup.forward_config.attention_options)
+    yield _batch_text(loop)
+    if loop.evaluation is not None:
+        n_rows = loop.evaluation.n_rows
+        limit = prepared.run.recipe.eval.limit or n_rows
+        yield f"evaluation on {min(n_rows, limit):,} sequences"
+    if prepared.step:
+        yield f"resuming at step {prepared.step}"
+
+
+def _mesh_lines(setup: StepSetup) -> Iterator[str]:
+    """Yield the mesh with the memory of the state, and the partition rules.
+
+    Without a mesh there are no lines.
+    """
+    from trainer.training.step import state_nbytes_per_device
+
+    sharding = setup.forward_config.sharding
+    mesh = sharding.mesh
+    if mesh is None:
+        return
+    axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
+    state_size = format_bytes(state_nbytes_per_device(setup))
+    devices = count_text(mesh.n_devices, "device")
+    yield f"mesh {axes} = {devices}; {state_size} of parameters and moments per device"
+    dims: set[str] = set()
+    for leaf in setup.model.leaves.values():
+        dims.update(dim[0] for dim in leaf.dims if dim)
+    yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
+
+
+def _batch_text(loop: LoopConfig) -> str:
+    """Return the batch, the steps and the epochs of a run as text."""
+    size = loop.order.batch_size
+    length = loop.tokens_per_step // size
+    parts = ""
+    if loop.setup.accumulate > 1:
+        parts = f" in {loop.setup.accumulate} parts"
+    epochs = loop.steps / loop.order.steps_per_epoch
+    return (
+        f"batch {size} x {length} = {loop.tokens_per_step:,} tokens per step{parts};"
+        f" {loop.steps:,} steps = {epochs:.2f} epochs of {loop.train.n_rows:,} sequences"
+    )
+
+
+def adapters_text(model: ModelSpec) -> str:
+    """Return the adapters of a model and their size as text.
+
+    Empty without adapters.
+    """
+    if model.adapters is None:
+        return ""
+    lora = model.adapters.config
+    trained = sum(math.prod(leaf.shape) for leaf in model.trained_leaves.values())
+    total = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
+    share = f"{trained:,} of {total:,} parameters are trained"
+    return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
+
+
+def rounding_text(counts: Mapping[str, Any]) -> str:
+    """Return the numbers of rounded and of changed parameters as text."""
+    change = f"{counts['changed']:,} of {counts['values']:,} values changed"
+    return f"parameters {counts['from']} -> {counts['to']}: {change}"
+
+
+def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:
+    """Return an attention kernel, the reason for it, and the sizes of its tiles as text."""
+    if not options.spec.has_tiles:
+        return str(kernel)
+    queries = _size_text(options.q_chunk_size)
+    keys = _size_text(options.k_chunk_size)
+    return f"{kernel}, tiles of {queries} queries x {keys} keys"
+
+
+def _size_text(size: int) -> str:
+    return "all" if size == WHOLE else str(size)
+
+
+def rope_text(arch_config: ArchConfig) -> str:
+    """Return the rotary embeddings of a model and its positions as text.
+
+    Empty without rotary embeddings.
+    """
+    if not arch_config.ropes:
+        return ""
+    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes)
+    return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions"
+
+
+def dropout_text(dropout: DropoutConfig) -> str:
+    """Return the rates of dropout and forgetful causal masking as text.
+
+    Empty without both.
+    """
+    rates: list[str] = []
+    for site in DROPOUT_SITES:
+        rate = getattr(dropout, site)
+        if rate:
+            rates.append(f"{site} {rate:g}")
+    parts: list[str] = []
+    if rates:
+        parts.append(f"dropout {', '.join(rates)}")
+    low, high = dropout.fcm_ratio
+    if high:
+        parts.append(f"forgetful causal masking of {low:g} to {high:g} of the keys")
+    return "; ".join(parts)
+
+
+def _describe_rope(rope: Rope) -> str:
+    details = [f"theta {rope.theta:,.10g}"]
+    if rope.rope_type not in ("default", "longrope"):
+        details.append(f"factor {rope.factor:g}")
+    if rope.rope_type not in ("default", "linear"):
+        details.append(f"original positions {rope.original_max_positions:,}")
+    return f"{rope.rope_type} ({', '.join(details)})"

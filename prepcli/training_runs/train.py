@@ -1,0 +1,503 @@
+"""Train with a recipe, from the recipe's checkpoint or from the last step of the run.
+
+The functions stand in the order of the calls: `train_run`, `_train_in_group`, `_train_locked`, `_run_training`,
+`_take_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from prepcli.console.job_errors import label_errors
+from prepcli.console.observer import RunObserver
+from prepcli.engine.machine import free_memory
+from prepcli.errors import Command, Key, Option, PrepError, UsageError, text
+from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
+from prepcli.execution.joint_work import joint_work
+from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
+from prepcli.execution.step_exports import StepExports
+from prepcli.formats.run_steps import EVAL_SEQUENCES
+from prepcli.sources.folders import make_access
+from prepcli.training_runs.checks import check_config
+from prepcli.training_runs.environment import write_environment
+from prepcli.training_runs.export import (
+    check_repository,
+    describe_missing_exports,
+    make_missing_exports,
+    push_last_step,
+    remove_exports,
+    step_exports,
+)
+from prepcli.training_runs.finish import dry_run_result, finished_result, stopped_result
+from prepcli.training_runs.metrics import check_logs, open_metrics, open_sample_log
+from prepcli.training_runs.observe import TrainReporter, open_display
+from prepcli.training_runs.prepare import prepare_run
+from prepcli.training_runs.processes import (
+    compare_settings,
+    compare_start,
+    connect_processes,
+    run_together,
+)
+from prepcli.training_runs.random_start import RandomReader
+from prepcli.training_runs.remote_data import DataFinder
+from prepcli.training_runs.run import PreparedRun, Run, StepExporter, TrainRequest, TrainResult
+from prepcli.training_runs.start import (
+    StartCheckpoint,
+    base_facts,
+    check_base,
+    check_restart_source,
+    open_last_step,
+    open_model_start,
+    with_adapters,
+)
+from prepcli.training_runs.storage import (
+    check_last_step,
+    check_shared_folder,
+    describe_kept,
+    explain_removed_step,
+    hold_run,
+    open_run_storage,
+    write_recipe,
+)
+from prepcli.training_runs.summary import rounding_text, run_summary_lines
+from trainer.recipe import LoadedRecipe
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.training.loop import RunResult
+    from trainer.training.profiling import StepProfiler
+    from trainer.training.step import TrainState
+
+
+def train_run(
+    loaded: LoadedRecipe, request: TrainRequest, observer: RunObserver, exporter: StepExporter
+) -> TrainResult:
+    """Train until the recipe's last step or a signal, and save the last step.
+
+    In a job of several processes, all of them call it. Process 0 alone writes the run's files and prints its lines.
+
+    Args:
+        loaded: Recipe of the request, with its overrides.
+        request: Options and folder of the run.
+        observer: Receives notes, warnings and progress.
+        exporter: Exports steps, if the recipe asks for it.
+
+    Returns:
+        The last step and its metrics. It has an error if the run was stopped before its last step.
+
+    Raises:
+        PrepError: The checkpoint, the data or the devices are invalid, or training failed.
+    """
+    from trainer.distributed.exact_backend import start_exact_backend
+    from trainer.distributed.sharding import catch_out_of_memory
+    from trainer.distributed.start import check_local_devices
+
+    recipe = loaded.recipe
+    group = connect_processes(recipe)
+    process = group.index if group.count > 1 else None
+    process_observer = observer.for_process(process, all_print=recipe.log.all_workers)
+    storage = open_run_storage(request.out, recipe, process_observer)
+    run = Run(loaded, request, storage, group, process_observer, exporter)
+    together = run_together(
+        group,
+        recipe.cluster,
+        process_observer,
+        has_saved_step=lambda: bool(storage.steps(refresh=False)),
+        describe_durable=lambda: _describe_durable(run),
+    )
+    with label_errors(process), together as enter_phase, catch_out_of_memory():
+        run = replace(run, enter_phase=enter_phase)
+        run.enter_phase("load")
+        compare_settings(group, recipe, _shared_options(request), process_observer)
+        # Both must come before the first use of a device: jax then starts its backend with these settings.
+        if recipe.train.reduction == "exact":
+            start_exact_backend()
+        if recipe.cluster.n_local_devices is not None:
+            check_local_devices(recipe.cluster.n_local_devices)
+        return replace(_train_in_group(run), process=process)
+
+
+def _describe_durable(run: Run) -> str:
+    """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
+    return "" if run.request.dry_run else describe_kept(run.storage)
+
+
+def _shared_options(request: TrainRequest) -> dict[str, object]:
+    """Return the options that all processes of a run must share."""
+    return {
+        "--restart": request.restart,
+        "--stop-after": request.stop_after,
+        "--dry-run": request.dry_run,
+        "--stream": request.stream,
+        "--no-verify": not request.verify,
+        **request.token_functions.manifest_fields,
+    }
+
+
+def _train_in_group(run: Run) -> TrainResult:
+    """Check the storage of the run, and train with its lock held."""
+    storage = run.storage
+    is_dry_run = run.request.dry_run
+    if run.is_first:
+        storage.check(run.group.count)
+        check_logs(run.recipe.log, storage)
+    if run.group.count > 1 and storage.is_on_disk and not is_dry_run:
+        check_shared_folder(run.folder, run.group)
+    if not storage.is_on_disk:
+        run.observer.note(
+            f"tokens and metrics are written to {run.folder} first; `data.cache` names a folder for tokens"
+        )
+    lock = nullcontext() if is_dry_run else hold_run(storage, run.group, run.observer.warn)
+    with lock:
+        return _train_locked(run)
+
+
+def _train_locked(run: Run) -> TrainResult:
+    """Prepare the run, load its state and train, with the lock of the run held if the storage has locks."""
+    request = run.request
+    with (
+        raise_on_signal(),
+        note_durable_work(lambda: _describe_durable(run)),
+        ExitStack() as stack,
+    ):
+        start, sharding = _open_start_checkpoint(run)
+        stack.enter_context(start.reader)
+        if start.adapters is not None:
+            stack.enter_context(start.adapters)
+        if not (request.dry_run or start.resume_step):
+            # Before the data is tokenized, which may take hours
+            check_repository(run.recipe.checkpoint, run.group, run.observer)
+        scratch_dir: Path | None = None
+        if request.dry_run:
+            # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
+            scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+        prepared = prepare_run(run, start, sharding, scratch_dir=scratch_dir)
+        compare_start(
+            run.group,
+            start.manifest,
+            step=prepared.step,
+            data_identity=prepared.loop.manifest_fields["data"],
+            kernel=prepared.kernel.name,
+        )
+        for line in run_summary_lines(prepared):
+            run.observer.note(line)
+        if request.dry_run:
+            return dry_run_result(prepared)
+        if prepared.step == prepared.loop.steps:
+            return _finish_again(prepared)
+        if prepared.step:
+            # Only now it is known whether the run is finished: a finished run without a repository needs no check.
+            check_repository(run.recipe.checkpoint, run.group, run.observer)
+        if request.verify:
+            start.check_remaining(run.observer, has_state=bool(prepared.step))
+        with explain_removed_step(run.storage, prepared.step), start.rename_in_errors():
+            state = _load_train_state(prepared)
+        if start.lora is not None:
+            prepared = _with_base_facts(prepared, state)
+    with (
+        raise_on_signal(),
+        note_durable_work(lambda: describe_kept(run.storage)),
+        note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
+    ):
+        return _run_training(prepared, state)
+
+
+def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
+    """Open the run's last step, or else the recipe's checkpoint.
+
+    The second result is the sharding of the run.
+    """
+    from trainer.distributed.sharding import make_sharding_context
+    from trainer.models.mesh import parse_mesh
+    from trainer.models.slices import parse_slice_counts
+    from trainer.training.preflight import check_batch, check_devices, check_inputs
+    from trainer.training.setup import partition_rules
+
+    request = run.request
+    recipe = run.recipe
+    recipe_sharding = _recipe_sharding(run)
+    access = make_access(run.observer, offline=request.offline)
+    check_inputs(recipe, DataFinder(access, run.observer.note))
+    check_devices(recipe, recipe_sharding)
+    last_step = _last_step(run)
+    if last_step and not recipe.lora.is_enabled:
+        start = open_last_step(run.storage, last_step, verify=request.verify)
+    else:
+        start = open_model_start(
+            recipe,
+            sharding=recipe_sharding,
+            access=make_access(
+                run.observer, offline=request.offline, stream=request.stream, allow_urls=True
+            ),
+            verify=request.verify,
+            check_config=partial(
+                check_config,
+                recipe=recipe,
+                sharding=recipe_sharding,
+                observer=run.observer,
+                force=request.force,
+            ),
+        )
+    if recipe.lora.is_enabled:
+        start = with_adapters(
+            start, recipe.lora, run.storage, last_step=last_step, verify=request.verify
+        )
+    if request.restart:
+        check_restart_source(start, run.storage, recipe)
+    # The rules of the checkpoint apply if the recipe has none. They are known only now.
+    sharding = make_sharding_context(
+        parse_mesh(recipe.mesh, "mesh"),
+        partition_rules(recipe, start.manifest),
+        slices=parse_slice_counts(recipe.cluster.dcn_mesh),
+    )
+    check_batch(recipe, sharding)
+    return start, sharding
+
+
+def _recipe_sharding(run: Run) -> ShardingContext:
+    """Return the sharding by the recipe alone.
+
+    A dry run without the devices gets the hint of `prep plan`.
+    """
+    from trainer.distributed.sharding import make_sharding_context
+    from trainer.models.mesh import parse_mesh
+    from trainer.models.rule_text import merge_rules
+    from trainer.models.slices import parse_slice_counts
+
+    recipe = run.recipe
+    mesh = parse_mesh(recipe.mesh, "mesh")
+    slices = parse_slice_counts(recipe.cluster.dcn_mesh)
+    rules = merge_rules(recipe.rules or (), origin="rules")
+    try:
+        return make_sharding_context(mesh, rules, slices=slices)
+    except UsageError as error:
+        if not run.request.dry_run:
+            raise
+        plan_command = Command("plan", str(run.request.recipe))
+        hint = text("{}, or without devices: {}", error.hint, plan_command)
+        raise error.with_texts(hint=hint) from None
+
+
+def _last_step(run: Run) -> int:
+    """Return the step to resume from, as process 0 sees the run.
+
+    0 starts from the recipe's checkpoint.
+    """
+    last_step = 0
+    if not run.request.restart:
+        last_step = max(run.storage.steps(), default=0)
+    return int(run.group.broadcast("last step", str(last_step)))
+
+
+def _finish_again(prepared: PreparedRun) -> TrainResult:
+    """Make the missing exports and the missing push of a finished run, and return its result."""
+    run = prepared.run
+    with note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)):
+        make_missing_exports(run)
+        return push_last_step(run, finished_result(prepared))
+
+
+def _load_train_state(prepared: PreparedRun) -> TrainState:
+    """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
+    from trainer.training.loading import init_state, random_state, restore_state
+
+    run = prepared.run
+    start = prepared.start
+    setup = prepared.loop.setup
+    base = start.reader
+    reader = start.state_reader
+    if isinstance(base, RandomReader) or isinstance(reader, RandomReader):
+        return random_state(setup, run.recipe.seed)
+    if not prepared.step:
+        return init_state(
+            base,
+            setup,
+            start.adapters,
+            on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
+        )
+    _check_exact_state(prepared)
+    return restore_state(reader, setup, None if start.adapters is None else base)
+
+
+def _check_exact_state(prepared: PreparedRun) -> None:
+    """Check that the step to resume from has the whole state, without a cast.
+
+    Raises:
+        PrepError: It has no optimizer state, or its parameters were cast.
+    """
+    from trainer.training.step import has_optimizer_state
+
+    run = prepared.run
+    reader = prepared.start.state_reader
+    step_name = run.storage.step_name(prepared.step)
+    hint = text(
+        "{}, or another {} and {}",
+        Option("restart", True),
+        Key("name"),
+        Key("model.path", step_name, is_override=True),
+    )
+    is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
+    if not is_saved and has_optimizer_state(prepared.loop.setup):
+        what = f"step {prepared.step} has no optimizer state to resume from"
+        raise PrepError(what, "it was saved with `checkpoint.optimizer_state = false`", hint)
+    cast = reader.manifest.get("param_cast")
+    if cast is not None and cast["to"] != run.recipe.model.param_dtype:
+        what = f"step {prepared.step} has no exact parameters to resume from"
+        why = f"they were cast to {cast['to']}, the `checkpoint.dtype` of the run"
+        raise PrepError(what, why, hint)
+
+
+def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
+    """Return a LoRA run that records its base in each manifest.
+
+    Check the base of a resumed run.
+    """
+    start = prepared.start
+    loop = prepared.loop
+    base_path = prepared.run.recipe.model.path
+    assert base_path is not None
+    facts = base_facts(state, loop.setup.model, start, name=base_path)
+    if prepared.step:
+        check_base(start.state_reader.manifest, facts)
+    loop = replace(loop, manifest_fields={**loop.manifest_fields, **facts})
+    return replace(prepared, loop=loop)
+
+
+def _run_training(prepared: PreparedRun, state: TrainState) -> TrainResult:
+    """Train, and save to the storage of the run under its lock."""
+    run = prepared.run
+    restart = run.request.restart
+    with open_display(prepared) as display:
+        reporter = TrainReporter(display)
+        exports = step_exports(run)
+        with _open_checkpoints(prepared, exports) as checkpoints:
+            # All processes wait here for the check of process 0, before any of them changes its file of metrics.
+            with joint_work(run.group, "last-step"):
+                if run.is_first and not restart:
+                    check_last_step(run.storage, prepared.step)
+            if restart:
+                # The steps are deleted after all checks, while the lock excludes every other process. A
+                # kill after `clear` leaves a run without steps: the next start begins at step 0.
+                checkpoints.clear()
+                remove_exports(run)
+            if exports is not None:
+                exports.start_missing(checkpoints.steps())
+            if run.is_first:
+                write_recipe(run)
+                write_environment(prepared)
+            # The recipe is written before the first step is taken, so each saved step has the
+            # recipe of its run beside it.
+            result = _take_steps(prepared, state, checkpoints, reporter=reporter)
+            if exports is not None and result.stop_reason:
+                exports.abandon()
+    if result.stop_reason:
+        return stopped_result(prepared, result, reporter.fields)
+    return push_last_step(run, finished_result(prepared, reporter.fields))
+
+
+def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> CheckpointManager:
+    """Open the checkpoints of a run, which takes its lock if this process has not."""
+    run = prepared.run
+    table = run.recipe.checkpoint
+    sharding = prepared.loop.setup.forward_config.sharding
+
+    def free_nbytes_per_process() -> int | None:
+        free_nbytes = free_memory()
+        return None if free_nbytes is None else free_nbytes // prepared.processes_per_host
+
+    return CheckpointManager(
+        run.storage,
+        prepared.start.model,
+        name=run.recipe.name,
+        keep=KeepRule(table.keep, table.milestones, best=table.best is not None),
+        exports=exports,
+        manifest_changes={
+            "config": prepared.model_config,
+            "mesh": str(sharding.mesh),
+            "rules": run.recipe.rules,
+            "lora": prepared.start.lora,
+        },
+        group=run.group,
+        free_memory_nbytes=free_nbytes_per_process,
+        note=run.observer.warn,
+    )
+
+
+def _take_steps(
+    prepared: PreparedRun,
+    state: TrainState,
+    checkpoints: CheckpointManager,
+    *,
+    reporter: TrainReporter,
+) -> RunResult:
+    """Take the remaining steps of a run."""
+    from trainer.training.loop import Loop
+
+    run = prepared.run
+    loop = prepared.loop
+
+    def enter_phase(phase: str) -> None:
+        reporter.display.on_phase(phase)
+        run.enter_phase(phase)
+
+    has_sampler = loop.sampler is not None
+    with (
+        open_metrics(run, prepared.step) as metrics,
+        open_sample_log(run, prepared.step, has_sampler=has_sampler) as sample_log,
+        remember_signal() as stop_signal,
+    ):
+        result = Loop(
+            loop,
+            state,
+            store=checkpoints,
+            metrics=metrics,
+            sample_log=sample_log,
+            callbacks=reporter,
+            poll_stop_reason=stop_signal,
+            enter_phase=enter_phase,
+            best_eval_loss=_best_eval_loss(prepared, checkpoints),
+            profiler=_profiler(run),
+            warn=run.observer.warn,
+        ).run()
+    if stop_signal() and not result.stop_reason and describe_missing_exports(run, loop.steps):
+        # The signal came too late to stop the steps. It stops the exports and the push instead.
+        signal.raise_signal(signal.Signals[stop_signal()])
+    return result
+
+
+def _best_eval_loss(prepared: PreparedRun, checkpoints: CheckpointManager) -> float:
+    """Return the lowest comparable loss of a saved step, as process 0 sees the run.
+
+    The result is infinite without a saved step.
+    """
+    run = prepared.run
+    if not prepared.loop.saves_best:
+        return math.inf
+    best = math.inf
+    if run.is_first:
+        best = checkpoints.best_eval_loss(prepared.loop.manifest_fields.get(EVAL_SEQUENCES))
+    # `repr` of a float is exact: all processes compare later losses with the same value, and so
+    # save the same steps.
+    return float(run.group.broadcast("best loss", repr(best)))
+
+
+def _profiler(run: Run) -> StepProfiler | None:
+    """Return the profiler of process 0.
+
+    None if the recipe records no steps.
+    """
+    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
+
+    profile = run.recipe.train.profile
+    if profile is None or not run.is_first:
+        return None
+    return StepProfiler(
+        profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
+    )

@@ -1,0 +1,286 @@
+"""Steps of a run in an object store: complete or invisible, with the digests of a local run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.engine.budget import make_budget
+from prepcli.errors import PrepError
+from prepcli.execution import bucket_step, bucket_storage
+from prepcli.execution.bucket_storage import BucketStorage
+from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.execution.uploads import COMMIT_MARKER
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.planning.plan import OutputLeaf
+from prepcli.remote import placeholders, remote_files
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.remote.retries import RetryPolicy
+from prepcli.restore.item_reader import open_reader
+from prepcli.targets.training_step import plan_training_step
+from prepcli.training_runs.storage import check_last_step
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.thread_groups import run_together
+from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
+from tests.helpers.waiting import MAX_S
+from trainer.distributed.process_group import ProcessGroup
+from trainer.models.checkpoint_store import HostLeaf, HostShard, LeafSpec
+
+URL = "gs://bucket/runs/tuned"
+PREFIX = "bucket/runs/tuned/"
+DIGEST_KEYS = ("tensors", "slots", "others", "leaves")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
+        monkeypatch.delenv(name)
+    with serve_objects() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+def make_run(timeout_s: float = MAX_S, recipe: str = "recipe") -> BucketStorage:
+    return BucketStorage(parse_url(URL), Path("local"), RetryPolicy(timeout_s), recipe)
+
+
+def writes(store: FakeObjectStore, *methods: str) -> list[str]:
+    """Return the requests that changed the output."""
+    return [line for line in store.requests if line.startswith(methods) and LOCK_FILE not in line]
+
+
+def test_files_of_a_run_are_moved_in_pieces(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """The metrics of a long run are larger than the files that are fetched whole."""
+    for module, name in (
+        (placeholders, "DOWNLOAD_PIECE_NBYTES"),
+        (bucket_storage, "STORED_PIECE_NBYTES"),
+    ):
+        monkeypatch.setattr(module, name, 1000)
+    monkeypatch.setattr(placeholders, "SMALL_NBYTES", 1000)
+    content, run = os.urandom(12_345), make_run()
+    Path("local").mkdir()
+    path = Path("local/metrics.jsonl")
+    path.write_bytes(content)
+    run.store_file(path.name)
+    assert store.objects[PREFIX + path.name] == content
+    path.write_bytes(b"old")
+    run.fetch_file(path.name, path.parent)
+    assert path.read_bytes() == content
+    del store.objects[PREFIX + path.name]
+    run.fetch_file(path.name, path.parent)
+    assert os.listdir("local") == []
+    run.store_file(path.name)
+    os.mkfifo(path)
+    with pytest.raises(PrepError, match="is not a file"):
+        run.store_file(path.name)
+
+
+def grids(init: Path, state: TrainingState) -> dict[str, OutputLeaf]:
+    """Return the leaves of the plan of several processes."""
+    specs = {name: LeafSpec(value.shape, value.dtype.name) for name, value in state.items()}
+    with open_reader(init) as reader:
+        manifest = {**reader.manifest, "name": "tuned"}
+    slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
+    plan = plan_training_step(
+        specs, manifest, request="", slab_nbytes=slab_nbytes, min_split_nbytes=0
+    )
+    return {leaf.name: leaf for leaf in plan.leaves}
+
+
+def own_leaves(init: Path, state: TrainingState, group: ProcessGroup) -> dict[str, HostLeaf]:
+    """Return the leaves with the shards of one process: the chunks of all leaves are dealt to the processes."""
+    leaves = {}
+    for number, (name, leaf) in enumerate(grids(init, state).items()):
+        length = leaf.grid.chunk_shape
+        indices = itertools.product(*map(range, leaf.grid.chunk_counts))
+        boxes = [
+            tuple(
+                (i * n, min((i + 1) * n, stop))
+                for i, n, stop in zip(index, length, leaf.grid.shape)
+            )
+            for index in indices
+        ]
+        own = [
+            box
+            for position, box in enumerate(boxes)
+            if (number + position) % group.count == group.index
+        ]
+        shards = tuple(HostShard(box, partial(_cut, state[name], box)) for box in own)
+        leaves[name] = HostLeaf(state[name].shape, state[name].dtype.name, shards)
+    return {name: leaves[name] for name in state}
+
+
+def _cut(value: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return value[tuple(itertools.starmap(slice, box))]
+
+
+def read_manifest(store: FakeObjectStore, step: int) -> dict[str, Any]:
+    return json.loads(store.objects[f"{PREFIX}{step}/{MANIFEST_FILE}"])
+
+
+def assert_equals_local_step(
+    init: Path, state: TrainingState, store: FakeObjectStore, step: int
+) -> None:
+    """Assert that a step has the digests of a local run, and that every bit of it is verified."""
+    save_steps(Path("one"), init, {step: state})
+    expected = json.loads(Path(f"one/{step}/{MANIFEST_FILE}").read_text())
+    saved = read_manifest(store, step)
+    assert {key: saved[key] for key in DIGEST_KEYS[:3]} == {
+        key: expected[key] for key in DIGEST_KEYS[:3]
+    }
+    assert main(["verify", f"{URL}/{step}", "-q"]) == 0
+    with make_run().open_step(step) as reader:
+        restored = read_leaves(reader)
+    assert reader.is_checked
+    assert reader.is_remote
+    assert all(np.array_equal(restored[name], value) for name, value in state.items())
+
+
+def test_one_process_saves_the_digests_of_a_local_run(
+    init: Path, state: TrainingState, store: FakeObjectStore
+):
+    with CheckpointManager(make_run(), init, name="tuned", keep=1) as run:
+        run.save(1, host_leaves(state), {})
+        run.start_save(2, host_leaves(state), {}).wait()
+        assert run.steps() == [2]
+    assert not store.objects_below(f"{PREFIX}1/")
+    assert writes(store, "PUT", "POST")[-1] == f"PUT {PREFIX}2/{MANIFEST_FILE}"
+    assert writes(store, "DELETE")[0] == f"DELETE {PREFIX}1/{MANIFEST_FILE}"
+    assert not [path for path in store.objects if LOCK_FILE in path]
+    assert_equals_local_step(init, state, store, 2)
+
+
+def test_another_recipe_cannot_write_to_a_run(
+    init: Path, state: TrainingState, store: FakeObjectStore
+):
+    with CheckpointManager(make_run(), init, name="tuned", keep=1) as run:
+        run.save(1, host_leaves(state), {})
+        before = store.objects_below(PREFIX)
+        with pytest.raises(PrepError, match=f"{URL} is locked - process {os.getpid()} on "):
+            CheckpointManager(make_run(recipe="other"), init, name="tuned", keep=1)
+        assert store.objects_below(PREFIX) == before
+        run.save(2, host_leaves(state), {})
+
+
+def test_a_run_that_was_taken_over_saves_no_step(
+    init: Path, state: TrainingState, store: FakeObjectStore
+):
+    old, new = CheckpointManager(make_run(), init, name="tuned", keep=1), make_run()
+    new.acquire(lambda text: None)
+    with pytest.raises(PrepError, match="was taken over"):
+        old.save(1, host_leaves(state), {})
+    old.close()
+    assert new.steps() == []
+    assert f"{PREFIX}{LOCK_FILE}" in store.objects, "the lock of the new holder stays"
+    new.release()
+
+
+def test_a_take_over_during_a_save_leaves_no_damaged_step(
+    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """The new holder deletes the objects of the step that the old one is writing."""
+    place, new = make_run(), make_run()
+    old = CheckpointManager(place, init, name="tuned", keep=1)
+    old.save(1, host_leaves(state), {})
+    finalize = bucket_step.finalize_output
+
+    def take_over(*args: Any, **options: Any) -> None:
+        finalize(*args, **options)
+        new.acquire(lambda text: None)
+
+    monkeypatch.setattr(bucket_step, "finalize_output", take_over)
+    with pytest.raises(PrepError, match="was taken over"):
+        old.save(2, host_leaves(state), {})
+    old.close()
+    assert new.steps() == [1], (
+        "a step without its data is not visible, and the step before it stays"
+    )
+    new.release()
+
+
+def test_a_take_over_just_before_the_manifest_is_noticed(
+    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """The marker of Orbax is uploaded between the data and the manifest."""
+    place, new = make_run(), make_run()
+    old = CheckpointManager(place, init, name="tuned", keep=1)
+    write = Bucket.write
+
+    def write_and_take_over(bucket: Bucket, path: str, *args: Any, **options: Any) -> Any:
+        file = write(bucket, path, *args, **options)
+        if path.endswith(COMMIT_MARKER):
+            new.acquire(lambda text: None)
+        return file
+
+    monkeypatch.setattr(Bucket, "write", write_and_take_over)
+    with pytest.raises(PrepError, match="was taken over"):
+        old.save(1, host_leaves(state), {})
+    old.close()
+    assert new.steps() == []
+    new.release()
+
+
+def test_a_run_that_was_taken_over_stores_no_files(store: FakeObjectStore):
+    """The metrics of the new holder stay when the old one ends with an error."""
+    old, new = make_run(), make_run()
+    for run in (old, new):
+        run.acquire(lambda text: None)
+    Path("local").mkdir()
+    Path("local/metrics.jsonl").write_bytes(b"new")
+    new.store_file("metrics.jsonl")
+    Path("local/metrics.jsonl").write_bytes(b"old")
+    with pytest.raises(PrepError, match="was taken over"):
+        old.store_file("metrics.jsonl")
+    assert store.objects[f"{PREFIX}metrics.jsonl"] == b"new"
+    for run in (old, new):
+        run.release()
+
+
+@pytest.mark.parametrize("count", slow_except([2, 3], [3]))
+def test_processes_save_the_digests_of_one_process(
+    init: Path, state: TrainingState, store: FakeObjectStore, count: int
+):
+    def save(group: ProcessGroup) -> None:
+        with CheckpointManager(make_run(), init, name="tuned", keep=1, group=group) as run:
+            for step in (1, 2):
+                run.start_save(step, own_leaves(init, state, group), {}).wait()
+
+    assert run_together(count, save) == [None] * count
+    files = store.objects_below(f"{PREFIX}2/state/d/")
+    assert len(files) == count + 1, "one data file per process, and the index"
+    assert not [
+        path for path in store.objects_below(PREFIX) if path.startswith("1/") or ".prep" in path
+    ]
+    assert_equals_local_step(init, state, store, 2)
+
+
+@pytest.mark.parametrize("has_conditions", [True, False])
+def test_last_step_is_listed_again_before_a_run_changes(
+    has_conditions: bool, store: FakeObjectStore
+):
+    """Another start of the same recipe may take the lock over, or the store may have no locks."""
+    store.has_conditions = has_conditions
+    run = make_run()
+    run.acquire(lambda text: None)
+    check_last_step(run, 0)
+    store.store(f"{PREFIX}3/{MANIFEST_FILE}", b"{}")
+    with pytest.raises(PrepError, match="is at step 3, and this process has read step 0"):
+        check_last_step(run, 0)
+    run.release()

@@ -1,0 +1,381 @@
+"""A run's folder: a saved state is read back unchanged, steps are complete or absent, and old steps are removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import PrepError
+from prepcli.execution.checkpoint_manager import CheckpointManager
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.training_states import (
+    TrainingState,
+    host_leaves,
+    make_mesh_init,
+    make_state,
+    read_leaves,
+    read_params,
+    same_state,
+    save_steps,
+)
+from trainer.models.checkpoint_store import HostLeaf
+
+
+@pytest.fixture(scope="module")
+def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mesh_init(tmp_path_factory.mktemp("start"), "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def params(init: Path) -> TrainingState:
+    return read_params(init)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "runs/tuned"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, run: Path):
+    state = make_state(params, 7)
+    with CheckpointManager(run, init, name="tuned") as store:
+        assert store.steps() == []
+        store.save(7, host_leaves(state), {"recipe": "x = 1", "data": {"identity": "abc"}})
+        assert store.steps() == saved_steps(run) == [7]
+        with store.open(7) as reader:
+            assert same_state(read_leaves(reader), state)
+            facts = reader.manifest
+    assert {key: facts[key] for key in ("kind", "name", "step", "recipe", "data", "mesh", "scan", "tied")} == {
+        "kind": "train", "name": "tuned", "step": 7, "recipe": "x = 1", "data": {"identity": "abc"}, "mesh": "1,2,4",
+        "scan": True, "tied": True,
+    }  # fmt: skip
+    assert facts["config"] == json.loads((init / "hf/config.json").read_text()) | {
+        "torch_dtype": "float32"
+    }
+    assert facts["vocab"] == {"true": 131, "padded": 136}
+    assert facts["slots"].keys() == {"opt_state.adam.mu", "opt_state.adam.nu"}
+    assert facts["others"].keys() == {"opt_state.adam.count", "step", "skipped"}
+    assert {path.name for path in (run / "7/state/hf").iterdir()} == {
+        path.name for path in (init / "hf").iterdir()
+    }
+
+
+def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, run: Path):
+    from prepcli.engine.digest import digest
+
+    state = make_state(params, 1)
+    save_steps(run, init, {1: state})
+    facts = json.loads((run / "1/prep-manifest.json").read_text())
+    name = "transformer.h.2.mlp.c_fc.weight"
+    for records, slot in (
+        (facts["tensors"], "params"),
+        (facts["slots"]["opt_state.adam.nu"], "opt_state.adam.nu"),
+    ):
+        expected_digest = digest(state[f"{slot}.layers.mlp.up.weight"][2].tobytes())
+        assert records[name] == {
+            "dtype": "float32",
+            "shape": [256, 64],
+            "digests": [[0, 256, expected_digest]],
+        }
+        tokens = state[f"{slot}.embed.tokens"]
+        pieces = [
+            [low, high, digest(tokens[low:high].tobytes())] for low, high in ((0, 131), (131, 136))
+        ]
+        assert records["transformer.wte.weight"]["digests"] == pieces
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [4, 9]), ("all", [1, 2, 4, 9])])
+def test_save_keeps_the_newest_steps(
+    init: Path, params: TrainingState, run: Path, keep: Any, left: list[int]
+):
+    """Also when the resumed step is one of the removed steps."""
+    save_steps(run, init, {1: make_state(params, 1)}, keep=keep)
+    save_steps(
+        run, run / "1/state", {step: make_state(params, step) for step in (2, 4, 9)}, keep=keep
+    )
+    assert saved_steps(run) == left
+    assert sorted(path.name for path in run.iterdir()) == [".lock", *map(str, left)]
+    assert (run / "9/state/hf/tokenizer_config.json").read_bytes() == (
+        init / "hf/tokenizer_config.json"
+    ).read_bytes()
+
+
+def test_save_of_a_resumed_run_writes_the_same_bytes(
+    init: Path, params: TrainingState, tmp_path: Path
+):
+    states = {step: make_state(params, step) for step in (3, 6)}
+    save_steps(tmp_path / "a", init, states)
+    save_steps(tmp_path / "b", init, {3: states[3]})
+    save_steps(tmp_path / "b", tmp_path / "b/3/state", {6: states[6]})
+    assert files_of(tmp_path / "a/6") == files_of(tmp_path / "b/6")
+
+
+BASES = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA}
+LAYOUTS = [(name, scan, axis) for name in BASES for scan, axis in ((False, 0), (True, 1))]
+
+
+@pytest.mark.parametrize(
+    ("name", "scan", "axis"), slow_except(LAYOUTS, (("gpt_neo", False, 0), ("llama", True, 1)))
+)
+def test_save_supports_other_tree_layouts(tmp_path: Path, name: str, scan: bool, axis: int):
+    make_checkpoint(tmp_path / "m", BASES[name])
+    for out, options in (
+        ("init", []),
+        ("other", ["--scan-axis", str(axis)] if scan else ["--no-scan"]),
+    ):
+        assert (
+            main(["save-init", str(tmp_path / "m"), "--out", str(tmp_path / out), "-q", *options])
+            == 0
+        )
+    state = make_state(read_params(tmp_path / "other"), 1)
+    save_steps(
+        tmp_path / "run",
+        tmp_path / "init",
+        {1: state},
+        manifest_changes={
+            "mesh": "1,2,1",
+            "rules": ("embed=none",),
+            "scan": scan,
+            "scan_axis": axis,
+        },
+    )
+    with CheckpointManager(tmp_path / "run", tmp_path / "init", name="tuned").open(1) as reader:
+        assert same_state(read_leaves(reader), state)
+        assert (reader.manifest["mesh"], reader.manifest["rules"]) == ("1,2,1", ["embed=none"])
+    assert main(["verify", str(tmp_path / "run"), "-q"]) == 0
+    assert main(["verify", str(tmp_path / "run"), str(tmp_path / "m"), "-q"]) == 0
+
+
+def test_save_fetches_each_leaf_once_in_the_callers_thread(
+    init: Path, params: TrainingState, run: Path
+):
+    state = make_state(params, 1)
+    fetched: list[tuple[str, int]] = []
+
+    def fetch(name: str) -> np.ndarray:
+        fetched.append((name, threading.get_ident()))
+        return state[name]
+
+    leaves = {
+        name: HostLeaf.whole(leaf.shape, leaf.dtype, fetch=partial(fetch, name))
+        for name, leaf in host_leaves(state).items()
+    }
+    with CheckpointManager(run, init, name="tuned") as store:
+        store.save(1, leaves, {})
+    assert sorted(name for name, _ in fetched) == sorted(state)
+    assert {thread for _, thread in fetched} == {threading.get_ident()}
+
+
+def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: TrainingState, run: Path):
+    mixed = {
+        name: v.astype(np.float16) if ".nu." in name else v
+        for name, v in make_state(params, 1).items()
+    }
+    bare = {name: value for name, value in mixed.items() if not name.startswith("opt_state")}
+    with CheckpointManager(run, init, name="tuned") as store:
+        for step, state in enumerate([mixed, bare, params]):
+            store.save(step, host_leaves(state), {})
+            with store.open(step) as reader:
+                assert same_state(read_leaves(reader), state)
+
+
+def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: TrainingState, run: Path):
+    state = make_state(params, 1)
+    del state["opt_state.adam.mu.final_norm.bias"]
+    state["opt_state.rows"] = np.arange(6, dtype=np.int32).reshape(2, 3)
+    with CheckpointManager(run, init, name="tuned") as store:
+        store.save(1, host_leaves(state), {})
+        with store.open(1) as reader:
+            assert same_state(read_leaves(reader), state)
+            slots = reader.manifest["slots"]
+            assert [*slots] == ["opt_state.adam.nu", "opt_state.adam.mu"]
+            assert "/embed.tokens" in slots["opt_state.adam.mu"]
+            assert "/final_norm.bias" not in slots["opt_state.adam.mu"]
+
+
+def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: Path):
+    with CheckpointManager(run, init, name="tuned") as store:
+        store.save(5, host_leaves(params), {})
+        before = files_of(run)
+        with pytest.raises(PrepError, match="5 exists"):
+            store.save(5, host_leaves(params), {})
+    assert files_of(run) == before
+
+
+def test_save_rejects_reserved_manifest_keys(init: Path, params: TrainingState, run: Path):
+    with (
+        CheckpointManager(run, init, name="tuned") as store,
+        pytest.raises(ValueError, match="reserved keys: kind, tensors"),
+    ):
+        store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
+
+
+def test_save_rejects_a_state_of_another_model(init: Path, params: TrainingState, run: Path):
+    lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
+    with CheckpointManager(run, init, name="tuned") as store:
+        with pytest.raises(
+            PrepError, match=r"the training state lacks the leaf params\.final_norm\.bias"
+        ):
+            store.save(1, host_leaves(lacking), {})
+        with pytest.raises(PrepError, match=r"params\.final_norm\.bias has the wrong shape"):
+            store.save(
+                1, host_leaves(lacking | {"params.final_norm.bias": np.zeros(63, np.float32)}), {}
+            )
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def no_fetch() -> np.ndarray:
+    raise RuntimeError("the device is lost")
+
+
+def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: make_state(params, 1)})
+    before = files_of(run / "1")
+    broken = host_leaves(params) | {
+        "params.final_norm.bias": HostLeaf.whole((64,), "float32", fetch=no_fetch)
+    }
+    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            store.save(2, broken, {})
+        assert files_of(run / "1") == before
+        assert sorted(path.name for path in run.iterdir()) == [".lock", "1"]
+        store.save(2, host_leaves(params), {})
+        assert store.steps() == [2]
+
+
+def full(call: Callable[..., int]) -> Callable[..., int]:
+    """Return a write function for a disk with room for a few writes."""
+    left = [5]
+
+    def write(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return call(*args)
+
+    return write
+
+
+def test_save_on_a_full_disk_keeps_older_steps(
+    init: Path, params: TrainingState, run: Path, monkeypatch
+):
+    save_steps(run, init, {1: params})
+    before = files_of(run / "1")
+    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", full(os.pwritev))
+            with pytest.raises(PrepError, match="is full"):
+                store.save(2, host_leaves(params), {})
+        assert files_of(run / "1") == before
+        assert store.steps() == [1]
+        store.save(2, host_leaves(params), {})
+
+
+def test_save_checks_free_space_first(init: Path, params: TrainingState, run: Path, monkeypatch):
+    usage = os.statvfs(init)
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": usage.f_blocks})
+    )
+    with (
+        CheckpointManager(run, init, name="tuned") as store,
+        pytest.raises(PrepError, match="not enough room for 2"),
+    ):
+        store.save(2, host_leaves(params), {})
+
+
+def test_open_removes_leftovers_of_killed_processes(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: params})
+    for name in (
+        "2.partial/state/d",
+        "1000.removed.partial/state",
+        "2.partial.keep",
+        "notes.partial",
+        "1/.prep",
+    ):
+        (run / name).mkdir(parents=True)
+    (run / "recipe.toml").touch()
+    assert saved_steps(run) == [1]
+    with CheckpointManager(run, init, name="tuned") as store:
+        assert store.steps() == [1]
+    assert {p.name for p in run.iterdir()} == {
+        ".lock",
+        "1",
+        "2.partial.keep",
+        "notes.partial",
+        "recipe.toml",
+    }
+    assert not (run / "1/.prep").exists()
+
+
+def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {10: params, 9: params})
+    for name in ("11/state", "007", "12.partial/state", "step"):
+        (run / name).mkdir(parents=True)
+    (run / "13").touch()
+    assert saved_steps(run) == [9, 10]
+    assert saved_steps(run / "nothing") == saved_steps(run / "13") == []
+    with (
+        CheckpointManager(run, init, name="tuned") as store,
+        pytest.raises(PrepError, match="holds no Orbax checkpoint"),
+    ):
+        store.open(11)
+
+
+def test_run_folder_is_locked_by_one_process(init: Path, run: Path):
+    with (
+        CheckpointManager(run, init, name="tuned"),
+        pytest.raises(PrepError, match="tuned is locked"),
+    ):
+        CheckpointManager(run, init, name="tuned")
+    CheckpointManager(run, init, name="tuned").close()
+
+
+def test_run_folder_names_an_unwritable_path(init: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PrepError, match="cannot read or write"):
+        CheckpointManager(tmp_path / "file/run", init, name="tuned")
+    with pytest.raises(PrepError, match="holds no Orbax checkpoint"):
+        CheckpointManager(tmp_path / "run", tmp_path / "nothing", name="tuned")
+    assert not (tmp_path / "run").exists()
+
+
+def test_save_names_a_step_it_cannot_remove(
+    init: Path, params: TrainingState, run: Path, monkeypatch
+):
+    save_steps(run, init, {1: params})
+
+    def rename(path: Path, target: Path) -> None:
+        if "removed" in target.name:
+            raise OSError(errno.EACCES, "Permission denied")
+        os.rename(path, target)
+
+    with CheckpointManager(run, init, name="tuned", keep=1) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            with pytest.raises(PrepError, match="Permission denied"):
+                store.save(2, host_leaves(params), {})
+        assert store.steps() == [1, 2]
+
+
+def test_clear_removes_all_steps(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: params, 2: params})
+    with CheckpointManager(run, init, name="tuned") as store:
+        store.clear()
+        assert store.steps() == []
+    assert [path.name for path in run.iterdir()] == [".lock"]

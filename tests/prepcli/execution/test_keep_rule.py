@@ -1,0 +1,96 @@
+"""The steps that remain: the newest, the milestones and the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepcli.execution.checkpoint_manager import KeepRule, StepLosses, removable_steps
+from prepcli.formats.manifest import Manifest
+
+LOSSES = {10: 3.0, 20: 1.5, 30: None, 40: 2.0, 50: 1.5}
+
+
+def step_losses(losses: Mapping[int, float | None]) -> StepLosses:
+    def read_manifest(step: int) -> Manifest:
+        return Manifest({} if losses[step] is None else {"eval_loss": losses[step]})
+
+    return StepLosses(read_manifest)
+
+
+@pytest.mark.parametrize(
+    ("rule", "removed"),
+    [
+        (KeepRule(), []),
+        (KeepRule(2), [10, 20, 30]),
+        (KeepRule(9), []),
+        (KeepRule(1, milestones=20), [10, 30]),
+        (KeepRule(1, best=True), [10, 30, 40]),
+        (KeepRule(1, milestones=30, best=True), [10, 40]),
+    ],
+)
+def test_steps_outside_the_rule_are_removable(rule: KeepRule, removed: list[int]):
+    assert removable_steps([*LOSSES], rule, step_losses(LOSSES)) == removed
+
+
+def test_steps_in_use_are_not_removable():
+    assert removable_steps([1, 2, 3], KeepRule(1), step_losses({}), in_use=[1]) == [2]
+
+
+def test_manifests_are_read_only_for_the_best_step():
+    losses = StepLosses(read_manifest=lambda step: pytest.fail("read"))
+    assert removable_steps([1, 2, 3], KeepRule(1, milestones=2), losses) == [1]
+    assert removable_steps([1], KeepRule(1, best=True), losses) == []
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf, "1.0"])
+def test_steps_without_a_finite_loss_are_not_the_best(loss: Any):
+    assert step_losses({1: loss}).best_steps([1]) == {}
+    assert step_losses({1: loss, 2: 5.0}).best_steps([1, 2]) == {None: 2}
+
+
+def test_best_step_of_each_number_of_sequences_remains():
+    """Losses of evaluations with another `eval.limit` are not compared."""
+    evaluations = {
+        10: (3.0, 4),
+        20: (1.0, 4),
+        30: (2.0, 9),
+        40: (1.5, 9),
+        50: (1.5, 9),
+        60: (None, 9),
+    }
+    losses = StepLosses(
+        lambda step: Manifest(
+            dict(zip(("eval_loss", "eval_sequences"), evaluations[step], strict=True))
+        )
+    )
+    assert removable_steps([*evaluations], KeepRule(1, best=True), losses) == [10, 30, 50]
+    assert losses.best_steps([*evaluations]) == {4: 20, 9: 40}
+
+
+@given(
+    st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 9)),
+    st.integers(1, 4),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_newest_milestones_and_best_always_remain(
+    losses: dict[int, float | None], newest: int, milestones: int, best: bool
+):
+    steps = sorted(losses)
+    removed = removable_steps(steps, KeepRule(newest, milestones, best), step_losses(losses))
+    remaining = [step for step in steps if step not in removed]
+    assert remaining[-newest:] == steps[-newest:]
+    assert all(step in remaining for step in steps if milestones and step % milestones == 0)
+    known = {step: loss for step, loss in losses.items() if loss is not None}
+    if best and known:
+        assert any(known.get(step) == min(known.values()) for step in remaining)
+    assert (
+        len(remaining)
+        <= newest + sum(bool(milestones) and step % milestones == 0 for step in steps) + best
+    )

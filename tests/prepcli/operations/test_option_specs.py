@@ -1,0 +1,102 @@
+"""Options that are defined once: what the recorded command line and the commands derive from them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from prepcli.cli.root import COMMANDS, command_name
+from prepcli.operations.options import (
+    OPTIONS_BY_COMMAND,
+    ExportOptions,
+    OptionSpec,
+    PadVocabOptions,
+    ReshardOptions,
+    SaveInitOptions,
+    format_command_line,
+    option_specs,
+    with_defaults,
+)
+
+COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}
+# Options of the Python functions that the commands do not have.
+ONLY_IN_PYTHON = {
+    "pad-vocab": {"step"},
+    "save-init": {"step"},
+    "reshard": {"revision", "offline", "stream", "true_vocab"},
+    "export": {"revision", "offline", "stream"},
+    "merge": {"step"},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            SaveInitOptions,
+            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --compress zstd"
+            " --pad-vocab 8 --init mean --seed 3 --true-vocab 5 --drop x --config c.json --untie"
+            " --dtype bfloat16",
+        ),
+        (
+            PadVocabOptions,
+            "--multiple 8 --size 9 --mesh 1,2,1 --init mean --seed 3 --true-vocab 5 --drop x"
+            " --config c.json --untie",
+        ),
+        (
+            ReshardOptions,
+            "--mesh 1,2,1 --rule a=mp --rule b=none --no-scan --scan-axis 1 --params-only"
+            " --compress zstd --true-vocab 5 --config c.json",
+        ),
+        (
+            ExportOptions,
+            "--dtype bfloat16 --layout easylm --keep-padding --shard-size 7 --true-vocab 5"
+            " --config c.json --ema",
+        ),
+    ],
+)
+def test_recorded_options_keep_their_order(options: type, line: str):
+    values = {
+        "mesh": "1,2,1",
+        "rules": ("a=mp", "b=none"),
+        "scan": False,
+        "scan_axis": 1,
+        "params_only": True,
+        "compress": "zstd",
+        "pad_vocab": "8",
+        "init": "mean",
+        "seed": 3,
+        "true_vocab": 5,
+        "drop": ("x",),
+        "config": "c.json",
+        "untie": True,
+        "dtype": "bfloat16",
+        "multiple": 8,
+        "size": 9,
+        "layout": "easylm",
+        "keep_padding": True,
+        "shard_size": 7,
+        "ema": True,
+        "memory": "1GiB",
+        "overwrite": True,
+        "allow_overflow": True,
+    }
+    assert format_command_line("x", "m", options, values) == f"prep x m {line}"
+
+
+@pytest.mark.parametrize("options", OPTIONS_BY_COMMAND.values(), ids=OPTIONS_BY_COMMAND)
+def test_defaults_are_not_recorded(options: type):
+    assert format_command_line("x", "m", options, with_defaults(options, {})) == "prep x m"
+
+
+@pytest.mark.parametrize("command", OPTIONS_BY_COMMAND)
+def test_commands_have_the_options_of_their_operation(command: str):
+    specs = option_specs(OPTIONS_BY_COMMAND[command])
+    parameters = inspect.signature(COMMAND_FUNCTIONS[command]).parameters
+    assert specs.keys() - parameters.keys() == ONLY_IN_PYTHON[command]
+
+
+def test_new_option_needs_one_definition():
+    spec = OptionSpec("N", "Convert the first N layers.", "Number of layers.")
+    assert spec.flag_of("num_layers") == "--num-layers"

@@ -1,0 +1,163 @@
+"""The tokenizer files of the steps of `prep train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import OK, STOPPED
+from prepcli.formats.run_steps import step_folder
+from prepcli.planning.plan import SmallFile
+from prepcli.sources.source import small_files
+from prepcli.targets.hf_folder import copied_files
+from prepcli.targets.tokenizer_files import with_recipe_tokenizer
+from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder, write_tokenizer
+from trainer.planning.training_plan import with_overrides
+from trainer.recipe import Recipe, load_recipe
+
+MODEL_FILES = {
+    "tokenizer.json": "{}",
+    "vocab.json": "[]",
+    "tokenizer_config.json": "model",
+    "chat_template.jinja": "model",
+    "generation_config.json": "{}",
+    "LICENSE": "text",
+}
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return load_recipe(tmp_path / "recipe.toml").recipe
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[SmallFile, ...]:
+    folder = write_files(tmp_path / "model", MODEL_FILES)
+    return copied_files(small_files(folder), folder, path_prefix="hf/")
+
+
+def with_tokenizer(
+    recipe: Recipe, files: tuple[SmallFile, ...], path: Path | None
+) -> tuple[SmallFile, ...]:
+    return with_recipe_tokenizer(
+        files, recipe if path is None else with_overrides(recipe, {"data.tokenizer": str(path)})
+    )
+
+
+def texts(files: tuple[SmallFile, ...]) -> dict[str, str]:
+    return {file.path.removeprefix("hf/"): Path(file.copied_from).read_text() for file in files}
+
+
+@pytest.mark.parametrize("name", [None, "model", "model/tokenizer.json", "copy", "copy/bpe.json"])
+def test_tokenizer_of_the_model_changes_no_file(
+    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...], name: str | None
+):
+    write_files(tmp_path / "copy", {"tokenizer.json": "{}", "bpe.json": "{}"})
+    assert with_tokenizer(recipe, files, None if name is None else tmp_path / name) == files
+
+
+@pytest.mark.parametrize(
+    ("named", "name"),
+    [
+        ({"tokenizer.json": "[1]"}, ""),
+        (
+            {
+                "tokenizer.json": "{}",
+                "tokenizer_config.json": "other",
+                "generation_config.json": "[]",
+            },
+            "",
+        ),
+        ({"tokenizer.model": "sp"}, "tokenizer.model"),
+        ({"vocab.json": "[]", "merges.txt": ""}, ""),
+        ({"vocab.txt": "a"}, ""),
+    ],
+)
+def test_another_tokenizer_replaces_that_of_the_model(
+    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...], named: dict[str, str], name: str
+):
+    folder = write_files(tmp_path / "other", named)
+    expected = {**named, "generation_config.json": "{}", "LICENSE": "text"}
+    assert texts(with_tokenizer(recipe, files, folder / name)) == expected
+
+
+def test_named_tokenizer_file_may_be_a_link(
+    tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...]
+):
+    target = write_files(tmp_path / "other", {"tokenizer.json": "[1]"}) / "tokenizer.json"
+    link = write_files(tmp_path / "links", {"tokenizer_config.json": "linked"}) / "bpe.json"
+    link.symlink_to(target)
+    expected = {
+        "tokenizer.json": "[1]",
+        "tokenizer_config.json": "linked",
+        "generation_config.json": "{}",
+    }
+    assert texts(with_tokenizer(recipe, files, link)) == {**expected, "LICENSE": "text"}
+
+
+def test_merged_adapter_has_the_tokenizer_that_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    Path("other").mkdir()
+    write_tokenizer(Path("other"), WORDS[::-1])
+    words = [
+        "train",
+        "recipe.toml",
+        "--out",
+        "run",
+        "-q",
+        "--set",
+        "data.tokenizer=other",
+        "--set",
+        "lora.rank=2",
+    ]
+    words += ["--set", "train.steps=3", "--set", "checkpoint.every=1"]
+    assert main([*words, "--stop-after", "1"]) == STOPPED
+    assert main(words) == OK
+    assert main(["export", "run", "--out", "adapter", "-q"]) == OK
+    assert main(["merge", "adapter", "tiny", "--out", "merged", "-q"]) == OK
+    tokenizer = Path("other/tokenizer.json").read_bytes()
+    for folder in (step_folder(Path("run"), 3) / "state" / "hf", Path("adapter"), Path("merged")):
+        assert (folder / "tokenizer.json").read_bytes() == tokenizer
+    Path("adapter/prep-manifest.json").unlink()
+    assert main(["merge", "adapter", "tiny", "--out", "merged", "--overwrite", "-q"]) == OK
+    assert Path("merged/tokenizer.json").read_bytes() == Path("tiny/tokenizer.json").read_bytes(), (
+        "PEFT's adapter"
+    )
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-init"])
+def test_steps_have_the_tokenizer_that_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    Path("other").mkdir()
+    write_tokenizer(Path("other"), WORDS[::-1])
+    words = ["train", "recipe.toml", "--out", "run", "-q", "--set", f"model.path={model}"]
+    words += [
+        "--set",
+        "data.tokenizer=other",
+        "--set",
+        "train.steps=3",
+        "--set",
+        "checkpoint.every=1",
+    ]
+    assert main([*words, "--stop-after", "1"]) == STOPPED
+    assert main(words) == OK
+    assert main(["export", "run", "--out", "exported", "-q"]) == OK
+    tokenizer = Path("other/tokenizer.json").read_bytes()
+    for folder in (step_folder(Path("run"), 3) / "state" / "hf", Path("exported")):
+        assert (folder / "tokenizer.json").read_bytes() == tokenizer

@@ -1,0 +1,110 @@
+"""Boxes of index space: one half-open range (start, stop) per dim. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import EllipsisType
+
+Range = tuple[int, int]
+Box = tuple[Range, ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """Return the box that covers an array, e.g. [2, 3] -> ((0, 2), (0, 3))."""
+    return tuple((0, extent) for extent in shape)
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box. A box without dims has 1 element."""
+    return math.prod(max(0, stop - start) for start, stop in box)
+
+
+def intersect(a: Range, b: Range) -> Range:
+    """Return the intersection of two ranges. It is empty if its start is not below its stop."""
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def intersection(a: Box, b: Box) -> Box:
+    """Return the common part of two boxes. Ranges without common indices become empty: (start, start)."""
+    box: list[Range] = []
+    for range_a, range_b in zip(a, b):
+        start, stop = intersect(range_a, range_b)
+        box.append((start, max(start, stop)))
+    return tuple(box)
+
+
+def slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of a box in the array of a larger box, e.g. (5, 7) within (4, 8) -> 1:3.
+
+    The ellipsis makes the index of a 0-d array return a view.
+    """
+    index: list[slice | EllipsisType] = []
+    for (start, stop), (origin, _) in zip(box, within):
+        index.append(slice(start - origin, stop - origin))
+    return (*index, ...)
+
+
+def strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """Return the strides of a C-order array, outermost dim first, e.g. [2, 3] with itemsize 4 -> (12, 4).
+
+    Args:
+        shape: Shape of the array.
+        itemsize: Stride of the innermost dim: bytes per element, or 1 to count elements.
+
+    Returns:
+        One stride per dim.
+    """
+    reversed_strides: list[int] = []
+    stride = itemsize
+    for extent in reversed(shape):
+        reversed_strides.append(stride)
+        stride *= extent
+    return tuple(reversed(reversed_strides))
+
+
+def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
+    """Split a range of a merged dim into boxes over the dim's atoms.
+
+    An index of the merged dim is a mixed-radix number. Its digits are the atoms' indices, outermost first.
+
+    Args:
+        merged_range: Half-open range of the merged dim.
+        extents: Extents of the atoms, outermost first.
+
+    Yields:
+        Boxes with one range per atom. In C order, one after another, they cover the range.
+    """
+    start, stop = merged_range
+    if start >= stop:
+        return
+    if len(extents) <= 1:
+        yield ((start, stop),) if extents else ()
+        return
+    # Of extents [4, 3], the range 2..11 of 12 elements is a head, whole steps of the outer atom, and
+    # a tail:
+    #
+    #   outer step   0            1      2      3
+    #   elements     .  .  2   |  3 4 5  6 7 8  |  9 10  .
+    #   box          (0, 2:3)     (1:3, 0:3)       (3, 0:2)
+    inner_extent = math.prod(extents[1:])
+    # First step that begins in the range, and the step that contains its end: -(-2 // 3) = 1, 11 //
+    # 3 = 3.
+    first_step = -(-start // inner_extent)
+    last_step = stop // inner_extent
+    # The range is inside one step.
+    if first_step > last_step:
+        yield from _split_within_step(last_step, (start, stop), extents)
+        return
+    yield from _split_within_step(first_step - 1, (start, first_step * inner_extent), extents)
+    if first_step < last_step:
+        yield ((first_step, last_step), *full_box(extents[1:]))
+    yield from _split_within_step(last_step, (last_step * inner_extent, stop), extents)
+
+
+def _split_within_step(step: int, merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
+    """Split a range inside one step of the outermost atom."""
+    origin = step * math.prod(extents[1:])
+    inner_range = (merged_range[0] - origin, merged_range[1] - origin)
+    for inner_box in split_merged_range(inner_range, extents[1:]):
+        yield ((step, step + 1), *inner_box)
