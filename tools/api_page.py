@@ -12,6 +12,7 @@ from typing import Any, is_typeddict
 import prepcli
 from prepcli import testing
 from prepcli.operations import options, results
+from prepcli.operations.option_spec import option_specs
 
 HEAD = """# Python API
 
@@ -124,7 +125,7 @@ def _options_class(cls: Any) -> str:
     included = [ast.unparse(base) for base in definition.bases if ast.unparse(base) != "TypedDict"]
     more = f"\nIncludes {', '.join(f'`{name}`' for name in included)}.\n" if included else ""
     names = {ast.unparse(node.target) for node in fields}
-    specs = options.option_specs(cls).items()
+    specs = option_specs(cls).items()
     docs = "".join(f"- `{name}`: {spec.doc}\n" for name, spec in specs if name in names)
     described = f"\n**Attributes:**\n\n{docs}" if docs else ""
     return f"### `{cls.__name__}`\n\n{_docstring(cls)}{described}\n{_fields_block(keys)}\n{more}"

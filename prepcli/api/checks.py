@@ -12,7 +12,8 @@ from prepcli.console.progress import Progress
 from prepcli.inspection.contents import count_parameters
 from prepcli.operations.conversion import common_options
 from prepcli.operations.operation import public
-from prepcli.operations.options import PathLike, SourceOptions
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary, Verification
 
 

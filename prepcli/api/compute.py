@@ -13,13 +13,8 @@ from prepcli.commands import train as train_command
 from prepcli.console.progress import Progress
 from prepcli.operations.conversion import common_options
 from prepcli.operations.operation import public
-from prepcli.operations.options import (
-    NonNegativeInt,
-    PathLike,
-    PositiveInt,
-    SourceOptions,
-    as_tuple,
-)
+from prepcli.operations.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Generation, NewTokens, TrainingRun
 from prepcli.training_runs.run import TrainRequest
 from trainer.models.param_tree import Tree

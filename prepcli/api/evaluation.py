@@ -13,13 +13,8 @@ from prepcli.commands.evaluation_recipe import EvalData
 from prepcli.console.progress import Progress
 from prepcli.operations.conversion import common_options
 from prepcli.operations.operation import public
-from prepcli.operations.options import (
-    NonNegativeInt,
-    PathLike,
-    PositiveInt,
-    SourceOptions,
-    as_tuple,
-)
+from prepcli.operations.option_spec import NonNegativeInt, PathLike, PositiveInt, as_tuple
+from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Evaluation, EvaluationScores
 
 METRIC_VALUES = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "exact_match")

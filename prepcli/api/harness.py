@@ -23,7 +23,8 @@ from prepcli.errors import PrepError, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
 from prepcli.operations.operation import public
-from prepcli.operations.options import PathLike, PositiveInt, SourceOptions
+from prepcli.operations.option_spec import PathLike, PositiveInt
+from prepcli.operations.options import SourceOptions
 from prepcli.restore.params import OpenedModel
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from prepcli.api.session import silent_ui
 from prepcli.commands.open_params import open_params
 from prepcli.console.progress import Progress
 from prepcli.operations.conversion import common_options, open_checkpoint
-from prepcli.operations.options import PathLike
+from prepcli.operations.option_spec import PathLike
 from prepcli.restore.params import OpenedModel
 
 

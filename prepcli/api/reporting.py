@@ -9,7 +9,7 @@ from typing import Any
 from prepcli.api.session import silent_ui
 from prepcli.commands import report as report_command
 from prepcli.operations.operation import public
-from prepcli.operations.options import PathLike
+from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import RunsReport
 
 

@@ -11,7 +11,8 @@ from prepcli.commands import save_params as save_params_command
 from prepcli.errors import usage_error
 from prepcli.operations.conversion import common_options
 from prepcli.operations.operation import public
-from prepcli.operations.options import PathLike, SourceOptions
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import SourceOptions
 
 
 @public

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from prepcli.operations.arguments import choices_of, minimum_of
-from prepcli.operations.options import OptionSpec, PathLike, option_specs
+from prepcli.operations.option_spec import OptionSpec, PathLike, option_specs
 
 NEGATION = "--no-"
 

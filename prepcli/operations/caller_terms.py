@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from prepcli.errors import PrepError
 from prepcli.operations.arguments import choices_of
-from prepcli.operations.options import OPTIONS_BY_COMMAND, PathLike
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import OPTIONS_BY_COMMAND
 
 # Command-line options with another name as arguments of the Python functions.
 ARGUMENT_NAMES = {"prompt": "prompts", "rule": "rules", "set": "overrides"}

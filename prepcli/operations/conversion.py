@@ -41,7 +41,8 @@ from prepcli.operations.conversion_details import (
     result_fields,
     source_fields,
 )
-from prepcli.operations.options import DEFAULT_MEMORY, PathLike, as_tuple
+from prepcli.operations.option_spec import PathLike, as_tuple
+from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share

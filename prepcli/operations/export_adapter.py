@@ -8,7 +8,8 @@ from prepcli.errors import PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.operations.conversion import PlannedConversion
-from prepcli.operations.options import ExportOptions, format_command_line
+from prepcli.operations.option_spec import format_command_line
+from prepcli.operations.options import ExportOptions
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint

@@ -12,7 +12,7 @@ from prepcli.console.observer import CommandObserver
 from prepcli.errors import PrepError
 from prepcli.operations.arguments import annotations_of, check_arguments
 from prepcli.operations.caller_terms import restated, to_callers_terms
-from prepcli.operations.options import with_defaults
+from prepcli.operations.option_spec import with_defaults
 from prepcli.operations.results import Conversion
 
 P = ParamSpec("P")

@@ -22,7 +22,8 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.options import PadVocabOptions, PathLike, format_command_line
+from prepcli.operations.option_spec import PathLike, format_command_line
+from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE

@@ -7,16 +7,18 @@ import inspect
 import pytest
 
 from prepcli.cli.root import COMMANDS, command_name
-from prepcli.operations.options import (
-    OPTIONS_BY_COMMAND,
-    ExportOptions,
+from prepcli.operations.option_spec import (
     OptionSpec,
-    PadVocabOptions,
-    ReshardOptions,
-    SaveInitOptions,
     format_command_line,
     option_specs,
     with_defaults,
+)
+from prepcli.operations.options import (
+    OPTIONS_BY_COMMAND,
+    ExportOptions,
+    PadVocabOptions,
+    ReshardOptions,
+    SaveInitOptions,
 )
 
 COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}

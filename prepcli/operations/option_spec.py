@@ -1,0 +1,134 @@
+"""Specification of an option: its default, its texts and its place in the help and in recorded command lines.
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+# Position of the fields that do not change the bytes of an output: manifests do not record them.
+NOT_RECORDED = None
+
+PathLike = str | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """The least valid value of a number, as metadata of its annotation."""
+
+    value: int
+
+
+PositiveInt = Annotated[int, Minimum(1)]
+NonNegativeInt = Annotated[int, Minimum(0)]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """What an option is besides its name and its type.
+
+    Attributes:
+        metavar: Value in the help of the command line. None for a flag.
+        help: Text in the help of the command line.
+        doc: Text in the reference of the Python functions.
+        default: Value of an omitted option.
+        flag: Option of the command line, if it is not `--` and the name of the field.
+        cli_type: Type on the command line, if it does not follow from the annotation.
+        maximum: Greatest value of a number on the command line.
+        environment: Environment variable that replaces the option.
+        position: Place in the help. Equal positions keep the order of the fields.
+        record: Place in the recorded command line. It never changes, because the line is part of each manifest.
+    """
+
+    metavar: str | None
+    help: str
+    doc: str
+    default: Any = None
+    flag: str = ""
+    cli_type: Any = None
+    maximum: int | None = None
+    environment: str | None = None
+    position: int = 10
+    record: int | None = 100
+
+    def flag_of(self, name: str) -> str:
+        """Return the option of the command line for the field `name`, e.g. `scan_axis` -> `--scan-axis`."""
+        return self.flag or f"--{name.replace('_', '-')}"
+
+
+def option_specs(options: type) -> dict[str, OptionSpec]:
+    """Return the specification of each option of a TypedDict that has one.
+
+    >>> from prepcli.operations.options import DropOptions
+    >>> option_specs(DropOptions)["untie"].default
+    False
+    """
+    specs: dict[str, OptionSpec] = {}
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        for item in getattr(annotation, "__metadata__", ()):
+            if isinstance(item, OptionSpec):
+                specs[name] = item
+    return specs
+
+
+def with_defaults(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options, with the default of each option that has no value.
+
+    >>> from prepcli.operations.options import DropOptions
+    >>> with_defaults(DropOptions, {"untie": True})
+    {'drop': (), 'untie': True}
+    """
+    defaults = {name: spec.default for name, spec in option_specs(options).items()}
+    return {**defaults, **values}
+
+
+def format_command_line(
+    command: str, source_name: str, options: type, values: Mapping[str, Any]
+) -> str:
+    """Return the command line of a request as manifests record it, without options at their defaults.
+
+    Args:
+        command: Name of the command.
+        source_name: The checkpoint, as errors name it.
+        options: TypedDict of the options.
+        values: Values of the options.
+
+    >>> from prepcli.operations.options import PadVocabOptions
+    >>> format_command_line("pad-vocab", "m", PadVocabOptions, {"size": 8, "drop": ("a", "b")})
+    'prep pad-vocab m --size 8 --drop a --drop b'
+    """
+    specs = option_specs(options)
+    recorded = [name for name in specs if specs[name].record is not NOT_RECORDED]
+    recorded.sort(key=lambda name: specs[name].record or 0)
+    words = [f"prep {command} {source_name}"]
+    for name in recorded:
+        value = values.get(name, specs[name].default)
+        if value != specs[name].default:
+            words += _option_words(specs[name].flag_of(name), value)
+    return " ".join(words)
+
+
+def _option_words(flag: str, value: object) -> list[str]:
+    """Return the words that set an option, e.g. `--scan/--no-scan`, False -> `--no-scan`."""
+    on, _, off = flag.partition("/")
+    if value is True:
+        return [on]
+    if value is False:
+        return [off]
+    if isinstance(value, tuple | list):
+        items: Sequence[object] = value
+        return [f"{on} {item}" for item in items]
+    return [f"{on} {value}"]
+
+
+def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a sequence of texts as a tuple. One text stands for itself.
+
+    >>> as_tuple("embed=none")
+    ('embed=none',)
+    """
+    return (texts,) if isinstance(texts, str) else tuple(texts)
