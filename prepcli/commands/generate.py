@@ -17,7 +17,7 @@ from prepcli.commands.token_stream import TokenCallback, TokenStream
 from prepcli.console.formatting import format_duration
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, usage_error
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion import (
     CommonOptions,
@@ -184,9 +184,10 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
     """Raise UsageError for options of random sampling at temperature 0."""
     if temperature == 0:
         why = "temperature 0 always takes the most likely token"
-        check_needs("--top-k", top_k or None, "--temperature", why)
-        check_needs("--top-p", top_p if top_p != 1 else None, "--temperature", why)
-        check_needs("--seed", seed or None, "--temperature", why)
+        temperature_option = Option("temperature")
+        check_needs(Option("top_k", top_k or None), temperature_option, why)
+        check_needs(Option("top_p", top_p if top_p != 1 else None), temperature_option, why)
+        check_needs(Option("seed", seed or None), temperature_option, why)
 
 
 def _load_tokenizer(

@@ -18,7 +18,7 @@ from prepcli.commands.plan_report import (
 from prepcli.commands.plan_target import PlanTarget, resolve_target
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import usage_error
+from prepcli.errors import Option, usage_error
 from prepcli.operations.conflicts import check_needs
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.plan_page import write_plan_page
@@ -95,15 +95,12 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
 def _check_request(request: PlanRequest, devices: _Devices) -> None:
     """Raise UsageError for options that conflict or have no effect."""
     if not request.compile_step and request.compile_timeout_s is not None:
-        check_needs("--compile-timeout", True, "--compile", "it limits the time of a compilation")
+        why = "it limits the time of a compilation"
+        check_needs(Option("compile_timeout", True), Option("compile"), why)
     if request.search:
         if devices.kind is None:
-            check_needs(
-                "--search",
-                True,
-                "--devices KIND",
-                "a mesh fits into the memory of a kind of device",
-            )
+            why = "a mesh fits into the memory of a kind of device"
+            check_needs(Option("search", True), Option("devices", "KIND"), why)
         if request.compile_step:
             why = "a compilation is of one mesh"
             raise usage_error(

@@ -59,7 +59,9 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
         annotation = annotations[name]
         if not _matches(value, annotation):
             raise usage_error(
-                f"invalid `{name}={value!r:.60}`", f"the expected type is {type_text(annotation)}"
+                f"invalid `{name}={value!r:.60}`",
+                f"the expected type is {type_text(annotation)}",
+                f"convert it, or omit `{name}`",
             )
         if value == "":
             raise usage_error(
@@ -67,7 +69,9 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
             )
         minimum = minimum_of(annotation)
         if minimum is not None and isinstance(value, int) and value < minimum:
-            raise usage_error(f"invalid `{name}={value}`", f"it must be at least {minimum}")
+            raise usage_error(
+                f"invalid `{name}={value}`", f"it must be at least {minimum}", f"`{name}={minimum}`"
+            )
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...]:

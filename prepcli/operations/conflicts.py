@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from prepcli.errors import usage_error
+from prepcli.errors import Option, join_texts, text, usage_error
 
 
-def check_mutually_exclusive(options: Mapping[str, object]) -> None:
+def check_mutually_exclusive(*options: Option) -> None:
     """Raise UsageError if more than one of these options has a value."""
-    set_options = [option for option, value in options.items() if _is_set(value)]
+    set_options = [option for option in options if _is_set(option)]
     if len(set_options) > 1:
-        what = " and ".join(f"`{option} {options[option]}`" for option in set_options)
-        hint = f"only one of {', '.join(set_options)}"
-        raise usage_error(f"{what} exclude each other", "each alone determines the result", hint)
-
-
-def check_needs(option: str, value: object, needed: str, why: str) -> None:
-    """Raise UsageError if `option` has a value.
-
-    Call this if `needed`, which it requires, is not set.
-    """
-    if _is_set(value):
+        requested = join_texts(" and ", [text("{}", option) for option in set_options])
+        names = join_texts(", ", [text("{}", Option(option.name)) for option in set_options])
         raise usage_error(
-            f"`{option}` has no effect without `{needed}`",
-            why,
-            f"add `{needed}`, or remove `{option}`",
+            text("{} exclude each other", requested),
+            "each alone determines the result",
+            text("only one of {}", names),
         )
 
 
-def _is_set(value: object) -> bool:
-    return value is not None and value is not False
+def check_needs(option: Option, needed: Option, why: str) -> None:
+    """Raise UsageError if `option` has a value.
+
+    Call this if `needed` is not set, and `option` has no effect without it.
+
+    Args:
+        option: The option with its value. None and False mean that it is not set.
+        needed: The missing option.
+        why: Why `option` requires it.
+    """
+    if _is_set(option):
+        named = Option(option.name)
+        raise usage_error(
+            text("{} has no effect without {}", named, needed),
+            why,
+            text("add {}, or remove {}", needed, named),
+        )
+
+
+def _is_set(option: Option) -> bool:
+    return option.value is not None and option.value is not False

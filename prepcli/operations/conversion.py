@@ -14,7 +14,7 @@ from prepcli.console.observer import Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -55,6 +55,8 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
+
+UNWRITTEN_SOURCES = "sources are never written to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +191,15 @@ def check_config_option(common: CommonOptions, *sources: Source) -> None:
     if common.config is not None and all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
-        raise usage_error(f"`--config` has no effect for {names}", why, "remove `--config`")
+        what = text("{} has no effect for {}", Option("config"), names)
+        raise usage_error(what, why, text("remove {}", Option("config")))
 
 
 def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
     """Raise UsageError for `--allow-overflow` without a cast."""
     if dtype is None:
         why = "without a cast no value overflows"
-        check_needs("--allow-overflow", allow_overflow, "--dtype", why)
+        check_needs(Option("allow_overflow", allow_overflow), Option("dtype"), why)
 
 
 def run_conversion(
@@ -388,28 +391,24 @@ def _check_output_location(out: Path, source: Source) -> None:
         path.resolve().parent for path in source_files
     )  # links may point to other folders
     weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
+    other_name = text("{}", Option("out", "NAME"))
     for root in dict.fromkeys((source.root.resolve(), *file_folders)):
         if root in (target, partial):
-            raise usage_error(
-                f"the output {out} is the source", "sources are never written to", "`--out NAME`"
-            )
+            raise usage_error(f"the output {out} is the source", UNWRITTEN_SOURCES, other_name)
         if (
             root in target.parents and root in weight_folders
         ):  # an output inside a folder of settings is allowed
-            hint = f"`--out ../{out.name}`"
-            raise usage_error(
-                f"the output {out} is inside the source", "sources are never written to", hint
-            )
+            hint = text("{}", Option("out", f"../{out.name}"))
+            raise usage_error(f"the output {out} is inside the source", UNWRITTEN_SOURCES, hint)
         if target in root.parents:
             raise usage_error(
-                f"the source is inside the output {out}", "it would be deleted", "`--out NAME`"
+                f"the source is inside the output {out}", "it would be deleted", other_name
             )
     for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
         if target == folder or target in folder.parents:
             what = f"the output {out} would replace the current folder or your home folder"
-            raise usage_error(
-                what, f"{folder} is inside it, and outputs replace whole folders", "`--out NAME`"
-            )
+            why = f"{folder} is inside it, and outputs replace whole folders"
+            raise usage_error(what, why, other_name)
 
 
 def source_line(source: Source) -> str:

@@ -124,5 +124,8 @@ def _base_name(manifest: Manifest) -> str:
     """Return the name of the adapters' checkpoint."""
     name = manifest.base.get("name")
     if not isinstance(name, str):
-        raise PrepError("the manifest does not name the base of the adapters", "`base` is missing")
+        what = "the manifest does not name the base of the adapters"
+        raise PrepError(
+            what, "`base` is missing", "train the adapters again from a named checkpoint"
+        )
     return name

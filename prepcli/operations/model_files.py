@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
 from prepcli.sources.source import Source
 
@@ -22,7 +22,7 @@ def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path
 
     Args:
         source: The checkpoint.
-        option: Value of `--tokenizer`.
+        option: Value of the option `tokenizer`.
         purpose: What the tokenizer is for, such as "encode the data".
 
     Raises:
@@ -31,7 +31,8 @@ def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path
     path = option or find_source_tokenizer(source)
     if path is None:
         why = f"there is no tokenizer.json or SentencePiece model to {purpose} with"
-        raise PrepError(f"{source.display_name} has no tokenizer", why, "`--tokenizer PATH`")
+        hint = text("{}", Option("tokenizer", "PATH"))
+        raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     return path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prepcli.console.observer import Observer
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.operations.conversion import CommonOptions
 from prepcli.operations.results import Conversion
@@ -19,9 +19,9 @@ def check_private(private: bool) -> None:
     """Raise UsageError for `--private` without `--push`."""
     if private:
         raise usage_error(
-            "`--private` requires `--push`",
+            text("{} requires {}", Option("private", True), Option("push")),
             "it sets the visibility of a new repository",
-            "`--push OWNER/NAME`",
+            text("{}", Option("push", "OWNER/NAME")),
         )
 
 
@@ -50,7 +50,8 @@ def convert_and_push(
     if share.count > 1:
         why = "several processes write this output"
         hint = "upload it when they are done"
-        raise usage_error("`--push` is not supported with several processes", why, hint)
+        what = text("{} is not supported with several processes", Option("push"))
+        raise usage_error(what, why, hint)
     retry_policy = retry_policy_from_env(os.environ, observer.note)
     check_push(target, retry_policy)
     conversion = convert()

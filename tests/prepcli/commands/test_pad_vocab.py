@@ -59,7 +59,7 @@ def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
 
 
 def test_size_below_true_rows_is_rejected():
-    with pytest.raises(PrepError, match="--size 130") as caught:
+    with pytest.raises(PrepError, match="size=130") as caught:
         padded_rows(size=130)
     assert caught.value.code == USAGE
 
@@ -118,8 +118,8 @@ def test_make_fill_returns_kind_seed_and_deviation():
 @pytest.mark.parametrize(
     ("init", "seed", "config", "text", "code"),
     [
-        ("ones", 0, {}, "unknown `--init ones`", USAGE),
-        ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
+        ("ones", 0, {}, 'unknown `init="ones"`', USAGE),
+        ("normal", 2**64, {}, "`seed=18446744073709551616` is too large", USAGE),
         ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
         ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),
         ("normal", 0, {"initializer_range": -1}, "initializer_range is -1", FAILED),
