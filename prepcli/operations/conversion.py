@@ -279,7 +279,6 @@ def _convert_to_folder(
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = make_plan(source, located)
-    plan = planned.plan
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
     observer.note(source_line(source))
@@ -291,35 +290,65 @@ def _convert_to_folder(
         )
     for line in planned.notes:
         observer.note(line)
-    note_plan_details(plan, observer)
+    note_plan_details(planned.plan, observer)
     details: dict[str, Any] = {
         "source": source_fields(source, located),
         **planned.fields,
-        **plan_fields(plan),
+        **plan_fields(planned.plan),
         "not_computed": unsupported_reason,
     }
     if common.dry_run:
-        return Conversion(
-            path=out,
-            bytes_read=0,
-            bytes_written=0,
-            seconds=0.0,
-            peak_bytes=0,
-            already_done=False,
-            plan_digest=details["plan_digest"],
-            plan=plan,
-            details={"output": str(out), "dry_run": True, **details},
-            # An output that was uploaded earlier is reported from a dry run.
-            next_command=planned.next_command(out),
-        )
+        return _dry_run_result(planned, out, details)
     result, process_fields = _execute_plan(
-        plan, planned.source_view or source, out, common, observer
+        planned.plan, planned.source_view or source, out, common, observer
     )
+    seconds = time.monotonic() - started_s
+    _add_result_details(details, planned.plan, out, result, common, seconds, observer)
+    return Conversion(
+        path=out,
+        bytes_read=result.read_nbytes,
+        bytes_written=result.written_nbytes,
+        seconds=seconds,
+        peak_bytes=result.peak_nbytes,
+        already_done=result.already_done,
+        plan_digest=details["plan_digest"],
+        plan=planned.plan,
+        details={**details, **process_fields},
+        next_command=planned.next_command(out),
+    )
+
+
+def _dry_run_result(planned: PlannedConversion, out: Path, details: dict[str, Any]) -> Conversion:
+    """Return the result of a conversion that was only planned."""
+    return Conversion(
+        path=out,
+        bytes_read=0,
+        bytes_written=0,
+        seconds=0.0,
+        peak_bytes=0,
+        already_done=False,
+        plan_digest=details["plan_digest"],
+        plan=planned.plan,
+        details={"output": str(out), "dry_run": True, **details},
+        # An output that was uploaded earlier is reported from a dry run.
+        next_command=planned.next_command(out),
+    )
+
+
+def _add_result_details(
+    details: dict[str, Any],
+    plan: Plan,
+    out: Path,
+    result: ConversionResult,
+    common: CommonOptions,
+    seconds: float,
+    observer: Observer,
+) -> None:
+    """Note the casts, the time and the compression of a written output, and add them to its JSON fields."""
     manifest = read_manifest(out) or NO_MANIFEST
     cast_counts = manifest.casts
     for entry in cast_counts:
         observer.note(casts.format_cast(entry))
-    seconds = time.monotonic() - started_s
     observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
     details["accounting"]["changed_values"] = count_changed_values(cast_counts)
     if plan.zstd_level:
@@ -329,20 +358,7 @@ def _convert_to_folder(
         "output": str(out),
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
-        **process_fields,
     }
-    return Conversion(
-        path=out,
-        bytes_read=result.read_nbytes,
-        bytes_written=result.written_nbytes,
-        seconds=seconds,
-        peak_bytes=result.peak_nbytes,
-        already_done=result.already_done,
-        plan_digest=details["plan_digest"],
-        plan=plan,
-        details=details,
-        next_command=planned.next_command(out),
-    )
 
 
 def _execute_plan(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Unpack
 
 from prepcli.console.formatting import format_bytes, parse_bytes
@@ -228,11 +227,8 @@ def plan_copy(
         t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype)
         for t in tensors
     }
-    config = output_config(
-        source, Vocabulary(vocabulary.true_size, vocab_rows), match.is_tied, dtype
-    )
-    if layout := source.family.layouts.get(layout_name):
-        config = _config_for_layout(config, layout, source, match.is_tied)
+    written_vocabulary = Vocabulary(vocabulary.true_size, vocab_rows)
+    config = _written_config(options, source, written_vocabulary, is_tied=match.is_tied)
     base_name = located.model_name
     if vocab_rows == vocabulary.true_size:
         base_name = base_name.removesuffix("-padded")
@@ -255,40 +251,86 @@ def plan_copy(
             *dropped_state(source),
         ),
         checks=match.checks,
-        settings={
-            "name": base_name,
-            "kind": "hf",
-            "family": source.family.name,
-            "vocab": {"true": vocabulary.true_size, "padded": vocab_rows},
-            **({"layout": layout_name} if layout_name != HF_LAYOUT else {}),
-            "prefixed": source.names.is_prefixed,
-            "tied": match.is_tied,
-            "config": config,
-        },
+        settings=_manifest_settings(
+            source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
+        ),
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+    )
+    return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
+
+
+def _planned_copy(
+    plan: Plan,
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    *,
+    vocabulary: Vocabulary,
+) -> PlannedConversion:
+    """Return the plan with its default name, its notes and the fields of its report."""
+    layout = options["layout"]
+    num_files = len(plan.files)
+    vocab_rows = plan.settings["vocab"]["padded"]
+    line = _summary_line(
+        options,
+        source,
+        located,
+        num_files=num_files,
+        removed_rows=vocabulary.stored_size - vocab_rows,
     )
     fields = {
         "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
-        "files": len(weight_files.files),
-        "layout": layout_name,
-        "format": FORMAT_BY_LAYOUT[layout_name],
+        "files": num_files,
+        "layout": layout,
+        "format": FORMAT_BY_LAYOUT[layout],
     }
-    num_files = len(weight_files.files)
-    removed_rows = vocabulary.stored_size - vocab_rows
-    line = _summary_line(options, source, located, num_files=num_files, removed_rows=removed_rows)
-
-    def next_command(out: Path) -> str:
-        # Only values that were not cast can be compared with the source.
-        return f"prep verify {out}" if dtype else f"prep verify {out} {source.display_name}"
-
+    # Only values that were not cast can be compared with the source.
+    compared_with = "" if options["dtype"] else f" {source.display_name}"
     return PlannedConversion(
         plan,
-        f"{base_name}-{layout_name}",
+        f"{plan.settings['name']}-{layout}",
         notes=(line,),
         fields=fields,
-        next_command=next_command,
+        next_command=lambda out: f"prep verify {out}{compared_with}",
         source_view=source,
     )
+
+
+def _written_config(
+    options: ExportOptions, source: Source, vocabulary: Vocabulary, *, is_tied: bool
+) -> dict[str, Any]:
+    """Return the config.json of the output."""
+    config = output_config(source, vocabulary, is_tied, options["dtype"])
+    layout = source.family.layouts.get(options["layout"])
+    if layout is not None:
+        config = _config_for_layout(config, layout, source, is_tied)
+    return config
+
+
+def _manifest_settings(
+    source: Source,
+    name: str,
+    layout: str,
+    vocabulary: Vocabulary,
+    *,
+    is_tied: bool,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of the output's manifest that describe the model."""
+    settings: dict[str, Any] = {
+        "name": name,
+        "kind": "hf",
+        "family": source.family.name,
+        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+    }
+    if layout != HF_LAYOUT:
+        settings["layout"] = layout
+    return {
+        **settings,
+        "prefixed": source.names.is_prefixed,
+        "tied": is_tied,
+        "config": config,
+    }
 
 
 def _check_request(options: ExportOptions, source: Source) -> None:

@@ -11,7 +11,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Option, invalid_config_error, text, usage_error
+from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
 from prepcli.operations.conversion import (
@@ -171,15 +171,7 @@ def plan_pad_vocab(
     Raises:
         PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
     """
-    if not source.tensor_file_names:
-        hint = (
-            "`prep save-init --pad-vocab N` also pads; `prep export` writes a Hugging Face folder"
-        )
-        raise usage_error(
-            f"{source.display_name} is an Orbax checkpoint",
-            "pad-vocab pads Hugging Face folders",
-            hint,
-        )
+    _check_source_kind(source)
     vocabulary = source.vocabulary(options["true_vocab"])
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), match_options(options))
@@ -223,9 +215,11 @@ def plan_pad_vocab(
         },
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
-    vocab_fields = {"true": vocabulary.true_size, "padded": size}
-    fields = {
-        "vocab": {**vocab_fields, "multiple": _effective_multiple(options), "init": options["init"]}
+    vocab_fields = {
+        "true": vocabulary.true_size,
+        "padded": size,
+        "multiple": _effective_multiple(options),
+        "init": options["init"],
     }
     note = _vocabulary_line(
         source,
@@ -240,8 +234,22 @@ def plan_pad_vocab(
         plan,
         f"{_base_name(located)}-padded",
         notes=(note,),
-        fields=fields,
+        fields={"vocab": vocab_fields},
         next_command=lambda out: f"prep save-init {out}{save_init_options}",
+    )
+
+
+def _check_source_kind(source: Source) -> None:
+    """Raise UsageError unless the source is a Hugging Face folder."""
+    if source.tensor_file_names:
+        return
+    hint = text(
+        "{} also pads, and {} writes a Hugging Face folder",
+        Command("save-init", Option("pad_vocab", "N")),
+        Command("export"),
+    )
+    raise usage_error(
+        f"{source.display_name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint
     )
 
 

@@ -41,6 +41,7 @@ from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
+from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
@@ -206,7 +207,6 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    level = parse_compress(options["compress"])
     keeps_state = not params_only and source.tree_manifest.is_training_step
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
@@ -222,42 +222,16 @@ def plan_orbax_item(
         partitioning=layout.partitioning,
         dtype=options["dtype"],
     )
-    resize = VocabResize(
-        layout.vocabulary,
-        vocab_tensor_names(source, match),
-        make_fill(options["init"], options["seed"], source),
-    )
-    config = output_config(
+    plan = _item_plan(
+        options,
         source,
-        Vocabulary(layout.vocabulary.true_size, layout.vocab_rows),
-        match.is_tied,
-        options["dtype"],
-    )
-    plan = Plan(
+        layout,
+        match,
+        item,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
-        source_name=source.display_name,
-        source_files=source.file_stamps,
-        streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
-        files=item.files,
-        small_files=settings_files(
-            config,
-            (),
-            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
-            path_prefix=f"{HF_FOLDER}/",
-        ),
-        leaves=item.leaves,
         dropped=(*match.dropped, *dropped_state_tensors),
-        checks=match.checks,
-        settings={
-            **_manifest_settings(source, located, layout),
-            **({"compress": f"{METHOD}:{level}"} if level else {}),
-            "tied": match.is_tied,
-            "config": config,
-        },
-        display_names=source.display_names(),
-        item=STATE_ITEM if layout.is_training_step else "",
-        zstd_level=level,
+        name=located.model_name,
     )
     mesh = layout.partitioning.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
@@ -270,6 +244,59 @@ def plan_orbax_item(
         notes=notes,
         fields=fields,
         next_command=lambda out: _next_command(command, out),
+    )
+
+
+def _item_plan(
+    options: SaveInitOptions,
+    source: Source,
+    layout: _ItemLayout,
+    match: TensorMatch,
+    item: OrbaxItemLayout,
+    *,
+    command: str,
+    request: str,
+    dropped: tuple[DroppedTensor, ...],
+    name: str,
+) -> Plan:
+    """Return the plan of an item after its layout is known. See `plan_orbax_item`."""
+    level = parse_compress(options["compress"])
+    resize = VocabResize(
+        layout.vocabulary,
+        vocab_tensor_names(source, match),
+        make_fill(options["init"], options["seed"], source),
+    )
+    config = output_config(
+        source,
+        Vocabulary(layout.vocabulary.true_size, layout.vocab_rows),
+        match.is_tied,
+        options["dtype"],
+    )
+    return Plan(
+        command=command,
+        request=request,
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
+        files=item.files,
+        small_files=settings_files(
+            config,
+            (),
+            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
+            path_prefix=f"{HF_FOLDER}/",
+        ),
+        leaves=item.leaves,
+        dropped=dropped,
+        checks=match.checks,
+        settings={
+            **_manifest_settings(source, name, layout),
+            **({"compress": f"{METHOD}:{level}"} if level else {}),
+            "tied": match.is_tied,
+            "config": config,
+        },
+        display_names=source.display_names(),
+        item=STATE_ITEM if layout.is_training_step else "",
+        zstd_level=level,
     )
 
 
@@ -316,9 +343,7 @@ def _check_leaf_rules(
     check_leaf_rules(layout.partitioning.rules, leaves)
 
 
-def _manifest_settings(
-    source: Source, located: LocatedCheckpoint, layout: _ItemLayout
-) -> dict[str, Any]:
+def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
     step_fields = {
         key: value
         for key, value in layout.source_manifest.fields.items()
@@ -331,7 +356,7 @@ def _manifest_settings(
             for key, value in layout.source_manifest.fields.items()
             if key in ADAPTER_KEYS
         },
-        "name": located.model_name,
+        "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
         "vocab": {"true": layout.vocabulary.true_size, "padded": layout.vocab_rows},
