@@ -23,16 +23,11 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
         PrepError: Another process holds the lock. The error names it and `locked_path`.
         OSError: The file system has no locks, or the file cannot be opened.
     """
-    fd = _open(path)
-    try:
-        is_free = _try_flock(fd, fcntl.LOCK_EX)
-    except OSError:  # the file system has no locks
-        os.close(fd)
-        raise
-    if not is_free:
-        raise _locked_error(fd, locked_path)
-    _write_holder(fd)
-    return fd
+    with _open_to_keep(path) as fd:
+        if not _try_flock(fd, fcntl.LOCK_EX):
+            raise _locked_error(fd, locked_path)
+        _write_holder(fd)
+        return fd
 
 
 def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int, bool]:
@@ -51,15 +46,15 @@ def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int
     """
     # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
     # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
-    fd = _open(path)
-    is_first = _try_flock(fd, fcntl.LOCK_EX)
-    if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
-        raise _locked_error(fd, locked_path)
-    if is_first:
-        _write_holder(fd)
-    if is_first and count > 1:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd, is_first
+    with _open_to_keep(path) as fd:
+        is_first = _try_flock(fd, fcntl.LOCK_EX)
+        if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
+            raise _locked_error(fd, locked_path)
+        if is_first:
+            _write_holder(fd)
+        if is_first and count > 1:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd, is_first
 
 
 def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
@@ -68,16 +63,16 @@ def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
     Raises:
         PrepError: Another process holds the lock.
     """
-    fd = _open(path)
-    while not _try_flock(fd, fcntl.LOCK_EX):
-        # A probe holds a shared lock until its process runs again, which may take long. The holder's
-        # is exclusive, so a shared lock that succeeds means that only probes are in the way.
-        if not _try_flock(fd, fcntl.LOCK_SH):
-            raise _locked_error(fd, locked_name)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        time.sleep(RETRY_EVERY_S)
-    _write_holder(fd)
-    return fd
+    with _open_to_keep(path) as fd:
+        while not _try_flock(fd, fcntl.LOCK_EX):
+            # A probe holds a shared lock until its process runs again, which may take long. The holder's
+            # is exclusive, so a shared lock that succeeds means that only probes are in the way.
+            if not _try_flock(fd, fcntl.LOCK_SH):
+                raise _locked_error(fd, locked_name)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            time.sleep(RETRY_EVERY_S)
+        _write_holder(fd)
+        return fd
 
 
 def is_locked(path: Path) -> bool:
@@ -95,9 +90,9 @@ def is_locked(path: Path) -> bool:
 
 def acquire_shared_lock(path: Path) -> int:
     """Return a descriptor that holds a shared lock."""
-    fd = _open(path)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
+    with _open_to_keep(path) as fd:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
 
 
 def has_shared_holders(path: Path) -> bool:
@@ -124,6 +119,17 @@ def _open(path: Path) -> int:
     return open_no_follow(path, os.O_RDWR | os.O_CREAT)
 
 
+@contextlib.contextmanager
+def _open_to_keep(path: Path) -> Iterator[int]:
+    """Open a lock file. The descriptor stays open unless the block raises, e.g. on a file system without locks."""
+    fd = _open(path)
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 # `flock` belongs to the open file, not to the process: the kernel releases it when the last descriptor is
 # closed, however the process ends. File systems of a network may show it to one machine only.
 
@@ -148,11 +154,10 @@ def _write_holder(fd: int) -> None:
 
 
 def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
-    """Return the error for a lock that another process holds, and close the descriptor."""
+    """Return the error for a lock that another process holds."""
     # Any program may have written to the file: 200 bytes are enough for the line of
     # `_write_holder`.
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-    os.close(fd)
     return PrepError(
         f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends"
     )

@@ -386,9 +386,11 @@ class Staging:
 
     def leave(self) -> None:
         """Record the failure notes and release the locks. This process no longer writes to the folder."""
-        if self._failures is not None and self._is_same_folder():
-            self._failures.record_heard()
-        self.close()
+        try:
+            if self._failures is not None and self._is_same_folder():
+                self._failures.record_heard()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Release the locks."""

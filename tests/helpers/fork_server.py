@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -186,20 +185,23 @@ def _serve(requests: socket.socket) -> None:
     """Fork a process for each request, and report its process id and later its exit code."""
     for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED)):
         importlib.import_module(name)
-    running: dict[int, tuple[int, int]] = {}  # pidfd -> process id and socket for its exit code
+    # `select.select` would fail for descriptors above 1023, which a long test session may reach.
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
     while True:
-        ready, _, _ = select.select([requests.fileno(), *running], [], [])
-        for pidfd in {*ready} & {*running}:
-            pid, status = running.pop(pidfd)
-            _send(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            os.close(status)
-            os.close(pidfd)
-        if requests.fileno() in ready:
-            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, 3)
-            if not data:
-                return
-            pid, status = _fork(json.loads(data), *fds)
-            running[os.pidfd_open(pid)] = pid, status
+        for key, _ in selector.select():
+            if key.fileobj is requests:
+                data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, 3)
+                if not data:
+                    return
+                pid, status = _fork(json.loads(data), *fds)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
+            else:
+                pid, status = key.data
+                _send(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                selector.unregister(key.fd)
+                os.close(status)
+                os.close(key.fd)
 
 
 def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int, int]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prepcli.errors import PrepError
 from prepcli.execution import locks
-from prepcli.execution.locks import acquire_lock
+from prepcli.execution.locks import (
+    acquire_lock,
+    acquire_lock_with_retries,
+    acquire_shared_lock,
+    acquire_team_lock,
+)
 
 TAKE = """
 import sys
@@ -87,3 +94,25 @@ def test_lock_of_another_process_is_refused(tmp_path: Path):
         locks.acquire_lock_with_retries(path, "share 0")
     os.close(fd)
     os.close(locks.acquire_lock_with_retries(path, "share 0"))
+
+
+ACQUIRE: dict[str, Callable[[Path], object]] = {
+    "lock": lambda path: acquire_lock(path, path),
+    "team lock": lambda path: acquire_team_lock(path, path, count=2),
+    "retried lock": lambda path: acquire_lock_with_retries(path, "share"),
+    "shared lock": acquire_shared_lock,
+}
+
+
+@pytest.mark.parametrize("name", ACQUIRE)
+def test_no_file_stays_open_without_locks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No locks"):
+        ACQUIRE[name](tmp_path / "lock")
+    assert os.listdir("/proc/self/fd") == open_before

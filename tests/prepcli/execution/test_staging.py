@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import USAGE, PrepError
+from prepcli.execution.failure_notes import FailureNotes
 from prepcli.execution.staging import (
     DIVISION_FILE,
     JOIN_LOCK_FILE,
@@ -69,6 +70,17 @@ def test_open_resumes_a_run(out: Path):
     stage = open_stage(out)
     assert (stage.folder / "d" / "data").read_text() == "new"
     assert stage.journal_path(0).read_text() == "journal"
+
+
+def test_leave_releases_the_locks_on_a_full_disk(out: Path, monkeypatch: pytest.MonkeyPatch):
+    def record_heard(notes: FailureNotes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stage = start_stage(out)
+    monkeypatch.setattr(FailureNotes, "record_heard", record_heard)
+    with pytest.raises(OSError, match="No space"):
+        stage.leave()
+    open_stage(out).close()
 
 
 def test_restart_drops_the_earlier_run(out: Path):
