@@ -18,7 +18,7 @@ from prepcli.commands.plan_report import (
 from prepcli.commands.plan_target import PlanTarget, resolve_target
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import usage_error
+from prepcli.errors import Option, usage_error
 from prepcli.operations.conflicts import check_needs
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.plan_page import write_plan_page
@@ -95,13 +95,18 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
 def _check_request(request: PlanRequest, devices: _Devices) -> None:
     """Raise UsageError for options that conflict or have no effect."""
     if not request.compile_step and request.compile_timeout_s is not None:
-        check_needs("--compile-timeout", True, "--compile", "it limits the time of a compilation")
+        check_needs(
+            Option("compile_timeout"),
+            True,
+            Option("compile"),
+            "it limits the time of a compilation",
+        )
     if request.search:
         if devices.kind is None:
             check_needs(
-                "--search",
+                Option("search"),
                 True,
-                "--devices KIND",
+                Option("devices", "KIND"),
                 "a mesh fits into the memory of a kind of device",
             )
         if request.compile_step:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from prepcli.errors import usage_error
+from prepcli.errors import Option, join_texts, text, usage_error
 
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:
-    """Raise UsageError if more than one of these options has a value."""
-    set_options = [option for option, value in options.items() if _is_set(value)]
-    if len(set_options) > 1:
-        what = " and ".join(f"`{option} {options[option]}`" for option in set_options)
-        hint = f"only one of {', '.join(set_options)}"
-        raise usage_error(f"{what} exclude each other", "each alone determines the result", hint)
+    """Raise UsageError if more than one of these options has a value.
+
+    Args:
+        options: Values of the options, by their names in Python.
+    """
+    names = [name for name, value in options.items() if _is_set(value)]
+    if len(names) > 1:
+        values = _join(" and ", [Option(name, options[name]) for name in names])
+        raise usage_error(
+            text("{} exclude each other", values),
+            "each alone determines the result",
+            text("only one of {}", _join(", ", [Option(name) for name in names])),
+        )
 
 
-def check_needs(option: str, value: object, needed: str, why: str) -> None:
+def check_needs(option: Option, value: object, needed: Option, why: str) -> None:
     """Raise UsageError if `option` has a value.
 
     Call this if `needed`, which it requires, is not set.
     """
     if _is_set(value):
         raise usage_error(
-            f"`{option}` has no effect without `{needed}`",
+            text("{} has no effect without {}", option, needed),
             why,
-            f"add `{needed}`, or remove `{option}`",
+            text("add {}, or remove {}", needed, option),
         )
+
+
+def _join(separator: str, options: Sequence[Option]) -> str:
+    return join_texts(separator, [text("{}", option) for option in options])
 
 
 def _is_set(value: object) -> bool:

@@ -14,7 +14,7 @@ from prepcli.console.observer import Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -185,18 +185,20 @@ def open_checkpoint(
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
+    """Raise UsageError for a config if all sources already have a config in their manifest."""
     if common.config is not None and all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
-        raise usage_error(f"`--config` has no effect for {names}", why, "remove `--config`")
+        config = Option("config")
+        what = text("{} has no effect for {}", config, names)
+        raise usage_error(what, why, text("remove {}", config))
 
 
 def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
-    """Raise UsageError for `--allow-overflow` without a cast."""
+    """Raise UsageError for the option `allow_overflow` without a cast."""
     if dtype is None:
         why = "without a cast no value overflows"
-        check_needs("--allow-overflow", allow_overflow, "--dtype", why)
+        check_needs(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
 def run_conversion(
@@ -383,6 +385,7 @@ def _check_output_location(out: Path, source: Source) -> None:
     """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
     target = out.resolve()
     partial = target.with_name(target.name + ".partial")
+    other_out = text("{}", Option("out", "NAME"))
     source_files = () if source.root.is_file() else (*source.files, *source.small_files)
     file_folders = (
         path.resolve().parent for path in source_files
@@ -391,24 +394,24 @@ def _check_output_location(out: Path, source: Source) -> None:
     for root in dict.fromkeys((source.root.resolve(), *file_folders)):
         if root in (target, partial):
             raise usage_error(
-                f"the output {out} is the source", "sources are never written to", "`--out NAME`"
+                f"the output {out} is the source", "sources are never written to", other_out
             )
         if (
             root in target.parents and root in weight_folders
         ):  # an output inside a folder of settings is allowed
-            hint = f"`--out ../{out.name}`"
+            hint = text("{}", Option("out", f"../{out.name}"))
             raise usage_error(
                 f"the output {out} is inside the source", "sources are never written to", hint
             )
         if target in root.parents:
             raise usage_error(
-                f"the source is inside the output {out}", "it would be deleted", "`--out NAME`"
+                f"the source is inside the output {out}", "it would be deleted", other_out
             )
     for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
         if target == folder or target in folder.parents:
             what = f"the output {out} would replace the current folder or your home folder"
             raise usage_error(
-                what, f"{folder} is inside it, and outputs replace whole folders", "`--out NAME`"
+                what, f"{folder} is inside it, and outputs replace whole folders", other_out
             )
 
 

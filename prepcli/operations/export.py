@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.execution.hub_push import parse_push_target
 from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
@@ -125,17 +125,21 @@ def export(
     return convert_and_push(target, common, observer, convert)
 
 
-def parse_shard_size(text: str) -> int:
-    """Parse `--shard-size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
-    nbytes = parse_bytes(text, "--shard-size")
-    number = text.strip()
+def parse_shard_size(size: str) -> int:
+    """Parse the option `shard_size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
+    nbytes = parse_bytes(size, "shard_size")
+    number = size.strip()
+    option = Option("shard_size", size)
     if nbytes == 0:
         raise usage_error(
-            f"invalid `--shard-size {text}`", "a file has at least one byte", "`--shard-size 5GB`"
+            text("invalid {}", option),
+            "a file has at least one byte",
+            text("{}", Option("shard_size", DEFAULT_SHARD_SIZE)),
         )
     if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
         why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
-        raise usage_error(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
+        hint = text("{}", Option("shard_size", f"{number}GB"))
+        raise usage_error(text("{} has no unit", option), why, hint)
     return nbytes
 
 
@@ -175,7 +179,8 @@ def _config_for_layout(
             if name in layout_config
         )
         why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
-        raise PrepError("the model is not supported in Flax", why, "`--layout hf` supports it")
+        hint = text("{} supports it", Option("layout", HF_LAYOUT))
+        raise PrepError("the model is not supported in Flax", why, hint)
     return layout_config
 
 
@@ -289,25 +294,30 @@ def _check_request(options: ExportOptions, source: Source) -> None:
     layout = options["layout"]
     file_format = options["format"]
     if layout not in FORMAT_BY_LAYOUT or file_format not in (None, FORMAT_BY_LAYOUT[layout]):
-        pairs = ", ".join(
-            f"`--layout {known_layout} --format {known_format}`"
+        pairs = [
+            text("{} {}", Option("layout", known_layout), Option("format", known_format))
             for known_layout, known_format in FORMAT_BY_LAYOUT.items()
-        )
-        requested = f"`--layout {layout}`"
+        ]
+        requested = text("{}", Option("layout", layout))
         if file_format:
-            requested += f" `--format {file_format}`"
+            requested = text("{} {}", requested, Option("format", file_format))
         raise usage_error(
-            f"{requested} is not supported", "each layout has one format", f"one of {pairs}"
+            text("{} is not supported", requested),
+            "each layout has one format",
+            text("one of {}", join_texts(", ", list(pairs))),
         )
     if layout not in (HF_LAYOUT, *source.family.layouts):
         known = ", ".join((HF_LAYOUT, *source.family.layouts))
         raise usage_error(
             f"layout {layout} is not supported for {source.family.name}",
             f"supported: {known}",
+            text("{}", Option("layout", HF_LAYOUT)),
         )
     if FORMAT_BY_LAYOUT[layout] == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
         raise usage_error(
-            "`--shard-size` is not supported for streams", "an EasyLM stream is one file"
+            text("{} is not supported for streams", Option("shard_size")),
+            "an EasyLM stream is one file",
+            text("remove {}", Option("shard_size")),
         )
     is_unchanged = layout == HF_LAYOUT and not options["dtype"]
     if (
@@ -318,16 +328,24 @@ def _check_request(options: ExportOptions, source: Source) -> None:
     ):
         why = "it is a Hugging Face folder that transformers reads already"
         raise usage_error(
-            f"cannot export {source.display_name}", why, f"`prep save-init {source.display_name}`"
+            f"cannot export {source.display_name}",
+            why,
+            text("{}", Command("save-init", source.display_name)),
         )
 
 
 def _check_adapter_request(options: ExportOptions, source: Source) -> None:
     """Raise UsageError for options of complete models."""
     if options["layout"] != HF_LAYOUT or options["format"] is not None or options["keep_padding"]:
-        what = "`--layout`, `--format` and `--keep-padding` are not supported for adapters"
+        what = text(
+            "{}, {} and {} are not supported for adapters",
+            Option("layout"),
+            Option("format"),
+            Option("keep_padding"),
+        )
         why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
-        raise usage_error(what, why, "`prep merge ADAPTER BASE` writes a complete model")
+        hint = text("{} writes a complete model", Command("merge", "ADAPTER", "BASE"))
+        raise usage_error(what, why, hint)
 
 
 def _stores_tied_head(options: ExportOptions, source: Source) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.operations.conversion import (
@@ -77,7 +77,7 @@ def merge(
     adapter = Path(adapter)
     if is_adapter(Path(base)) and not is_adapter(adapter):
         why = f"{base} is an adapter and {adapter} is none: the adapter comes first"
-        hint = f"`prep merge {base} {adapter}`"
+        hint = text("{}", Command("merge", str(base), str(adapter)))
         raise usage_error("adapter and base are exchanged", why, hint)
     return run_conversion(
         common_options(base, out, options, dry_run=dry_run, process_options=process_options),
@@ -118,7 +118,9 @@ def plan_merge(
     if source.tree_manifest.is_adapter:
         why = "it has only adapters; a base is a complete model"
         raise usage_error(
-            f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`"
+            f"{source.display_name} is the run of an adapter",
+            why,
+            text("{}", Command("merge", "ADAPTER", "BASE")),
         )
     settings, adapter = _open_adapter(adapter_path, source)
     scale = settings.lora_config().scaling
@@ -161,7 +163,8 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     Its tensors have the bare names of the base.
     """
     if not is_adapter(path):
-        hint = "`prep export RUN --out ADAPTER` writes the adapter of a run"
+        export_run = Command("export", "RUN", Option("out", "ADAPTER"))
+        hint = text("{} writes the adapter of a run", export_run)
         raise usage_error(
             f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint
         )
@@ -186,7 +189,10 @@ def _check_base(adapter: Path, source: Source) -> None:
     if recorded is None or recorded == (digest := sample_digest(source)):
         return
     why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
-    hint = "the model that the adapter was trained with; `--no-verify` merges with another one"
+    hint = text(
+        "the model that the adapter was trained with; {} merges with another one",
+        Option("verify", False),
+    )
     raise PrepError(
         f"{adapter} was trained with another base than {source.display_name}", why, hint
     )
@@ -219,14 +225,16 @@ def _matrix_streams(
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
             why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
-            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why)
+            hint = "an adapter of LoRA"
+            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
         stream = Stream(
             tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ()
         )
         streams.setdefault(match["module"], {})[match["matrix"]] = stream
     for module, pair in streams.items():
         if len(pair) != 2:
-            raise PrepError(f"{adapter} is incomplete", f"{module} has only lora_{'/'.join(pair)}")
+            why = f"{module} has only lora_{'/'.join(pair)}"
+            raise PrepError(f"{adapter} is incomplete", why, "get or create the adapter again")
     return streams
 
 
@@ -259,7 +267,7 @@ def _updates(
         )
         target = written.get(f"{module}.weight")
         if target is None:
-            hint = f"`prep inspect {source.display_name}` lists its tensors"
+            hint = text("{} lists its tensors", Command("inspect", source.display_name))
             why = f"the base has no tensor {module}.weight"
             raise PrepError(f"{adapter.display_name} does not fit the base", why, hint)
         _check_shapes(target, update, adapter.root)

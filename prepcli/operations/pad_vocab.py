@@ -11,7 +11,7 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import invalid_config_error, usage_error
+from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
 from prepcli.operations.conversion import (
@@ -48,6 +48,7 @@ from prepcli.targets.streams import (
 )
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
+from trainer.models.suggest import did_you_mean
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
@@ -84,7 +85,7 @@ def pad_vocab(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     check_mutually_exclusive(
-        {"--multiple": options["multiple"], "--size": options["size"], "--mesh": options["mesh"]}
+        {"multiple": options["multiple"], "size": options["size"], "mesh": options["mesh"]}
     )
     check_seed(options["init"], options["seed"])
     return run_conversion(
@@ -101,24 +102,25 @@ def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
         if size < vocabulary.true_size:
             why = f"the true vocabulary has {vocabulary.true_size} rows"
             raise usage_error(
-                f"`--size {size}` is too small",
+                text("{} is too small", Option("size", size)),
                 why,
-                f"`--size {vocabulary.true_size}` or more",
+                text("{} or more", Option("size", vocabulary.true_size)),
             )
-        return check_padded_size(size, f"--size {size}")
+        return check_padded_size(size, Option("size", size))
     if options["mesh"] is not None:
         mesh = parse_mesh(options["mesh"])
         return vocabulary.padded_size(
             math.lcm(*(mesh.size(axis) for axis in PARAM_RULES["vocab"][0]))
         )
     multiple = options["multiple"] or DEFAULT_MULTIPLE
-    return check_padded_size(vocabulary.padded_size(multiple), f"--multiple {multiple}")
+    return check_padded_size(vocabulary.padded_size(multiple), Option("multiple", multiple))
 
 
 def check_seed(init: str, seed: int | None) -> None:
     """Raise UsageError for a seed without random values."""
     if init != "normal":
-        check_needs("--seed", seed, "--init normal", "zeros and mean are not random")
+        why = "zeros and mean are not random"
+        check_needs(Option("seed"), seed, Option("init", "normal"), why)
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
@@ -133,12 +135,20 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
         PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
     """
     if init not in FILL_KINDS:
-        raise usage_error(f"unknown `--init {init}`", f"it takes {', '.join(FILL_KINDS)}")
+        raise usage_error(
+            text("unknown {}", Option("init", init)),
+            f"it takes {', '.join(FILL_KINDS)}",
+            did_you_mean(init, FILL_KINDS) or text("{}", Option("init", "zeros")),
+        )
     if init != "normal":
         return Fill(init)
     seed = seed or 0
     if seed >= SEED_LIMIT:
-        raise usage_error(f"`--seed {seed}` is too large", f"it must be less than {SEED_LIMIT:,}")
+        raise usage_error(
+            text("{} is too large", Option("seed", seed)),
+            f"it must be less than {SEED_LIMIT:,}",
+            text("{}", Option("seed", 0)),
+        )
     std = source.config.get("initializer_range", 0.02)
     if not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise invalid_config_error(f"initializer_range is {std!r}, it must be a finite number >= 0")
@@ -162,8 +172,10 @@ def plan_pad_vocab(
         PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
     """
     if not source.tensor_file_names:
-        hint = (
-            "`prep save-init --pad-vocab N` also pads; `prep export` writes a Hugging Face folder"
+        hint = text(
+            "{} also pads; {} writes a Hugging Face folder",
+            Command("save-init", Option("pad_vocab", "N")),
+            Command("export"),
         )
         raise usage_error(
             f"{source.display_name} is an Orbax checkpoint",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prepcli.console.observer import Observer
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.operations.conversion import CommonOptions
 from prepcli.operations.results import Conversion
@@ -16,12 +16,12 @@ from prepcli.remote.retries import RetryPolicy, retry_policy_from_env
 
 
 def check_private(private: bool) -> None:
-    """Raise UsageError for `--private` without `--push`."""
+    """Raise UsageError for the option `private` without `push`."""
     if private:
         raise usage_error(
-            "`--private` requires `--push`",
+            text("{} requires {}", Option("private", True), Option("push")),
             "it sets the visibility of a new repository",
-            "`--push OWNER/NAME`",
+            text("{}", Option("push", "OWNER/NAME")),
         )
 
 
@@ -50,7 +50,8 @@ def convert_and_push(
     if share.count > 1:
         why = "several processes write this output"
         hint = "upload it when they are done"
-        raise usage_error("`--push` is not supported with several processes", why, hint)
+        what = text("{} is not supported with several processes", Option("push"))
+        raise usage_error(what, why, hint)
     retry_policy = retry_policy_from_env(os.environ, observer.note)
     check_push(target, retry_policy)
     conversion = convert()
@@ -71,7 +72,7 @@ def _push(
         )
     except PrepError as error:
         raise PrepError(
-            error.what, f"{error.why}; the export in {out} is complete", error.hint
+            error.what, text("{}; the export in {} is complete", error.why, out), error.hint
         ) from error
     observer.note(f"pushed to {commit_url}")
     pushed = {"repo": target.repo, "revision": target.revision or "main", "commit": commit_url}

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
@@ -56,7 +56,7 @@ from trainer.models.rules import check_leaf_rules
 DEVICES_PER_HOST = (
     4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
 )
-MAX_MULTIPLE_DIGITS = 18  # of `--pad-vocab`
+MAX_MULTIPLE_DIGITS = 18  # of the option `pad_vocab`
 
 
 @public
@@ -140,12 +140,12 @@ def _check_padding_options(options: SaveInitOptions) -> None:
     if options["pad_vocab"] == "no":
         why = "it sets the values of the padding"
         init = options["init"] if options["init"] != "zeros" else None
-        check_needs("--init", init, "--pad-vocab", why)
-        check_needs("--seed", options["seed"], "--pad-vocab", why)
+        check_needs(Option("init"), init, Option("pad_vocab"), why)
+        check_needs(Option("seed"), options["seed"], Option("pad_vocab"), why)
     if options["mesh"] is None:
-        auto = "auto" if options["pad_vocab"] == "auto" else None
+        is_auto = options["pad_vocab"] == "auto"
         why = "auto pads to a size that the mesh divides"
-        check_needs("--pad-vocab auto", auto, "--mesh", why)
+        check_needs(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
     check_seed(options["init"], options["seed"])
 
 
@@ -277,7 +277,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     mesh = None if mesh_text is None else parse_mesh(mesh_text)
     if mesh is not None and -1 in mesh.sizes:
         raise usage_error(
-            f"`--mesh {mesh_text}` has an axis of size -1",
+            text("{} has an axis of size -1", Option("mesh", mesh_text)),
             "conversions use no devices",
             "give it a number",
         )
@@ -287,7 +287,10 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
         check_needs(
-            "--scan-axis", options["scan_axis"], "--scan", "unstacked layers have no layer axis"
+            Option("scan_axis"),
+            options["scan_axis"],
+            Option("scan", True),
+            "unstacked layers have no layer axis",
         )
     return _ItemLayout(
         partitioning=partitioning,
@@ -343,16 +346,20 @@ def _manifest_settings(
 def _check_source_kind(command: str, source: Source) -> None:
     if command == "save-init" and source.tree_manifest:
         name = source.display_name
-        hint = f"`prep reshard {name} --mesh …` changes its mesh, `prep export {name}` writes a Hugging Face folder"
+        hint = text(
+            "{} changes its mesh, {} writes a Hugging Face folder",
+            Command("reshard", name, Option("mesh", "DP,FSDP,MP")),
+            Command("export", name),
+        )
         raise usage_error(
             f"{name} is already an Orbax checkpoint", "save-init reads Hugging Face folders", hint
         )
     if command == "reshard" and source.tensor_file_names:
-        hint = f"`prep save-init {source.display_name} --mesh …`"
+        command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
             f"{source.display_name} is a Hugging Face folder",
             "reshard reads Orbax checkpoints",
-            hint,
+            text("{}", command_line),
         )
 
 
@@ -367,14 +374,19 @@ def _vocab_rows(
         dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards
-    option = f"--pad-vocab {pad_vocab}"
+    option = Option("pad_vocab", pad_vocab)
     is_number = pad_vocab.isdecimal() and len(pad_vocab) <= MAX_MULTIPLE_DIGITS
     if not is_number or int(pad_vocab) < 1:
-        raise usage_error(f"invalid `{option}`", "it takes no, auto, or a multiple")
+        raise usage_error(
+            text("invalid {}", option),
+            "it takes no, auto, or a multiple",
+            text("{}", Option("pad_vocab", "8")),
+        )
     padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
     if padded < vocabulary.stored_size:
         why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
-        raise PrepError(f"`{option}` would remove rows", why, "`prep export` removes padding")
+        hint = text("{} removes padding", Command("export"))
+        raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
@@ -64,7 +64,7 @@ def read_vocabulary(
     return Vocabulary(size, stored_size)
 
 
-def check_padded_size(rows: int, option: str) -> int:
+def check_padded_size(rows: int, option: Option) -> int:
     """Return the rows of a padded vocabulary.
 
     Args:
@@ -75,7 +75,11 @@ def check_padded_size(rows: int, option: str) -> int:
         UsageError: There are more than 32-bit token ids.
     """
     if rows > MAX_ROWS:
-        raise usage_error(f"`{option}` is too large", f"a vocabulary has at most {MAX_ROWS:,} rows")
+        raise usage_error(
+            text("{} is too large", option),
+            f"a vocabulary has at most {MAX_ROWS:,} rows",
+            "a smaller number",
+        )
     return rows
 
 

@@ -16,12 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
-from prepcli.api.session import silent_ui
-from prepcli.commands.open_params import open_params
 from prepcli.console.jax_logs import silence_jax
+from prepcli.console.observer import SilentObserver
 from prepcli.errors import PrepError, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.open_params import compute_dtype, open_params
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike, PositiveInt
 from prepcli.operations.options import SourceOptions
@@ -253,17 +253,16 @@ def harness_model(
         PrepError: lm-eval is not installed, or the checkpoint or the devices cannot be used.
     """
     base = _harness_base()
-    ui = silent_ui("eval")
-    silence_jax(ui)
+    observer = SilentObserver()
+    silence_jax(observer)
     if reduction == "exact":
         from trainer.distributed.exact_backend import start_exact_backend
 
         start_exact_backend()
-    located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
-    with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
-        path = tokenizer_path(
-            source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts"
-        )
+    common = common_options(checkpoint, None, {**options, "ema": ema})
+    located, source = open_checkpoint(common, observer)
+    with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
+        path = tokenizer_path(source, tokenizer, purpose="encode texts")
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)
         methods = _load(
@@ -331,14 +330,12 @@ def _load(
 
     model = opened.model
     sharding = opened.sharding
-    compute_dtype = dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
-    forward_config = ForwardConfig(
-        compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding
-    )
+    dtype = compute_dtype(dtype, opened)
+    forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
     jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
     num_replicas = sharding.data_parallel_size
     return HarnessMethods(
-        params=opened.load(lambda path: inference_dtype(path, compute_dtype)),
+        params=opened.load(lambda path: inference_dtype(path, dtype)),
         opened=opened,
         forward_config=forward_config,
         eval_step=jit_step(model, forward_config),
