@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +144,7 @@ def _evaluate(
             )
         first_recipe = next(iter(recipes.values()))
         loaded = load_model(options, opened, first_recipe, observer)
+        mesh = opened.sharding.mesh
         started_s = time.monotonic()
         observer.note("compiling for the first batch")
         results: dict[str, EvaluationResult] = {}
@@ -157,22 +158,18 @@ def _evaluate(
                 limit=options["limit"],
             )
         compute_s = time.monotonic() - started_s
-        metrics: dict[str, Mapping[str, float | None]] = {}
+        sources: dict[str, EvaluationScores] = {}
         for name, dataset in datasets.items():
-            metrics[name] = target_metrics(
-                options, dataset, source, opened, loaded=loaded, observer=observer
+            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+            sources[name] = EvaluationScores(
+                **_scores(results[name], num_sequences=num_sequences),
+                metrics=target_metrics(
+                    options, dataset, source, opened, loaded=loaded, observer=observer
+                ),
             )
-    sources: dict[str, EvaluationScores] = {}
-    for name, result in results.items():
-        num_rows = datasets[name].n_rows
-        num_sequences = min(num_rows, options["limit"] or num_rows)
-        sources[name] = EvaluationScores(
-            **_scores(result, num_sequences=num_sequences), metrics=metrics[name]
-        )
     num_sequences = sum(scores.sequences for scores in sources.values())
     duration = format_duration(compute_s)
     observer.note(f"{num_sequences:,} sequences in {duration}, compilation included")
-    mesh = opened.sharding.mesh
     return Evaluation(
         **_scores(combine_results(results.values()), num_sequences=num_sequences),
         sources=sources,

@@ -131,7 +131,7 @@ def test_empty_mesh_in_recipe_is_rejected(
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
 def test_small_shard_size_without_unit_is_rejected(text: str) -> None:
-    with pytest.raises(PrepError, match="`--shard-size") as caught:
+    with pytest.raises(PrepError, match="`shard_size=") as caught:
         parse_shard_size(text)
     assert caught.value.code == 2
 

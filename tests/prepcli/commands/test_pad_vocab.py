@@ -59,7 +59,7 @@ def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
 
 
 def test_size_below_true_rows_is_rejected():
-    with pytest.raises(PrepError, match="--size 130") as caught:
+    with pytest.raises(PrepError, match="size=130") as caught:
         padded_rows(size=130)
     assert caught.value.code == USAGE
 
@@ -131,7 +131,7 @@ def test_make_fill_rejects_invalid_values(
 ):
     with pytest.raises(PrepError) as caught:
         make_fill(init, seed, make_source(**config))
-    assert text in str(caught.value)
+    assert text in caught.value.message
     assert caught.value.code == code
 
 
