@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prepcli.api.checks import inspect, verify
-    from prepcli.api.compute import generate, load_params, train
-    from prepcli.api.evaluation import evaluate
-    from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
-    from prepcli.api.harness import harness_model
     from prepcli.api.reporting import report
-    from prepcli.api.saving import save_params
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.operations.compute_options import EvaluateOptions, GenerateOptions, TrainOptions
+    from prepcli.operations.evaluate import evaluate
     from prepcli.operations.export import export
+    from prepcli.operations.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
+    from prepcli.operations.generate import generate
+    from prepcli.operations.harness_model import harness_model
+    from prepcli.operations.load_params import load_params
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
         Verification,
     )
     from prepcli.operations.save_init import reshard, save_init
+    from prepcli.operations.save_params import save_params
+    from prepcli.operations.train import train
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -63,9 +66,11 @@ __all__ = [
     "ConversionOptions",
     "DamagedError",
     "DropOptions",
+    "EvaluateOptions",
     "Evaluation",
     "EvaluationScores",
     "ExportOptions",
+    "GenerateOptions",
     "Generation",
     "Inspection",
     "LayoutOptions",
@@ -84,6 +89,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "TensorSummary",
+    "TrainOptions",
     "TrainingRun",
     "UsageError",
     "Verification",
@@ -110,11 +116,20 @@ __all__ = [
 
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
-    "prepcli.api.compute": ("generate", "load_params", "train"),
-    "prepcli.api.evaluation": ("evaluate",),
-    "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
-    "prepcli.api.harness": ("harness_model",),
-    "prepcli.operations.options": tuple(name for name in __all__ if name.endswith("Options")),
+    "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
+    "prepcli.operations.options": (
+        "ConversionOptions",
+        "DropOptions",
+        "ExportOptions",
+        "LayoutOptions",
+        "MergeOptions",
+        "ModuleOptions",
+        "NewRowOptions",
+        "PadVocabOptions",
+        "ReshardOptions",
+        "SaveInitOptions",
+        "SourceOptions",
+    ),
     "prepcli.api.reporting": ("report",),
     "prepcli.operations.results": (
         *(
@@ -128,13 +143,19 @@ _MODULES = {
         ),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),
-    "prepcli.api.saving": ("save_params",),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
+    "prepcli.operations.evaluate": ("evaluate",),
     "prepcli.operations.export": ("export",),
+    "prepcli.operations.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
+    "prepcli.operations.generate": ("generate",),
+    "prepcli.operations.harness_model": ("harness_model",),
+    "prepcli.operations.load_params": ("load_params",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
+    "prepcli.operations.save_params": ("save_params",),
+    "prepcli.operations.train": ("train",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }

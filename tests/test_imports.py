@@ -91,14 +91,6 @@ COMPUTES = {  # modules that start jax, or list its devices
         f"prepcli.commands.{name}"
         for name in (
             "env",
-            "train",
-            "evaluate",
-            "compute_together",
-            "evaluate_run",
-            "target_metrics",
-            "generate",
-            "open_params",
-            "token_stream",
             "plan_compile",
         )
     ),
@@ -109,10 +101,24 @@ COMPUTES = {  # modules that start jax, or list its devices
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),
-    "prepcli.operations.model_files",
-    "prepcli.api.compute",
-    "prepcli.api.evaluation",
-    "prepcli.api.harness",
+    *(
+        f"prepcli.operations.{name}"
+        for name in (
+            "compute_together",
+            "evaluate",
+            "evaluation_model",
+            "flax_models",
+            "generate",
+            "harness_model",
+            "load_params",
+            "model_files",
+            "open_params",
+            "save_params",
+            "target_metrics",
+            "token_stream",
+            "train",
+        )
+    ),
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"
@@ -127,9 +133,6 @@ COMPUTES = {  # modules that start jax, or list its devices
         )
     ),
     *(
-        "prepcli.api.flax_models",
-        "prepcli.api.parameters",
-        "prepcli.api.saving",
         "prepcli.restore.params",
         "prepcli.restore.random_params",
     ),

@@ -11,7 +11,7 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.operations import options, results
+from prepcli.operations import compute_options, options, results
 from prepcli.operations.option_spec import option_specs
 
 HEAD = """# Python API
@@ -28,13 +28,16 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
     "prepcli.api.checks": "Check",
-    "prepcli.api.compute": "Compute",
-    "prepcli.api.evaluation": "Evaluate",
-    "prepcli.api.harness": "Standard tasks",
+    "prepcli.operations.load_params": "Compute",
+    "prepcli.operations.generate": "",
+    "prepcli.operations.train": "",
+    "prepcli.operations.evaluate": "Evaluate",
+    "prepcli.operations.harness_model": "Standard tasks",
     "prepcli.api.reporting": "Report",
-    "prepcli.api.saving": "Save",
-    "prepcli.api.flax_models": "Flax",
+    "prepcli.operations.save_params": "Save",
+    "prepcli.operations.flax_models": "Flax",
 }
+OPTION_MODULES = (options, compute_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
@@ -54,10 +57,9 @@ def api_page() -> str:
         "## Options\n",
         "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n",
     ]
-    public_options = [
-        value for value in vars(options).values() if is_typeddict(value) and value in public
-    ]
-    parts += map(_options_class, public_options)
+    for module in OPTION_MODULES:
+        groups = [value for value in _classes_of(module) if is_typeddict(value) and value in public]
+        parts += map(_options_class, groups)
     parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
@@ -77,9 +79,8 @@ def api_page() -> str:
 
 def _is_other_type(value: type) -> bool:
     """Return whether a public type is neither a group of options, a result nor an error."""
-    return value.__module__ not in (options.__name__, results.__name__) and not issubclass(
-        value, Exception
-    )
+    described_modules = [module.__name__ for module in (*OPTION_MODULES, results)]
+    return value.__module__ not in described_modules and not issubclass(value, Exception)
 
 
 def _classes_of(module: Any) -> Iterator[type]:

@@ -54,12 +54,14 @@ def from_command_line(group: Any, omit: Omit, values: dict[str, Any]) -> dict[st
     for name, spec in option_specs(group).items():
         if name in omit.names:
             continue
-        value = values.pop(name)
+        value: Any = values.pop(name)
         if _is_negated(name, spec):
-            value = not value
-        elif value is None and spec.default == ():
-            value = ()
-        options[name] = value
+            options[name] = not value
+        elif spec.default == ():
+            texts: Sequence[str] = value or ()
+            options[name] = texts if spec.parse is None else [spec.parse(text) for text in texts]
+        else:
+            options[name] = value
     return options
 
 
@@ -99,7 +101,7 @@ def _cli_type(annotation: Any) -> tuple[Any, int | None, int | None]:
     `Literal[0, 1] | None` -> int from 0 to 1, `str | Sequence[str]` -> list[str].
     """
     choices = [choice for choice in choices_of(annotation) if choice is not NoneType]
-    if choices in ([str], [int], [bool]):
+    if choices in ([str], [int], [float], [bool]):
         return choices[0], minimum_of(annotation), None
     if choices == [*get_args(PathLike)]:
         return Path, None, None

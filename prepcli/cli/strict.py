@@ -16,7 +16,7 @@ MAX_INTEGER = (
     1 << 63
 ) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
 MAX_SHOWN_DIGITS = 41
-FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is free text, which may be empty
+FREE_TEXT_OPTIONS = ("prompts",)  # options whose value is free text, which may be empty
 
 
 class StrictCommand(TyperCommand):

@@ -95,12 +95,20 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
 def _check_request(request: PlanRequest, devices: _Devices) -> None:
     """Raise UsageError for options that conflict or have no effect."""
     if not request.compile_step and request.compile_timeout_s is not None:
-        why = "it limits the time of a compilation"
-        check_needs(Option("compile_timeout", True), Option("compile"), why)
+        check_needs(
+            Option("compile_timeout"),
+            True,
+            Option("compile"),
+            "it limits the time of a compilation",
+        )
     if request.search:
         if devices.kind is None:
-            why = "a mesh fits into the memory of a kind of device"
-            check_needs(Option("search", True), Option("devices", "KIND"), why)
+            check_needs(
+                Option("search"),
+                True,
+                Option("devices", "KIND"),
+                "a mesh fits into the memory of a kind of device",
+            )
         if request.compile_step:
             why = "a compilation is of one mesh"
             raise usage_error(

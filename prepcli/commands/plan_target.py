@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.inspection.contents import read_contents
+from prepcli.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import locate

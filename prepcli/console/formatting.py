@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 
 BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -19,12 +19,12 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 _BY_LOWER_CASE = {unit.lower(): nbytes for unit, nbytes in UNITS.items()}
 
 
-def parse_bytes(text: str, option: str) -> int:
+def parse_bytes(size: str, option: str) -> int:
     """Return the bytes of a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576`. KiB is 1024 bytes, KB 1000.
 
     Args:
-        text: The size.
-        option: Name of the option for messages, e.g. `--memory`.
+        size: The size.
+        option: Name of the option for messages, e.g. `memory`.
 
     Returns:
         A whole number of bytes.
@@ -32,29 +32,38 @@ def parse_bytes(text: str, option: str) -> int:
     Raises:
         UsageError: The text has another form, is a fraction of bytes, or is above MAX_NBYTES.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(size.strip())
     if match is None:
-        raise _invalid_size_error(text, option)
+        raise _invalid_size_error(size, option)
     number, unit = match.groups()
     scale = _BY_LOWER_CASE.get(unit.lower() or "b")
     if scale is None:
         is_prefix = unit.upper() in ("K", "M", "G", "T")
-        raise _invalid_size_error(text, option, f"{number}{unit.upper()}iB" if is_prefix else "")
+        raise _invalid_size_error(size, option, f"{number}{unit.upper()}iB" if is_prefix else "")
     nbytes = Fraction(number) * scale if len(number) <= MAX_DIGITS else Fraction(MAX_NBYTES + 1)
     if nbytes > MAX_NBYTES:
-        raise usage_error(f"`{option} {text}` is too large", f"the limit is {MAX_NBYTES:,} bytes")
+        raise usage_error(
+            text("{} is too large", Option(option, size)),
+            f"the limit is {MAX_NBYTES:,} bytes",
+            "a smaller size",
+        )
     if nbytes.denominator != 1:
         raise usage_error(
-            f"`{option} {text}` is not a whole number of bytes", f"it is {float(nbytes):.6g} bytes"
+            text("{} is not a whole number of bytes", Option(option, size)),
+            f"it is {float(nbytes):.6g} bytes",
+            text("{}", Option(option, round(nbytes))),
         )
     return int(nbytes)
 
 
-def _invalid_size_error(text: str, option: str, guess: str = "") -> PrepError:
+def _invalid_size_error(size: str, option: str, guess: str = "") -> PrepError:
+    hint = text("for example {}", Option(option, "512MiB"))
+    if guess:
+        hint = text("did you mean {}?", Option(option, guess))
     return usage_error(
-        f"`{option} {text}` is not a size in bytes",
+        text("{} is not a size in bytes", Option(option, size)),
         "it takes a number and KiB, MiB, GiB, TiB (of 1024), KB, MB, GB, TB (of 1000), or nothing for bytes",
-        f"did you mean `{option} {guess}`?" if guess else f"for example `{option} 512MiB`",
+        hint,
     )
 
 

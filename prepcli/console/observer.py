@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -42,12 +44,32 @@ class CommandObserver(Observer, Protocol):
 
     Attributes:
         command: Name of the command.
+        level: Verbosity, from QUIET to SLABS.
     """
 
     @property
     def command(self) -> str: ...  # noqa: D102
+    @property
+    def level(self) -> int: ...  # noqa: D102
 
 
+@runtime_checkable
+class StreamObserver(Observer, Protocol):
+    """Observer that can show a text while it is generated.
+
+    Attributes:
+        can_stream: Whether text is shown at once, as on a terminal.
+    """
+
+    @property
+    def can_stream(self) -> bool: ...  # noqa: D102
+
+    def stream_line(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Return a context with a function that shows the next piece of the text."""
+        ...
+
+
+@runtime_checkable
 class RunObserver(Observer, Protocol):
     """Observer of a training run with one or several processes, and a view redrawn in place."""
 
@@ -90,6 +112,48 @@ class SilentObserver:
 
 
 @dataclass(frozen=True, slots=True)
+class SilentCommandObserver(SilentObserver):
+    """The observer of an operation that another operation calls.
+
+    Errors of the inner operation keep their references to options. The outer one renders them for its own caller.
+    """
+
+    command: str = ""
+    level: int = QUIET
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcessObserver:
+    """The RunObserver of a caller with an Observer or a Progress: it has no view, and serves one process."""
+
+    inner: Observer
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """Pass a line on."""
+        self.inner.note(text, level)
+
+    def warn(self, text: str) -> None:
+        """Pass a warning on."""
+        self.inner.warn(text)
+
+    def progress(self) -> Progress:
+        """Return the receiver of the inner observer."""
+        return self.inner.progress()
+
+    def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
+        """Return this observer: each process of a job has a caller of its own."""
+        return self
+
+    def open_live_block(self) -> LiveBlock | None:
+        """Return None: there is no terminal."""
+        return None
+
+    def end_process(self, error: PrepError) -> int:
+        """Return the exit code of an error."""
+        return error.code
+
+
+@dataclass(frozen=True, slots=True)
 class RecordingObserver:
     """An Observer that passes everything on and keeps the warnings, for the result of the operation."""
 
@@ -115,3 +179,10 @@ def observer_of(progress: Progress | Observer | None) -> Observer:
     if isinstance(progress, Observer):
         return progress
     return SilentObserver(progress or NullProgress())
+
+
+def run_observer_of(progress: Progress | Observer | None) -> RunObserver:
+    """Return the RunObserver for the argument `progress` of an operation."""
+    if isinstance(progress, RunObserver):
+        return progress
+    return OneProcessObserver(observer_of(progress))

@@ -52,7 +52,6 @@ class Report:
         next_command: Suggested next command.
         error: The error, if there is one.
         process: Index of this process in a job of several, or None. Process 0 prints the result.
-        is_printed: Whether `text` is on stdout already, by `Ui.stream_line`.
         is_script: Whether `text` is run by another program, which needs its exact bytes.
     """
 
@@ -61,7 +60,6 @@ class Report:
     next_command: str = ""
     error: PrepError | None = None
     process: int | None = None
-    is_printed: bool = False
     is_script: bool = False
 
 
@@ -85,6 +83,8 @@ class Ui:
     all_print: bool = False  # all processes print notes
     # Shared by all Uis of the command. One block is open at a time.
     live_blocks: list[LiveBlock] = field(default_factory=list)
+    # Pieces of the result that `stream_line` printed: the result is not printed twice.
+    streamed: list[str] = field(default_factory=list)
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> Ui:
         """Return the Ui of a process in a job.
@@ -167,6 +167,7 @@ class Ui:
         """
 
         def write(piece: str) -> None:
+            self.streamed.append(piece)
             if (unwritten := write_and_flush(self.out, printable(piece))) is not None:
                 raise stdout_error(unwritten)
 
@@ -189,8 +190,10 @@ class Ui:
             self.note(f"next: {report.next_command}")
         if self.as_json:
             text = json.dumps(self._document(report), allow_nan=False)
+        elif "".join(self.streamed) == report.text:
+            text = ""
         else:
-            text = "" if report.is_printed else printable(report.text)
+            text = printable(report.text)
         is_exact = report.is_script and not self.as_json and not self.out.isatty()
         unwritten = None
         if is_exact:

@@ -8,13 +8,16 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.errors import FAILED, PrepError
+from prepcli.errors import FAILED, Option, PrepError, text
 
 BUG = "this is a bug in prep"
 OUT_OF_MEMORY = PrepError(
     "the system is out of memory",
     "its limit for the process is below what the command and Python itself need",
-    "a larger limit (`ulimit -v`, the job's memory), or a smaller `--memory` where the command has one",
+    text(
+        "a larger limit (`ulimit -v`, the job's memory), or a smaller {} where the command has one",
+        Option("memory"),
+    ),
 )
 TEMPORARY_FOLDER_HINT = "set TMPDIR to a folder on a disk with free space"
 
@@ -104,7 +107,7 @@ def _is_memory_error(error: BaseException) -> bool:
     ):
         return True
     return isinstance(error, ImportError | OSError | RuntimeError) and any(
-        text in str(error) for text in _MEMORY_TEXTS
+        part in str(error) for part in _MEMORY_TEXTS
     )
 
 
@@ -119,13 +122,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _bug_error(error: BaseException) -> PrepError:
-    text = "".join(traceback.format_exception(error))
+    report = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="prep-traceback-", suffix=".txt", delete=False
         ) as file:
-            file.write(text)
+            file.write(report)
     except OSError:  # no folder is writable
         return PrepError(BUG, line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError(BUG, line, f"please report it with {file.name}", FAILED)

@@ -106,7 +106,7 @@ def check_memory(nbytes: int, limit: str) -> None:
 
 def parse_memory(limit: str) -> int:
     """Parse the value of `--memory`. Raise UsageError if it is invalid or too small."""
-    nbytes = parse_bytes(limit, "--memory")
+    nbytes = parse_bytes(limit, "memory")
     check_memory(nbytes, limit)
     return nbytes
 

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from prepcli.errors import Option, join_texts, text, usage_error
 
 
-def check_mutually_exclusive(*options: Option) -> None:
-    """Raise UsageError if more than one of these options has a value."""
-    set_options = [option for option in options if _is_set(option)]
-    if len(set_options) > 1:
-        requested = join_texts(" and ", [text("{}", option) for option in set_options])
-        names = join_texts(", ", [text("{}", Option(option.name)) for option in set_options])
-        raise usage_error(
-            text("{} exclude each other", requested),
-            "each alone determines the result",
-            text("only one of {}", names),
-        )
-
-
-def check_needs(option: Option, needed: Option, why: str) -> None:
-    """Raise UsageError if `option` has a value.
-
-    Call this if `needed` is not set, and `option` has no effect without it.
+def check_mutually_exclusive(options: Mapping[str, object]) -> None:
+    """Raise UsageError if more than one of these options has a value.
 
     Args:
-        option: The option with its value. None and False mean that it is not set.
-        needed: The missing option.
-        why: Why `option` requires it.
+        options: Values of the options, by their names in Python.
     """
-    if _is_set(option):
-        named = Option(option.name)
+    names = [name for name, value in options.items() if _is_set(value)]
+    if len(names) > 1:
+        values = _join(" and ", [Option(name, options[name]) for name in names])
         raise usage_error(
-            text("{} has no effect without {}", named, needed),
-            why,
-            text("add {}, or remove {}", needed, named),
+            text("{} exclude each other", values),
+            "each alone determines the result",
+            text("only one of {}", _join(", ", [Option(name) for name in names])),
         )
 
 
-def _is_set(option: Option) -> bool:
-    return option.value is not None and option.value is not False
+def check_needs(option: Option, value: object, needed: Option, why: str) -> None:
+    """Raise UsageError if `option` has a value.
+
+    Call this if `needed`, which it requires, is not set.
+    """
+    if _is_set(value):
+        raise usage_error(
+            text("{} has no effect without {}", option, needed),
+            why,
+            text("add {}, or remove {}", needed, option),
+        )
+
+
+def _join(separator: str, options: Sequence[Option]) -> str:
+    return join_texts(separator, [text("{}", option) for option in options])
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False

@@ -187,19 +187,20 @@ def open_checkpoint(
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
+    """Raise UsageError for a config if all sources already have a config in their manifest."""
     if common.config is not None and all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
-        what = text("{} has no effect for {}", Option("config"), names)
-        raise usage_error(what, why, text("remove {}", Option("config")))
+        config = Option("config")
+        what = text("{} has no effect for {}", config, names)
+        raise usage_error(what, why, text("remove {}", config))
 
 
 def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
-    """Raise UsageError for `--allow-overflow` without a cast."""
+    """Raise UsageError for the option `allow_overflow` without a cast."""
     if dtype is None:
         why = "without a cast no value overflows"
-        check_needs(Option("allow_overflow", allow_overflow), Option("dtype"), why)
+        check_needs(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
 def run_conversion(

@@ -125,22 +125,20 @@ def export(
 
 
 def parse_shard_size(size: str) -> int:
-    """Parse the size of a file. Raise UsageError for 0, and for less than 1 MiB without a unit."""
-    nbytes = parse_bytes(size, "--shard-size")
+    """Parse the option `shard_size`. Raise UsageError for 0, and for less than 1 MiB without a unit."""
+    nbytes = parse_bytes(size, "shard_size")
     number = size.strip()
+    option = Option("shard_size", size)
     if nbytes == 0:
         raise usage_error(
-            text("invalid {}", Option("shard_size", size)),
+            text("invalid {}", option),
             "a file has at least one byte",
-            text("{}", Option("shard_size", "5GB")),
+            text("{}", Option("shard_size", DEFAULT_SHARD_SIZE)),
         )
     if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
         why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
-        raise usage_error(
-            text("{} has no unit", Option("shard_size", size)),
-            why,
-            text("{}", Option("shard_size", f"{number}GB")),
-        )
+        hint = text("{}", Option("shard_size", f"{number}GB"))
+        raise usage_error(text("{} has no unit", option), why, hint)
     return nbytes
 
 
@@ -180,7 +178,7 @@ def _config_for_layout(
             if name in layout_config
         )
         why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
-        hint = text("{} supports it", Option("layout", "hf"))
+        hint = text("{} supports it", Option("layout", HF_LAYOUT))
         raise PrepError("the model is not supported in Flax", why, hint)
     return layout_config
 
@@ -348,14 +346,14 @@ def _check_request(options: ExportOptions, source: Source) -> None:
         raise usage_error(
             text("{} is not supported", requested),
             "each layout has one format",
-            text("one of {}", join_texts(", ", [*pairs])),
+            text("one of {}", join_texts(", ", list(pairs))),
         )
     if layout not in (HF_LAYOUT, *source.family.layouts):
         known = ", ".join((HF_LAYOUT, *source.family.layouts))
         raise usage_error(
             f"layout {layout} is not supported for {source.family.name}",
             f"supported: {known}",
-            text("{}, the default", Option("layout", HF_LAYOUT)),
+            text("{}", Option("layout", HF_LAYOUT)),
         )
     if FORMAT_BY_LAYOUT[layout] == STREAM_FORMAT and _shard_nbytes(options) != DEFAULT_SHARD_NBYTES:
         raise usage_error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.operations.conversion import PlannedConversion
@@ -124,8 +124,9 @@ def _base_name(manifest: Manifest) -> str:
     """Return the name of the adapters' checkpoint."""
     name = manifest.base.get("name")
     if not isinstance(name, str):
-        what = "the manifest does not name the base of the adapters"
         raise PrepError(
-            what, "`base` is missing", "train the adapters again from a named checkpoint"
+            "the manifest does not name the base of the adapters",
+            "`base` is missing",
+            GET_AGAIN_HINT,
         )
     return name

@@ -117,8 +117,11 @@ def plan_merge(
     """
     if source.tree_manifest.is_adapter:
         why = "it has only adapters; a base is a complete model"
-        hint = text("{}", Command("merge", "ADAPTER", "BASE"))
-        raise usage_error(f"{source.display_name} is the run of an adapter", why, hint)
+        raise usage_error(
+            f"{source.display_name} is the run of an adapter",
+            why,
+            text("{}", Command("merge", "ADAPTER", "BASE")),
+        )
     settings, adapter = _open_adapter(adapter_path, source)
     scale = settings.lora_config().scaling
     if check_base:
@@ -160,8 +163,8 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     Its tensors have the bare names of the base.
     """
     if not is_adapter(path):
-        command = Command("export", "RUN", Option("out", "ADAPTER"))
-        hint = text("{} writes the adapter of a run", command)
+        export_run = Command("export", "RUN", Option("out", "ADAPTER"))
+        hint = text("{} writes the adapter of a run", export_run)
         raise usage_error(
             f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint
         )
@@ -187,7 +190,7 @@ def _check_base(adapter: Path, source: Source) -> None:
         return
     why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
     hint = text(
-        "the model that the adapter was trained with. {} merges with another one",
+        "the model that the adapter was trained with; {} merges with another one",
         Option("verify", False),
     )
     raise PrepError(
@@ -222,7 +225,7 @@ def _matrix_streams(
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
             why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
-            hint = "merge it with the library that trained it"
+            hint = "an adapter of LoRA"
             raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
         stream = Stream(
             tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ()
@@ -231,7 +234,7 @@ def _matrix_streams(
     for module, pair in streams.items():
         if len(pair) != 2:
             why = f"{module} has only lora_{'/'.join(pair)}"
-            raise PrepError(f"{adapter} is incomplete", why, "get or export the adapter again")
+            raise PrepError(f"{adapter} is incomplete", why, "get or create the adapter again")
     return streams
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text
+from prepcli.operations.option_spec import PathLike
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
 from prepcli.sources.source import Source
 
@@ -17,7 +18,7 @@ def find_source_tokenizer(source: Source) -> Path | None:
     return next(filter(None, map(find_tokenizer, folders)), None)
 
 
-def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path:
+def tokenizer_path(source: Source, option: PathLike | None, *, purpose: str) -> Path:
     """Return the tokenizer of an option, or else of the checkpoint.
 
     Args:
@@ -28,7 +29,7 @@ def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path
     Raises:
         PrepError: There is none.
     """
-    path = option or find_source_tokenizer(source)
+    path = Path(option) if option is not None else find_source_tokenizer(source)
     if path is None:
         why = f"there is no tokenizer.json or SentencePiece model to {purpose} with"
         hint = text("{}", Option("tokenizer", "PATH"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from prepcli.console.observer import CommandObserver
-from prepcli.errors import PrepError
+from prepcli.errors import PYTHON, PrepError, render_text
 from prepcli.operations.arguments import annotations_of, check_arguments
 from prepcli.operations.caller_terms import restated, to_callers_terms
 from prepcli.operations.option_spec import with_defaults
@@ -53,7 +54,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             result = operation(*args, **arguments)
             return _with_restated_warnings(result, annotations)
         except PrepError as error:
-            raise restated(error, annotations) from error.__cause__
+            # The references are rendered first. Texts that still quote options are translated.
+            raise restated(error.rendered(PYTHON), annotations) from error.__cause__
 
     return call
 
@@ -62,8 +64,22 @@ def _with_restated_warnings(result: Any, annotations: Mapping[str, Any]) -> Any:
     """Return a result with the names of Python arguments in its warnings."""
     if not isinstance(result, Conversion) or not result.warnings:
         return result
-    warnings = tuple(to_callers_terms(text, annotations) for text in result.warnings)
-    return replace(result, warnings=warnings)
+    warnings = [render_text(warning, PYTHON) for warning in result.warnings]
+    return replace(
+        result, warnings=tuple(to_callers_terms(warning, annotations) for warning in warnings)
+    )
+
+
+@contextmanager
+def rendered_for_python() -> Iterator[None]:
+    """Render the errors of the block in the words of Python callers.
+
+    `public` does it for the call of a function. A context manager raises when it is entered, after its call.
+    """
+    try:
+        yield
+    except PrepError as error:
+        raise error.rendered(PYTHON) from error.__cause__
 
 
 @functools.cache

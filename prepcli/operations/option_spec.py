@@ -5,7 +5,7 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -38,6 +38,7 @@ class OptionSpec:
         default: Value of an omitted option.
         flag: Option of the command line, if it is not `--` and the name of the field.
         cli_type: Type on the command line, if it does not follow from the annotation.
+        parse: Function from each text of a repeated option to an item of the argument.
         maximum: Greatest value of a number on the command line.
         environment: Environment variable that replaces the option.
         position: Place in the help. Equal positions keep the order of the fields.
@@ -50,6 +51,7 @@ class OptionSpec:
     default: Any = None
     flag: str = ""
     cli_type: Any = None
+    parse: Callable[[str], Any] | None = None
     maximum: int | None = None
     environment: str | None = None
     position: int = 10

@@ -48,6 +48,7 @@ from prepcli.targets.streams import (
 )
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
+from trainer.models.suggest import did_you_mean
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
@@ -84,9 +85,7 @@ def pad_vocab(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     check_mutually_exclusive(
-        Option("multiple", options["multiple"]),
-        Option("size", options["size"]),
-        Option("mesh", options["mesh"]),
+        {"multiple": options["multiple"], "size": options["size"], "mesh": options["mesh"]}
     )
     check_seed(options["init"], options["seed"])
     return run_conversion(
@@ -120,7 +119,8 @@ def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
 def check_seed(init: str, seed: int | None) -> None:
     """Raise UsageError for a seed without random values."""
     if init != "normal":
-        check_needs(Option("seed", seed), Option("init", "normal"), "zeros and mean are not random")
+        why = "zeros and mean are not random"
+        check_needs(Option("seed"), seed, Option("init", "normal"), why)
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
@@ -138,7 +138,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
         raise usage_error(
             text("unknown {}", Option("init", init)),
             f"it takes {', '.join(FILL_KINDS)}",
-            text("{}, the default", Option("init", FILL_KINDS[0])),
+            did_you_mean(init, FILL_KINDS) or text("{}", Option("init", "zeros")),
         )
     if init != "normal":
         return Fill(init)
@@ -146,8 +146,8 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
     if seed >= SEED_LIMIT:
         raise usage_error(
             text("{} is too large", Option("seed", seed)),
-            f"a seed has 64 bits: it is less than {SEED_LIMIT:,}",
-            text("a smaller {}", Option("seed")),
+            f"it must be less than {SEED_LIMIT:,}",
+            text("{}", Option("seed", 0)),
         )
     std = source.config.get("initializer_range", 0.02)
     if not isinstance(std, int | float) or not 0 <= std < math.inf:

@@ -16,7 +16,7 @@ from prepcli.remote.retries import RetryPolicy, retry_policy_from_env
 
 
 def check_private(private: bool) -> None:
-    """Raise UsageError for `--private` without `--push`."""
+    """Raise UsageError for the option `private` without `push`."""
     if private:
         raise usage_error(
             text("{} requires {}", Option("private", True), Option("push")),
@@ -72,7 +72,7 @@ def _push(
         )
     except PrepError as error:
         raise PrepError(
-            error.what, f"{error.why}; the export in {out} is complete", error.hint
+            error.what, text("{}; the export in {} is complete", error.why, out), error.hint
         ) from error
     observer.note(f"pushed to {commit_url}")
     pushed = {"repo": target.repo, "revision": target.revision or "main", "commit": commit_url}

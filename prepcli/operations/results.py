@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prepcli.errors import PrepError
 from prepcli.planning.plan import Plan
 
 
@@ -111,14 +112,26 @@ class Generation:
         tokens: Token ids of each continuation.
         ended: Whether each continuation ends with an end token.
         tokens_per_s: Tokens per second over all prompts, without compilation.
+        prompts: Text of each prompt. None without a tokenizer.
+        prompt_tokens: Token ids of each prompt.
+        mesh: Mesh of the devices. None means one device.
+        dtype: Dtype of the computation.
+        compile_seconds: Duration of the compilation in seconds.
         seconds: Duration of the call in seconds.
+        process: Index of this process in a job of several processes, or None.
     """
 
     texts: tuple[str | None, ...]
     tokens: tuple[tuple[int, ...], ...]
     ended: tuple[bool, ...]
     tokens_per_s: float
+    prompts: tuple[str | None, ...]
+    prompt_tokens: tuple[tuple[int, ...], ...]
+    mesh: str | None
+    dtype: str
+    compile_seconds: float
     seconds: float
+    process: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +144,7 @@ class EvaluationScores:
         accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
-        metrics: Metrics of generated targets, of each source.
+        metrics: Metrics of generated targets, of each source; None if not finite.
     """
 
     loss: float | None
@@ -139,7 +152,7 @@ class EvaluationScores:
     accuracy: float | None
     tokens: int
     sequences: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +161,27 @@ class Evaluation(EvaluationScores):
 
     Attributes:
         sources: Scores of each source, by name.
+        checkpoint: The checkpoint, as errors name it.
+        step: Step of a training run, or None.
+        mesh: Mesh of the devices. None means one device.
+        dtype: Dtype of the computation.
+        reduction: "fast" or "exact".
+        seq_length: Tokens per sequence.
+        compute_seconds: Duration of the computation in seconds, compilation included.
         seconds: Duration of the call in seconds.
+        process: Index of this process in a job of several processes, or None.
     """
 
     sources: Mapping[str, EvaluationScores]
+    checkpoint: str
+    step: int | None
+    mesh: str | None
+    dtype: str
+    reduction: str
+    seq_length: int
+    compute_seconds: float
     seconds: float
+    process: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +210,8 @@ class TrainingRun:
         is_finished: Whether the recipe's last step was reached.
         seconds: Duration of the call in seconds.
         details: All fields of `prep train --json`.
+        error: Why the run stopped before its last step. None for a finished run.
+        process: Index of this process in a job of several processes, or None.
     """
 
     path: Path
@@ -188,6 +219,8 @@ class TrainingRun:
     is_finished: bool
     seconds: float
     details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    error: PrepError | None = None
+    process: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ from trainer.models.rules import check_leaf_rules
 DEVICES_PER_HOST = (
     4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
 )
-MAX_MULTIPLE_DIGITS = 18  # of `--pad-vocab`
+MAX_MULTIPLE_DIGITS = 18  # of the option `pad_vocab`
 
 
 @public
@@ -141,14 +141,12 @@ def _check_padding_options(options: SaveInitOptions) -> None:
     if options["pad_vocab"] == "no":
         why = "it sets the values of the padding"
         init = options["init"] if options["init"] != "zeros" else None
-        check_needs(Option("init", init), Option("pad_vocab"), why)
-        check_needs(Option("seed", options["seed"]), Option("pad_vocab"), why)
-    if options["mesh"] is None and options["pad_vocab"] == "auto":
-        raise usage_error(
-            text("{} has no effect without {}", Option("pad_vocab", "auto"), Option("mesh")),
-            "auto pads to a size that the mesh divides",
-            text("add {}, or remove {}", Option("mesh"), Option("pad_vocab", "auto")),
-        )
+        check_needs(Option("init"), init, Option("pad_vocab"), why)
+        check_needs(Option("seed"), options["seed"], Option("pad_vocab"), why)
+    if options["mesh"] is None:
+        is_auto = options["pad_vocab"] == "auto"
+        why = "auto pads to a size that the mesh divides"
+        check_needs(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
     check_seed(options["init"], options["seed"])
 
 
@@ -316,7 +314,8 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
         check_needs(
-            Option("scan_axis", options["scan_axis"]),
+            Option("scan_axis"),
+            options["scan_axis"],
             Option("scan", True),
             "unstacked layers have no layer axis",
         )
@@ -374,17 +373,18 @@ def _check_source_kind(command: str, source: Source) -> None:
         name = source.display_name
         hint = text(
             "{} changes its mesh, {} writes a Hugging Face folder",
-            Command("reshard", name, Option("mesh", "1,8,1")),
+            Command("reshard", name, Option("mesh", "DP,FSDP,MP")),
             Command("export", name),
         )
         raise usage_error(
             f"{name} is already an Orbax checkpoint", "save-init reads Hugging Face folders", hint
         )
     if command == "reshard" and source.tensor_file_names:
+        command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
             f"{source.display_name} is a Hugging Face folder",
             "reshard reads Orbax checkpoints",
-            text("{}", Command("save-init", source.display_name, Option("mesh", "1,8,1"))),
+            text("{}", command_line),
         )
 
 
@@ -405,7 +405,7 @@ def _vocab_rows(
         raise usage_error(
             text("invalid {}", option),
             "it takes no, auto, or a multiple",
-            text("{} or {}", Option("pad_vocab", "auto"), Option("pad_vocab", "8")),
+            text("{}", Option("pad_vocab", "8")),
         )
     padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
     if padded < vocabulary.stored_size:

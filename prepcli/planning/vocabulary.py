@@ -78,7 +78,7 @@ def check_padded_size(rows: int, option: Option) -> int:
         raise usage_error(
             text("{} is too large", option),
             f"a vocabulary has at most {MAX_ROWS:,} rows",
-            text("a smaller {}", Option(option.name)),
+            "a smaller number",
         )
     return rows
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 from prepcli.api.checks import verify
-from prepcli.api.compute import load_params
 from prepcli.operations.export import export
+from prepcli.operations.load_params import load_params
 from prepcli.operations.pad_vocab import pad_vocab
 from prepcli.operations.save_init import save_init
 from prepcli.testing.checkpoints import read_checkpoint

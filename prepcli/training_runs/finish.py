@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
+from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError, text
 from prepcli.training_runs.run import PreparedRun, TrainResult
 
 if TYPE_CHECKING:
@@ -58,5 +58,5 @@ def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
 def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
     code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
     why = f"step {step} is saved" if has_saved_step else "no step was completed"
-    what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
-    return PrepError(what, why, RESUME_HINT, code)
+    template = "stopped by {}" if reason.startswith("SIG") else "stopped: {}"
+    return PrepError(text(template, reason), why, RESUME_HINT, code)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.remat import SAVES_INPUT, SAVES_SCORES, RematPolicy
 
@@ -223,7 +223,9 @@ def find_kernel(name: str) -> KernelSpec:
     if name not in KERNEL_SPECS:
         what = f"unknown `model.attention_kernel` {name!r:.60}"
         raise usage_error(
-            what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`'
+            what,
+            f"supported: {', '.join(KERNEL_NAMES)}",
+            text("{}", Key("model.attention_kernel", "blockwise")),
         )
     return KERNEL_SPECS[name]
 
@@ -284,4 +286,6 @@ def check_features(spec: KernelSpec, features: frozenset[AttentionFeature]) -> N
 def unsupported_error(spec: KernelSpec, reasons: Sequence[str]) -> PrepError:
     """Return the UsageError of a kernel that cannot compute the attention of a run."""
     what = f"attention kernel `{spec.name}` cannot compute this model's attention"
-    return usage_error(what, f"it {'; it '.join(reasons)}", f'`model.attention_kernel = "{AUTO}"`')
+    return usage_error(
+        what, f"it {'; it '.join(reasons)}", text("{}", Key("model.attention_kernel", AUTO))
+    )

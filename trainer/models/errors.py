@@ -34,7 +34,13 @@ RESUME_HINT = f"{RERUN_HINT} to resume"
 
 # Options of the command line whose argument in Python has another name: several values are given by repeating one
 # option, but by one argument with a list.
-OPTION_NAMES = {"overrides": "set", "prompts": "prompt", "rules": "rule"}
+OPTION_NAMES = {
+    "metrics": "metric",
+    "overrides": "set",
+    "prompts": "prompt",
+    "prompts_file": "prompts",
+    "rules": "rule",
+}
 # Commands that are functions too. Others, such as `prep demo`, are the same text for both readers.
 FUNCTION_NAMES = {
     "eval": "evaluate",
@@ -93,10 +99,14 @@ class Option:
 
     >>> str(text("{}", Option("keep_padding", True))), str(text("{}", Option("verify", False)))
     ('`--keep-padding`', '`--no-verify`')
+    >>> tokens = text("{}", Option("tokens", [[1, 2, 3]]))
+    >>> tokens.render(TERMINAL), tokens.render(PYTHON)
+    ('`--tokens 1,2,3`', '`tokens=[[1, 2, 3]]`')
 
     Attributes:
         name: Name of the argument in Python, e.g. `keep_padding`.
-        value: Its value, or a placeholder in capitals, e.g. `FOLDER`. True and False are flags.
+        value: Its value, or a placeholder in capitals, e.g. `FOLDER`. True and False are flags. A list of lists is
+            given by repeating the option, each time with one list.
     """
 
     name: str
@@ -117,7 +127,14 @@ class Option:
             return f"--no-{flag}"
         if self.value is True or self.value is NO_VALUE:
             return f"--{flag}"
-        return f"--{flag} {shlex.quote(str(self.value))}"
+        if isinstance(self.value, list):
+            return " ".join(f"--{flag} {','.join(map(str, items))}" for items in self.value)
+        value = str(self.value)
+        if self.name == "overrides":
+            # `--set data.fields='[a], b'`, with the key outside of the quotes
+            key, equals, value = value.partition("=")
+            return f"--{flag} {key}{equals}{shlex.quote(value) if value else ''}"
+        return f"--{flag} {shlex.quote(value)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +160,7 @@ class Key:
         if replacement is not None:
             return replacement.render(style)
         if self.is_override:
-            return Option("overrides", f"{self.name}={self.value}").render(style)
+            return Option("overrides", f"{self.name}={override_text(self.value)}").render(style)
         if self.value is NO_VALUE:
             return f"`{self.name}`"
         return f"`{self.name} = {_toml_literal(self.value)}`"
@@ -369,6 +386,11 @@ def _literal(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return str(value)
+
+
+def override_text(value: object) -> str:
+    """Return a value as `--set` takes it: like TOML, but texts without quotes."""
+    return value if isinstance(value, str) else _toml_literal(value)
 
 
 def _toml_literal(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.formatting import format_value
@@ -52,7 +52,9 @@ def check_source_length(data: Data, *, has_encoder: bool) -> None:
         return
     if data.fields_from_example is not None or (data.fields and parse_fields(data.fields).source):
         why = "the model has an encoder, which reads at most that number of tokens of a source"
-        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+        raise usage_error(
+            "`data.source_length` is missing", why, text("{}", Key("data.source_length", 512))
+        )
 
 
 def check_packing(data: Data, *, has_encoder: bool) -> None:
@@ -82,7 +84,10 @@ def _column_problems(recipe: Recipe) -> Iterator[Problem]:
             use = "names a column" if key.startswith("data.fields") else "is for columns"
             why = f"it {use} of json objects, but `data.type` is {data.type}"
             yield Problem(
-                (key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, '`type = "json"`'
+                (key,),
+                f"`{key}` is {format_value(value_of(recipe, key))}",
+                why,
+                text("{}", Key("data.type", "json")),
             )
 
 
@@ -121,7 +126,7 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
         if value_of(recipe, key) is not None and not has_source:
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             why = "`data.fields` has no source in brackets"
-            yield Problem((key,), what, why, '`fields = "[article], summary"`')
+            yield Problem((key,), what, why, text("{}", Key("data.fields", "[article], summary")))
 
 
 def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -132,7 +137,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
             if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
                 what = f"`{key}` is {format_value(value_of(recipe, key))}"
                 why = f"`data.objective` is {data.objective}"
-                yield Problem((key,), what, why, '`objective = "span_corruption"`')
+                yield Problem((key,), what, why, text("{}", Key("data.objective", SPAN_CORRUPTION)))
         return
     yield from problem_if_raised(
         lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 
 SIGNS = re.compile(r"[\[\]{},+]|<\||\|>")
 ITEM = re.compile(r"\s*(?:\[(?P<bracket>[^\[\]]*)\]|(?P<field>[^\[\],]*))\s*(?P<end>,|$)")
@@ -78,21 +78,20 @@ class FieldList:
         return tuple(columns)
 
 
-def parse_fields(text: str) -> FieldList:
+def parse_fields(fields: str) -> FieldList:
     """Parse `data.fields`.
 
     Args:
-        text: A column name, or a list of fields in the grammar.
+        fields: A column name, or a list of fields in the grammar.
 
     Raises:
         UsageError: The text is not in the grammar.
     """
     try:
-        return split_fields(text)
+        return split_fields(fields)
     except FieldsError as error:
-        raise usage_error(
-            f'`data.fields` is "{text:.60}"', str(error), '`fields = "[article], summary"`'
-        ) from None
+        hint = text("{}", Key("data.fields", "[article], summary"))
+        raise usage_error(f'`data.fields` is "{fields:.60}"', str(error), hint) from None
 
 
 def split_fields(text: str) -> FieldList:

@@ -9,6 +9,7 @@ from trainer.recipe.data_table import Data
 
 # Value of `data.objective`.
 SPAN_CORRUPTION = "span_corruption"
+SOURCE_LENGTH_EXAMPLE = Key("data.source_length", 512)  # in hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
     """
     if data.source_length is None:
         why = 'sources have at most that number of tokens, with `objective = "span_corruption"`'
-        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+        raise usage_error("`data.source_length` is missing", why, text("{}", SOURCE_LENGTH_EXAMPLE))
     sizes = span_sizes(
         data.source_length,
         noise_density=data.noise_density,
@@ -83,7 +84,7 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
         raise usage_error(
             f"`data.source_length` {data.source_length} is too short for span corruption",
             f"{why} give {sizes.n_spans} spans of {sizes.n_noise} tokens between {n_other} others",
-            "`source_length = 512` in [data]",
+            text("{}", SOURCE_LENGTH_EXAMPLE),
         )
     if sizes.target_length > data.seq_length:
         why = f"targets of sources of {data.source_length} tokens have {sizes.target_length}"

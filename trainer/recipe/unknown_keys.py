@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from trainer.models.errors import Key, Text, text
 from trainer.recipe.corrections import suggest_value
 from trainer.recipe.formatting import suggest
 from trainer.recipe.optimizer_tables import optimizer_type
@@ -17,6 +19,7 @@ from trainer.recipe.other_trainers import (
 )
 from trainer.recipe.override_values import override_argument
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
+from trainer.recipe.toml_values import parse_toml_value
 
 # Unknown keys for which a hint is searched.
 MAX_HINTED = 100
@@ -144,23 +147,23 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
     translated = translate_value(path, value)
     if isinstance(translated, ValueAdvice):
         return translated
-    text = suggest_value(translated, KEY_SCHEMAS[key])
+    toml_value = suggest_value(translated, KEY_SCHEMAS[key])
     if is_override:
-        hint = set_option_text(key, text)
+        hint = set_option_text(key, toml_value)
     else:
-        hint = _assignment_text(key, text, path.rpartition(".")[0])
+        hint = _assignment_text(key, toml_value, path.rpartition(".")[0])
     is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
     if is_certain:
         return hint
-    return f"did you mean {hint}?"
+    return text("did you mean {}?", hint)
 
 
-def option_hint(option: str, text: str) -> str:
+def option_hint(option: str, value_text: str) -> str:
     """Return a hint for an unknown option of `prep train`, usually the `--set` option to use, or "" if no key matches.
 
     Args:
         option: The option with its dashes, such as `--learning-rate`.
-        text: Its value, or "" for none.
+        value_text: Its value, or "" for none.
     """
     name = option.lstrip("-").replace("-", "_")
     if advice := advice_for(name):
@@ -168,21 +171,26 @@ def option_hint(option: str, text: str) -> str:
     key = name if name in KEY_SCHEMAS else key_for_synonym(name) or _same_name_in_any_table(name)
     if not key:
         return ""
-    value = translate_value(name, text or True)
+    value = translate_value(name, value_text or True)
     if isinstance(value, ValueAdvice):
         return value
     return set_option_text(key, suggest_value(value, KEY_SCHEMAS[key]))
 
 
-def set_option_text(key: str, text: str) -> str:
-    """Return the `--set` option that sets a key to a TOML value, in backticks."""
-    return f"`--set {override_argument(key, text, KEY_SCHEMAS[key])}`"
+def set_option_text(key: str, toml_value: str) -> Text:
+    """Return a hint that overrides a key with a TOML value."""
+    value = parse_toml_value(toml_value)
+    if not isinstance(value, bool | int):
+        # The text after `=`, with as few quotes as the value needs
+        (argument,) = shlex.split(override_argument(key, toml_value, KEY_SCHEMAS[key]))
+        value = argument.partition("=")[2]
+    return text("{}", Key(key, value, is_override=True))
 
 
-def _assignment_text(key: str, text: str, current: str) -> str:
+def _assignment_text(key: str, toml_value: str, current: str) -> str:
     table, _, name = key.rpartition(".")
     place = "" if table == current else f" in [{table}]" if table else ", above the first table"
-    return f"`{name} = {text}`{place}"
+    return f"`{name} = {toml_value}`{place}"
 
 
 def _other_optimizers_text(path: str) -> str:

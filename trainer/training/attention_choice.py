@@ -9,7 +9,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
 from trainer.models.attention_needs import AttentionNeeds
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.nn.kernels.probe import find_mismatch
 from trainer.planning.step_inputs import Shapes, attention_needs, longest_sequence
 from trainer.recipe import Recipe
@@ -113,7 +113,7 @@ def first_correct(
             return KernelChoice(choice.name, "; ".join([choice.reason, *failures]))
         what = f"attention kernel `{choice.name}` failed its numeric check"
         if not is_auto:
-            raise PrepError(what, failure, f'`model.attention_kernel = "{AUTO}"`')
+            raise PrepError(what, failure, text("{}", Key("model.attention_kernel", AUTO)))
         warn(f"{what}: {failure}")
         failures.append(f"{choice.name} failed its numeric check")
     raise PrepError(

@@ -307,7 +307,9 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         return
     keys = {"always_start_with_bos": data.always_start_with_bos, "prepend_text": data.prepend_text}
     for key in (key for key, value in {**keys, "format": data.format == CHAT}.items() if value):
-        hint = "`data.source_prefix`" if key == "prepend_text" else "remove it"
+        hint = "remove it"
+        if key == "prepend_text":
+            hint = text("{}", Key("data.source_prefix"))
         raise usage_error(
             f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint
         )
@@ -315,7 +317,12 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)
     ):
         why = "it trains on pairs of a source and a target, or on text by span corruption"
-        hint = '`type = "json"` and `fields = "[article], summary"`, or `objective = "span_corruption"`'
+        hint = text(
+            "{} and {}, or {}",
+            Key("data.type", "json"),
+            Key("data.fields", "[article], summary"),
+            Key("data.objective", SPAN_CORRUPTION),
+        )
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
     check_source_length(data, has_encoder=True)
 

@@ -104,9 +104,10 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
                 Option("pad_vocab", "auto"),
             )
             hint = text(
-                "another mesh, or a checkpoint made for this one: {}, or with {}",
+                "another mesh, or a checkpoint made for this one: {}, or with {} of {}",
                 command,
                 Option("rules"),
+                Command("save-init"),
             )
             raise usage_error(error.what, error.why, hint) from error
 

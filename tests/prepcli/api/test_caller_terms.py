@@ -80,7 +80,7 @@ def test_hint_of_load_params_names_no_option(model: Path, tmp_path: Path):
     with pytest.raises(prep.UsageError) as caught:
         prep.load_params(init, mesh="1,1,8")
     assert '`prep.save_init("MODEL", mesh="1,1,8", pad_vocab="auto")`' in caught.value.hint
-    assert caught.value.hint.endswith("or with `rules` of `prep.save_init`")
+    assert caught.value.hint.endswith("or with `rules` of `prep.save_init()`")
     assert "--" not in str(caught.value)
 
 

@@ -55,4 +55,4 @@ def test_suggest_returns_one_name_or_none() -> None:
 
 
 def test_default_memory_is_a_size() -> None:
-    assert parse_bytes(DEFAULT_MEMORY, "--memory") == 512 << 20
+    assert parse_bytes(DEFAULT_MEMORY, "memory") == 512 << 20

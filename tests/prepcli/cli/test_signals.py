@@ -14,8 +14,8 @@ from tests.helpers.fork_server import PREP, start_python
 
 WAIT_S = 240.0
 COMMANDS = {
-    "evaluate": ("prepcli.commands.evaluate", "eval", "tiny", "--data", "text.txt"),
-    "generate": ("prepcli.commands.generate", "generate", "tiny", "--prompt", "a"),
+    "evaluate": ("prepcli.operations.evaluate", "eval", "tiny", "--data", "text.txt"),
+    "generate": ("prepcli.operations.generate", "generate", "tiny", "--prompt", "a"),
     "report": ("prepcli.commands.report", "report", "run"),
     "plan": ("prepcli.commands.plan", "plan", "recipe.toml"),
 }

@@ -131,7 +131,7 @@ def test_make_fill_rejects_invalid_values(
 ):
     with pytest.raises(PrepError) as caught:
         make_fill(init, seed, make_source(**config))
-    assert text in str(caught.value)
+    assert text in caught.value.message
     assert caught.value.code == code
 
 

@@ -12,10 +12,10 @@ from typing import Literal
 
 import pytest
 
-from prepcli.commands.compute_together import AGAIN_HINT
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
+from prepcli.operations.compute_together import AGAIN_HINT
 from prepcli.training_runs.processes import _job_error, run_together
 from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from prepcli.console.formatting import (
 )
 from prepcli.errors import USAGE, PrepError
 
-OPTION = "--memory"
+OPTION = "memory"
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
@@ -58,7 +59,7 @@ def test_parse_bytes_rejects_invalid_text(text: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_bytes(text, OPTION)
     assert caught.value.code == USAGE
-    assert caught.value.what == f"`--memory {text}` is not a size in bytes"
+    assert caught.value.what == f"`--memory {shlex.quote(text)}` is not a size in bytes"
     assert caught.value.hint == "for example `--memory 512MiB`"
 
 

@@ -310,7 +310,7 @@ def test_stream_line_prints_pieces_at_once_and_ends_the_line() -> None:
         for piece, expected in (("one ", "one "), ("", "one "), ("two\x1b", "one two\\x1b")):
             write(piece)
             assert streams.texts[0] == expected
-    assert streams.ui.finish(Report("one two\x1b", is_printed=True)) == OK
+    assert streams.ui.finish(Report("one two\x1b")) == OK
     assert streams.texts == ("one two\\x1b\n", "")
 
 
@@ -333,7 +333,9 @@ def test_results_stream_only_as_text_on_a_terminal() -> None:
     assert not Streams(out=Terminal()).ui.for_process(0).can_stream
 
 
-def test_printed_report_keeps_its_json() -> None:
-    streams = Streams(as_json=True)
-    streams.ui.finish(Report("text", {"texts": ["text"]}, is_printed=True))
-    assert json.loads(streams.texts[0])["texts"] == ["text"]
+def test_result_that_differs_from_the_streamed_text_is_printed() -> None:
+    streams = Streams(out=Terminal())
+    with streams.ui.stream_line() as write:
+        write("one")
+    assert streams.ui.finish(Report("one two")) == OK
+    assert streams.texts[0] == "one\none two\n"

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from prepcli.cli.main import main
-from prepcli.commands.prompts import read_prompts
 from prepcli.errors import FAILED
+from prepcli.operations.prompts import read_prompts
 from tests.helpers.corpus import make_tokenizer
 from trainer.data.tokenizer import load_tokenizer
 from trainer.models.errors import PrepError

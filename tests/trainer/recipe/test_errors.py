@@ -161,17 +161,17 @@ FILES = {
     "fields with text data": (
         replaced("seq_length = 8", 'seq_length = 8\nfields = "body"'),
         'x.toml:8: `data.fields` is "body" - it names a column of json objects, but `data.type` is text - '
-        '`type = "json"`',
+        '`data.type = "json"`',
     ),
     "source length with text data": (
         replaced("seq_length = 8", "seq_length = 8\nsource_length = 16"),
         "x.toml:8: `data.source_length` is 16 - `data.fields` has no source in brackets - "
-        '`fields = "[article], summary"`',
+        '`data.fields = "[article], summary"`',
     ),
     "format with text data": (
         replaced("seq_length = 8", 'seq_length = 8\nformat = "chat"'),
         'x.toml:8: `data.format` is "chat" - it is for columns of json objects, but `data.type` is text - '
-        '`type = "json"`',
+        '`data.type = "json"`',
     ),
     "fields twice": (
         replaced('type = "text"', 'type = "json"\nfields = "body"\nfields_from_example = "how"'),
@@ -198,7 +198,7 @@ FILES = {
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
         'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, which have no loss: it needs one outside '
-        'brackets - `fields = "[article], summary"`',
+        'brackets - `data.fields = "[article], summary"`',
     ),
     "repository without an owner": (
         replaced("steps = 20", 'steps = 20\n[checkpoint]\npush = "me"'),

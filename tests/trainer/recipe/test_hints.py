@@ -297,7 +297,7 @@ def test_option_of_another_trainer_gives_hint(option: str, value: str, hint: str
     ],
 )
 def test_translated_values_are_valid_overrides(setting: str, key: str, expected: Any):
-    (text,) = re.findall(r"`--set ([^`]+)`", str(error_of(GOOD, setting)))
+    (text,) = re.findall(r"`--set ([^`]+)`", error_of(GOOD, setting).message)
     more = ["data.holdout=0.1", "train.eval_every=5", "checkpoint.optimizer_state=false"]
     assert (
         value_of(load_recipe(Path("x.toml"), [*shlex.split(text), *more]).recipe, key) == expected

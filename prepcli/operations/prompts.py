@@ -1,4 +1,4 @@
-"""Prompts of `prep generate` from files, stdin and token ids."""
+"""Prompts from a file or stdin."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import PrepError
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 
 STDIN = "-"
 MAX_PROMPTS_NBYTES = 1_000_000_000
-MAX_ID_DIGITS = 9  # more than any token id has
 PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
 
 
@@ -30,15 +29,12 @@ def read_prompts(file_name: str) -> Iterator[str]:
         raise PrepError(
             f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8"
         ) from error
-    for line_number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: JSON strings may contain other line separators
-        if line.strip():
-            yield (
-                _prompt_from_json(file_name, line_number, line)
-                if file_name.endswith(".jsonl")
-                else line
-            )
+    is_json = file_name.endswith(".jsonl")
+    # `splitlines` would also split at the other line separators, which JSON strings may contain.
+    for line_number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        yield _prompt_from_json(file_name, line_number, line) if is_json else line
 
 
 def _read_text(file_name: str) -> str:
@@ -49,6 +45,7 @@ def _read_text(file_name: str) -> str:
         raise PrepError(
             "the prompts are too large",
             f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
+            "fewer prompts at a time",
         )
     return text
 
@@ -58,28 +55,16 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
         value = load_json(line.encode())
     except ValueError as error:
         raise PrepError(
-            f"line {line_number} of {file_name} is not valid JSON", str(error)
+            f"line {line_number} of {file_name} is not valid JSON",
+            str(error),
+            "one object per line; a file of plain prompts has another suffix than .jsonl",
         ) from error
-    texts = [
-        value[key]
-        for key in PROMPT_KEYS
-        if isinstance(value, dict) and isinstance(value.get(key), str)
-    ]
-    if not texts:
-        why = f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`"
-        raise PrepError(f"line {line_number} of {file_name} has no prompt", why)
-    return texts[0]
-
-
-def parse_token_ids(text: str) -> list[int]:
-    """Return comma-separated token ids. Raise UsageError for other text."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(
-        word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words
-    ):
-        raise usage_error(
-            f"invalid `--tokens {text:.60}`",
-            "it takes comma-separated token ids",
-            "`--tokens 1,2,3`",
-        )
-    return [int(word) for word in words]
+    if isinstance(value, dict):
+        for key in PROMPT_KEYS:
+            if isinstance(value.get(key), str):
+                return value[key]
+    raise PrepError(
+        f"line {line_number} of {file_name} has no prompt",
+        f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`",
+        """`{"prompt": "TEXT"}`""",
+    )

@@ -1,15 +1,19 @@
 """Metrics of the targets that an encoder-decoder model generates from the sources of a dataset."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
-from prepcli.console.ui import Ui
-from prepcli.errors import usage_error
+from prepcli.console.observer import Observer
+from prepcli.errors import Option, text, usage_error
+from prepcli.operations.compute_options import EvaluateOptions
+from prepcli.operations.evaluation_model import LoadedModel
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
+from prepcli.operations.option_spec import as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 
@@ -17,25 +21,30 @@ if TYPE_CHECKING:
     from trainer.data.packing import Dataset
 
 
-def check_target_metrics(names: Sequence[str], opened: OpenedModel) -> None:
-    """Check that metrics can be computed.
+def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
+    """Check that the metrics of the options can be computed.
 
     Raises:
         UsageError: A name is unknown, or the model has no encoder or its mesh splits tokens.
         PrepError: A package is not installed.
     """
+    names = as_tuple(options["metrics"])
     if not names:
         return
     from trainer.generation.text_metrics import check_metrics
 
-    option = f"`--metric {names[0]}`"
+    option = Option("metrics", names[0])
     if opened.model.arch_config.encoder is None:
         why = f"targets are generated from sources, and {opened.model.family.name} has no encoder"
-        raise usage_error(f"{option} is not supported for this model", why)
+        raise usage_error(
+            text("{} is not supported for this model", option),
+            why,
+            text("remove {}", Option("metrics")),
+        )
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
         raise usage_error(
-            f"{option} is not supported with `--mesh {opened.sharding.mesh}`",
+            text("{} is not supported with {}", option, Option("mesh", opened.sharding.mesh)),
             why,
             "a mesh without sp",
         )
@@ -43,19 +52,20 @@ def check_target_metrics(names: Sequence[str], opened: OpenedModel) -> None:
 
 
 def target_metrics(
-    request: EvaluateRequest,
+    options: EvaluateOptions,
     dataset: Dataset,
     source: Source,
     opened: OpenedModel,
     *,
     loaded: LoadedModel,
-    ui: Ui,
-) -> dict[str, Any]:
+    observer: Observer,
+) -> dict[str, float | None]:
     """Generate the targets of a dataset, and return their metrics.
 
     Infinite and NaN values are None.
     """
-    if not request.metrics:
+    metrics = as_tuple(options["metrics"])
+    if not metrics:
         return {}
     from trainer.data.tokenizer import load_tokenizer
     from trainer.generation.decode import GenerationConfig
@@ -82,17 +92,24 @@ def target_metrics(
                 generation_config=generation_config,
             ),
             dataset,
-            load_tokenizer(tokenizer_path(source, request.tokenizer, purpose="decode targets")),
+            load_tokenizer(tokenizer_path(source, options["tokenizer"], purpose="decode targets")),
             decoder_start_id=decoder_start_token_id(config, model.true_vocab_size),
             batch_size=min(loaded.batch_size, dataset.n_rows),
-            limit=request.limit,
+            limit=options["limit"],
         )
     )
-    ui.note(f"generated {len(targets):,} targets")
+    observer.note(f"generated {len(targets):,} targets")
     if num_longer := sum(target.is_longer for target in targets):
-        limit = f"{dataset.seq_length} tokens, where generated texts end (`--seq-length`)"
-        ui.warn(f"{num_longer:,} of {len(targets):,} references are longer than {limit}")
+        observer.warn(
+            text(
+                "{:,} of {:,} references are longer than {} tokens, where generated texts end ({})",
+                num_longer,
+                len(targets),
+                dataset.seq_length,
+                Option("seq_length"),
+            )
+        )
     texts = [target.text for target in targets]
     references = [target.reference for target in targets]
-    scores = score_texts(request.metrics, texts, references)
+    scores = score_texts(metrics, texts, references)
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}

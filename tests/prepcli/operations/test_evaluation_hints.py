@@ -8,8 +8,8 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
-from prepcli.commands.evaluation_hints import to_options
-from prepcli.errors import USAGE
+from prepcli.errors import USAGE, Key, Style, text
+from prepcli.operations.evaluation_keys import option_of_key
 from tests.helpers.run_cli import error_lines, run_json
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import write_tokenizer
@@ -84,8 +84,19 @@ def test_hints_of_evaluate_name_its_arguments():
     assert raised.value.hint == '`overrides="data.source_length=512"`'
 
 
-def test_lines_of_keys_that_eval_lacks_stay():
-    assert to_options("`holdout = 0.05` in [data]") == "`holdout = 0.05` in [data]"
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        (Key("data.holdout", 0.05), "`data.holdout = 0.05`"),
+        (Key("data.source_length"), "`data.source_length`"),
+        (Key("data.type"), "`--type`"),
+        (Key("data.fields", "[article], summary"), "`--fields '[article], summary'`"),
+        (Key("data.add_bos", False), "`--set data.add_bos=false`"),
+        (Key("data.source_length", 512, is_override=True), "`--set data.source_length=512`"),
+    ],
+)
+def test_keys_that_eval_has_become_options(key: Key, hint: str):
+    assert text("{}", key).render(Style("terminal", rename_key=option_of_key)) == hint
 
 
 def test_model_without_positions_has_the_default_length(capsys: pytest.CaptureFixture[str]):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import prepcli as prep
-from prepcli.api import harness
 from prepcli.errors import PrepError, UsageError
+from prepcli.operations import harness_model as harness
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.distributed import exact_backend
@@ -69,11 +69,11 @@ def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def log_probabilities(checkpoint: Path) -> Any:
     """Return a function from token ids to the log probabilities [T, V] of each next token."""
     params = prep.load_params(checkpoint)
-    from prepcli.api.session import silent_ui
+    from prepcli.console.observer import SilentObserver
     from prepcli.operations.conversion import common_options, open_checkpoint
     from prepcli.restore.params import open_model
 
-    located, source = open_checkpoint(common_options(checkpoint, None, {}), silent_ui("eval"))
+    located, source = open_checkpoint(common_options(checkpoint, None, {}), SilentObserver())
     with open_model(
         source, located.local_files.path, None, verify=False, on_unchecked=lambda: None
     ) as opened:

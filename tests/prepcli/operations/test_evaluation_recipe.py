@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-import prepcli as prep
 from prepcli.cli.main import main
-from prepcli.commands.evaluation_keys import EFFECTIVE_KEYS, KEYS_TEXT
-from prepcli.commands.evaluation_recipe import EvalData, evaluation_recipe
 from prepcli.errors import UsageError
+from prepcli.operations.compute_options import EvaluateOptions
+from prepcli.operations.evaluation_keys import EFFECTIVE_KEYS, KEYS_TEXT
+from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
+from prepcli.operations.option_spec import option_specs
 from trainer.recipe import Recipe
 from trainer.recipe.tables import KEY_SCHEMAS
 
 
 def make_recipe(override: str) -> Recipe:
-    data = EvalData(("a.txt",), overrides=(override,))
-    return evaluation_recipe(data, ["a.txt"], checkpoint="tiny", dtype="float32", max_positions=64)
+    options: EvaluateOptions = {"overrides": override}
+    return evaluation_recipe(
+        options, ["a.txt"], checkpoint="tiny", dtype="float32", max_positions=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,12 @@ def test_effective_keys_exist_and_change_the_recipe():
     assert make_recipe("model.attention_kernel=reference").model.attention_kernel == "reference"
 
 
-def test_help_and_docstring_name_all_effective_keys(capsys: pytest.CaptureFixture[str]):
+def test_help_and_reference_name_all_effective_keys(capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "--help"]) == 0
     help_text = " ".join(capsys.readouterr().out.split())
-    docstring = " ".join(cast(str, prep.evaluate.__doc__).split())
     assert all(key.partition(".")[2] in KEYS_TEXT for key in EFFECTIVE_KEYS)
     assert KEYS_TEXT in help_text
-    assert KEYS_TEXT in docstring
+    assert KEYS_TEXT in option_specs(EvaluateOptions)["overrides"].doc
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,10 @@ def test_sources_split_names_from_paths(
 ):
     monkeypatch.chdir(tmp_path)
     Path("lang=en").mkdir()
-    assert EvalData((text,)).sources() == {name: [path]}
+    assert data_sources([text]) == {name: [path]}
 
 
 @pytest.mark.parametrize("text", ["", "=a.txt", "wiki="])
 def test_sources_reject_empty_names_and_paths(text: str):
     with pytest.raises(UsageError):
-        EvalData((text,)).sources()
+        data_sources([text])

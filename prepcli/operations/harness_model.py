@@ -10,20 +10,21 @@ with prep.harness_model("gpt-neo-1.3B-init") as model:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
-from prepcli.api.session import silent_ui
-from prepcli.commands.open_params import open_params
 from prepcli.console.jax_logs import silence_jax
+from prepcli.console.observer import SilentObserver
 from prepcli.errors import PrepError, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
-from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, PositiveInt
+from prepcli.operations.open_params import compute_dtype, open_params
+from prepcli.operations.operation import public, rendered_for_python
+from prepcli.operations.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.operations.options import SourceOptions
 from prepcli.restore.params import OpenedModel
 
@@ -92,12 +93,16 @@ class HarnessMethods:
         """
         from trainer.training.scoring import rolling_requests
 
-        windows = [
-            list(rolling_requests(self._encode(request.args[0]), self.eos_ids[0], self.max_length))
-            for request in requests
-        ]
-        scores = iter(self._score([window for text in windows for window in text]))
-        return [sum(next(scores).log_likelihood for _ in text) for text in windows]
+        # A text longer than the model is scored in windows. All windows are scored in the same batches.
+        windows: list[ScoreRequest] = []
+        counts: list[int] = []
+        for request in requests:
+            ids = self._encode(request.args[0])
+            text_windows = list(rolling_requests(ids, self.eos_ids[0], self.max_length))
+            windows += text_windows
+            counts.append(len(text_windows))
+        scores = iter(self._score(windows))
+        return [sum(score.log_likelihood for score in islice(scores, n)) for n in counts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Continue each context up to a stop text, without it.
@@ -126,11 +131,14 @@ class HarnessMethods:
         from trainer.training.scoring import ScoreRequest
 
         stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        prefix = self._encode(context) if context else [self.eos_ids[0]]
-        whole = (
-            self._encode(context + continuation) if context else prefix + self._encode(continuation)
-        )
+        continuation = context[len(stripped) :] + continuation
+        if stripped:
+            # Tokens may span the border, so the whole text is encoded at once.
+            prefix = self._encode(stripped)
+            whole = self._encode(stripped + continuation)
+        else:
+            prefix = [self.eos_ids[0]]
+            whole = prefix + self._encode(continuation)
         num_scored = min(len(whole) - len(prefix), self.max_length)
         if num_scored < 1:
             raise usage_error(
@@ -200,8 +208,12 @@ class HarnessMethods:
 
 def _cut_at(text: str, until: str | Sequence[str]) -> str:
     """Return the text before the first stop text."""
-    stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    end = len(text)
+    for stop in as_tuple(until):
+        position = text.find(stop)
+        if stop and position >= 0:
+            end = min(end, position)
+    return text[:end]
 
 
 def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
@@ -252,18 +264,22 @@ def harness_model(
         UsageError: An argument is invalid, or the model has an encoder or no end token.
         PrepError: lm-eval is not installed, or the checkpoint or the devices cannot be used.
     """
-    base = _harness_base()
-    ui = silent_ui("eval")
-    silence_jax(ui)
-    if reduction == "exact":
-        from trainer.distributed.exact_backend import start_exact_backend
+    observer = SilentObserver()
+    with ExitStack() as stack:
+        stack.enter_context(rendered_for_python())
+        base = _harness_base()
+        silence_jax(observer)
+        # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
+        if reduction == "exact":
+            from trainer.distributed.exact_backend import start_exact_backend
 
-        start_exact_backend()
-    located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
-    with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
-        path = tokenizer_path(
-            source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts"
+            start_exact_backend()
+        common = common_options(checkpoint, None, {**options, "ema": ema})
+        located, source = open_checkpoint(common, observer)
+        opened = stack.enter_context(
+            open_params(located, source, mesh, verify=verify, observer=observer)
         )
+        path = tokenizer_path(source, tokenizer, purpose="encode texts")
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)
         methods = _load(
@@ -310,7 +326,7 @@ def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
         raise usage_error(
             f"config.json of {name} has no eos_token_id",
             "a text without context starts with it",
-            "add it",
+            "add it, or use an export of the model that has one",
         )
 
 
@@ -331,14 +347,12 @@ def _load(
 
     model = opened.model
     sharding = opened.sharding
-    compute_dtype = dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
-    forward_config = ForwardConfig(
-        compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding
-    )
+    dtype = compute_dtype(dtype, opened)
+    forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
     jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
     num_replicas = sharding.data_parallel_size
     return HarnessMethods(
-        params=opened.load(lambda path: inference_dtype(path, compute_dtype)),
+        params=opened.load(lambda path: inference_dtype(path, dtype)),
         opened=opened,
         forward_config=forward_config,
         eval_step=jit_step(model, forward_config),

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from prepcli.api.parameters import open_parameters
-from prepcli.api.session import silent_ui
+from prepcli.console.observer import Observer, SilentObserver, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.open_params import open_parameters
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import ModuleOptions, SourceOptions
@@ -34,7 +34,7 @@ def nnx_model(
     model: PathLike | Mapping[str, Any],
     mesh: str | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | Observer | None = None,
     **options: Unpack[ModuleOptions],
 ) -> NNXModel:
     """Return a model as a module of `flax.nnx`.
@@ -69,7 +69,7 @@ def linen_model(
     model: PathLike | Mapping[str, Any],
     mesh: str | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | Observer | None = None,
     **options: Unpack[ModuleOptions],
 ) -> tuple[LinenModel, dict[str, Tree]]:
     """Return a model as a module of `flax.linen`, and its variables.
@@ -169,12 +169,15 @@ def _read_config(
     """Return the family and the config of a model. Only headers of a checkpoint are read."""
     if isinstance(model, Mapping):
         return family_of(model), model
-    _, source = open_checkpoint(common_options(model, None, options), silent_ui("inspect"))
+    _, source = open_checkpoint(common_options(model, None, options), SilentObserver())
     return source.family, source.config
 
 
 def _build(
-    model: PathLike | Mapping[str, Any], mesh: str | None, options: Any, progress: Progress | None
+    model: PathLike | Mapping[str, Any],
+    mesh: str | None,
+    options: Any,
+    progress: Progress | Observer | None,
 ) -> tuple[Tree, Computation]:
     """Return the parameters of a module, and its computation."""
     from trainer.flax_modules.computation import Computation
@@ -188,10 +191,13 @@ def _build(
         ), computation
     if "seed" in options:
         raise usage_error(
-            f"`seed={options['seed']}` has no effect", "the parameters are those of the checkpoint"
+            text("{} has no effect", Option("seed", options["seed"])),
+            "the parameters are those of the checkpoint",
+            text("remove {}", Option("seed")),
         )
     verify = options.get("verify", True)
-    with open_parameters(model, mesh, options, verify=verify, progress=progress) as opened:
+    observer = observer_of(progress)
+    with open_parameters(model, mesh, options, verify=verify, observer=observer) as opened:
         computation = Computation(
             opened.model, _forward_config(opened.model, opened.sharding, options)
         )
@@ -215,8 +221,11 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
     features = model_features(model.arch_config, model.leaves)
     needs = AttentionNeeds(features, dtype, dim_extent(model.leaves, "head_dim"))
     if reasons := list(missing(KERNEL_SPECS[kernel], needs, device_kind(sharding))):
-        what = f'`attention_kernel="{kernel}"` cannot compute this model\'s attention'
-        raise usage_error(what, f"it {'; it '.join(reasons)}", '`attention_kernel="blockwise"`')
+        raise usage_error(
+            text("{} cannot compute this model's attention", Option("attention_kernel", kernel)),
+            f"it {'; it '.join(reasons)}",
+            text("{}", Option("attention_kernel", "blockwise")),
+        )
     return ForwardConfig(
         dtype=dtype,
         remat_policy=options.get("remat_policy", "none"),

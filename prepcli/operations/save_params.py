@@ -1,18 +1,24 @@
-"""Write parameters in memory as an Orbax checkpoint, with the settings of another checkpoint of the model."""
+"""Write parameters in memory as an Orbax checkpoint, with the settings of another checkpoint of the model.
+
+The function imports jax.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from prepcli.console.ui import Ui
+from prepcli.console.observer import SilentObserver
 from prepcli.engine.budget import make_budget
-from prepcli.errors import OutputExistsError, PrepError
+from prepcli.errors import Option, OutputExistsError, PrepError, text, usage_error
 from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
-from prepcli.operations.conversion import CommonOptions, open_checkpoint
+from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.operation import public
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import SourceOptions
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
@@ -20,47 +26,59 @@ from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
 from prepcli.training_runs.start import start_manifest
-from trainer.models.checkpoint_store import HostLeaf, LeafSpec
+from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.param_tree import param_leaves
 
 COMMAND = "save-params"
 
 
-@dataclass(frozen=True, slots=True)
-class SaveParamsRequest:
-    """Request to write parameters; `common.checkpoint` is a checkpoint of the same model, `common.out` the output."""
+@public
+def save_params(
+    params: Mapping[str, Any], out: PathLike, *, like: PathLike, **options: Unpack[SourceOptions]
+) -> Path:
+    """Write parameters as an Orbax checkpoint, which `export`, `train` and all other functions read.
 
-    common: CommonOptions
-    leaves: Mapping[str, HostLeaf]  # by dotted name, such as `params.embed.tokens`
-
-
-def save_params(request: SaveParamsRequest, ui: Ui) -> Path:
-    """Write parameters in memory as an Orbax checkpoint.
+    The values are written as they are. One process must hold the arrays.
 
     Args:
-        request: Parameters, output, and a checkpoint of the same model.
-        ui: Receives notes, warnings and progress.
+        params: The tree of `load_params`, with layers stacked on the first axis: of arrays of JAX or NumPy.
+        out: Output folder.
+        like: A checkpoint of the same model. Its config and its tokenizer are copied; its weights are not.
+        **options: See `SourceOptions`; they apply to `like`.
 
     Returns:
-        The output.
+        The output folder.
 
     Raises:
-        OutputExistsError: The output exists.
-        PrepError: The parameters do not fit the checkpoint, or the output cannot be written.
+        UsageError: An argument is invalid, or an array is on devices of other processes.
+        OutputExistsError: `out` exists.
+        PrepError: The parameters do not fit the model of `like`, or the output cannot be written.
     """
-    out = request.common.out
-    assert out is not None
-    if os.path.lexists(out):
-        raise OutputExistsError(
-            f"{out} already exists", "parameters do not replace it", "choose another `--out`"
+    import jax
+    import jax.numpy as jnp
+
+    from trainer.training.checkpoint import host_leaves
+
+    arrays = jax.tree.map(jnp.asarray, {**params})
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(arrays)):
+        raise usage_error(
+            "parameters cannot be saved",
+            "an array is on devices of several processes",
+            "gather the arrays in one process, or train with a recipe, which saves shards",
         )
-    located, source = open_checkpoint(request.common, ui)
-    shapes = {
-        name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in request.leaves.items()
-    }
+    folder = Path(out)
+    if os.path.lexists(folder):
+        raise OutputExistsError(
+            f"{folder} already exists",
+            "parameters do not replace it",
+            text("choose another {}", Option("out")),
+        )
+    located, source = open_checkpoint(common_options(like, folder, options), SilentObserver())
+    leaves = host_leaves({"params": arrays})
+    shapes = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
     plan = _plan(shapes, source, located.model_name)
-    StepWriter(plan, out, request.leaves).write()
-    return out
+    StepWriter(plan, folder, leaves).write()
+    return folder
 
 
 def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
@@ -113,7 +131,11 @@ def _check_leaves(
 
 
 def _mismatch_error(source: Source, why: str) -> PrepError:
-    return PrepError(f"the parameters are not those of {source.display_name}", why)
+    return PrepError(
+        f"the parameters are not those of {source.display_name}",
+        why,
+        text("{} with a checkpoint of the same model", Option("like")),
+    )
 
 
 def _small_files(source: Source, config: Mapping[str, Any]) -> tuple[SmallFile, ...]:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from prepcli.operations.results import NewTokens
+
 if TYPE_CHECKING:
     from trainer.data.incremental_decoder import IncrementalDecoder
 
-# Number of a prompt, its next token ids, and the next piece of its text
-TokenCallback = Callable[[int, Sequence[int], str], None]
-
 
 class TokenStream:
-    """Stream of the new tokens of prompts and their texts to a callback.
+    """Stream of the new tokens of prompts and their texts to a callback."""
 
-    Attributes:
-        texts: The text of each prompt so far.
-    """
-
-    def __init__(self, decoders: Sequence[IncrementalDecoder], on_tokens: TokenCallback) -> None:
+    def __init__(
+        self, decoders: Sequence[IncrementalDecoder], on_tokens: Callable[[NewTokens], None]
+    ) -> None:
         """Start before the first token.
 
         Args:
@@ -28,7 +25,6 @@ class TokenStream:
         """
         self._decoders = decoders
         self._on_tokens = on_tokens
-        self.texts = [""] * len(decoders)
 
     def push(self, first_prompt: int, new_tokens: Sequence[Sequence[int]]) -> None:
         """Pass on the next tokens of the prompts from number `first_prompt` on."""
@@ -43,5 +39,4 @@ class TokenStream:
                 self._pass_on(prompt, (), text)
 
     def _pass_on(self, prompt: int, tokens: Sequence[int], text: str) -> None:
-        self.texts[prompt] += text
-        self._on_tokens(prompt, tokens, text)
+        self._on_tokens(NewTokens(prompt, tuple(tokens), text))

@@ -1,0 +1,248 @@
+"""`prep eval`: loss, perplexity and accuracy of any checkpoint on data files, by source."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Unpack
+
+from prepcli.console.formatting import format_duration
+from prepcli.console.jax_logs import silence_jax
+from prepcli.console.observer import CommandObserver, Observer
+from prepcli.console.progress import Progress
+from prepcli.errors import Option, PrepError, Style, text
+from prepcli.operations.compute_options import EvaluateOptions
+from prepcli.operations.compute_together import compute_together, process_index
+from prepcli.operations.conversion import (
+    CommonOptions,
+    check_config_option,
+    common_options,
+    open_checkpoint,
+    source_line,
+)
+from prepcli.operations.evaluation_keys import option_of_key
+from prepcli.operations.evaluation_model import load_model
+from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
+from prepcli.operations.model_files import tokenizer_path
+from prepcli.operations.open_params import compute_dtype, open_params
+from prepcli.operations.operation import public
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.results import Evaluation, EvaluationScores
+from prepcli.operations.target_metrics import check_target_metrics, target_metrics
+from prepcli.restore.params import OpenedModel
+from prepcli.sources.folders import make_access
+from prepcli.sources.source import Source
+from prepcli.training_runs.observe import tokenize_progress
+from prepcli.training_runs.remote_data import DataFinder
+from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from trainer.data.packing import Dataset
+    from trainer.training.evaluation import EvaluationResult
+
+OUT_OF_MEMORY_HINT = text(
+    "a smaller {} or {}, {}, or more fsdp or mp in {}",
+    Option("batch_size"),
+    Option("seq_length"),
+    Option("dtype", "bfloat16"),
+    Option("mesh"),
+)
+
+
+@public
+def evaluate(
+    checkpoint: PathLike | None = None,
+    data: PathLike | Sequence[PathLike] = (),
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[EvaluateOptions],
+) -> Evaluation:
+    """Compute loss, perplexity and accuracy of a model on data files.
+
+    In a job of several processes, all of them call it with a mesh of all their devices. Without a mesh each process
+    evaluates alone.
+
+    Args:
+        checkpoint: Folder, alias, hub id, URL, training run, or a step of one; default: the only checkpoint of prep in
+            the current folder.
+        data: One or more files, folders, globs or URLs; each is a source with its own result. "NAME=PATH" names it.
+        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
+        **options: See `EvaluateOptions`.
+
+    Returns:
+        The scores over all data and of each source.
+
+    Raises:
+        UsageError: An argument is invalid.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint, the data or the devices cannot be used.
+    """
+    started_s = time.monotonic()
+    common = common_options(checkpoint, None, options)
+    files = [str(data)] if isinstance(data, str | Path) else [str(path) for path in data]
+    with _options_in_errors(progress):
+        evaluation = compute_together(
+            options["mesh"],
+            progress,
+            phase="eval",
+            compute=lambda group, observer: replace(
+                _evaluate(common, files, options, observer), process=process_index(group)
+            ),
+        )
+    return replace(evaluation, seconds=time.monotonic() - started_s)
+
+
+@contextmanager
+def _options_in_errors(progress: Progress | Observer | None) -> Iterator[None]:
+    """Name options instead of recipe keys in the errors of the block: an evaluation has no recipe file."""
+    language = "terminal" if isinstance(progress, CommandObserver) else "python"
+    try:
+        yield
+    except PrepError as error:
+        raise error.rendered(Style(language, rename_key=option_of_key)) from error.__cause__
+
+
+def _evaluate(
+    common: CommonOptions, files: Sequence[str], options: EvaluateOptions, observer: Observer
+) -> Evaluation:
+    """Load the model and the data, and compute the scores. See `evaluate`."""
+    silence_jax(observer)
+    from trainer.distributed.exact_backend import start_exact_backend
+    from trainer.distributed.sharding import catch_out_of_memory
+    from trainer.training.evaluation import combine_results
+    from trainer.training.evaluation import evaluate as evaluate_dataset
+
+    # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
+    if options["reduction"] == "exact":
+        start_exact_backend()
+    located, source = open_checkpoint(common, observer)
+    check_config_option(common, source)
+    observer.note(source_line(source))
+    with ExitStack() as stack:
+        stack.enter_context(catch_out_of_memory(OUT_OF_MEMORY_HINT))
+        opened = stack.enter_context(
+            open_params(
+                located, source, options["mesh"], verify=options["verify"], observer=observer
+            )
+        )
+        scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+        check_target_metrics(options, opened)
+        recipes = _make_recipes(files, options, source, opened)
+        # All data is read before the weights are loaded: invalid data is reported early.
+        datasets: dict[str, Dataset] = {}
+        for name, recipe in recipes.items():
+            datasets[name] = _open_dataset(
+                options, recipe, source, opened, scratch_dir=scratch_dir, observer=observer
+            )
+        first_recipe = next(iter(recipes.values()))
+        loaded = load_model(options, opened, first_recipe, observer)
+        mesh = opened.sharding.mesh
+        started_s = time.monotonic()
+        observer.note("compiling for the first batch")
+        results: dict[str, EvaluationResult] = {}
+        for name, dataset in datasets.items():
+            results[name] = evaluate_dataset(
+                loaded.params,
+                dataset,
+                eval_step=loaded.eval_step,
+                sharding=opened.sharding,
+                batch_size=loaded.batch_size,
+                limit=options["limit"],
+            )
+        compute_s = time.monotonic() - started_s
+        sources: dict[str, EvaluationScores] = {}
+        for name, dataset in datasets.items():
+            num_sequences = min(dataset.n_rows, options["limit"] or dataset.n_rows)
+            sources[name] = EvaluationScores(
+                **_scores(results[name], num_sequences=num_sequences),
+                metrics=target_metrics(
+                    options, dataset, source, opened, loaded=loaded, observer=observer
+                ),
+            )
+    num_sequences = sum(scores.sequences for scores in sources.values())
+    duration = format_duration(compute_s)
+    observer.note(f"{num_sequences:,} sequences in {duration}, compilation included")
+    return Evaluation(
+        **_scores(combine_results(results.values()), num_sequences=num_sequences),
+        sources=sources,
+        checkpoint=source.display_name,
+        step=source.tree_manifest.step,
+        mesh=str(mesh) if mesh else None,
+        dtype=loaded.forward_config.dtype,
+        reduction=options["reduction"],
+        seq_length=first_recipe.data.seq_length,
+        compute_seconds=compute_s,
+        seconds=0.0,
+    )
+
+
+def _scores(result: EvaluationResult, *, num_sequences: int) -> dict[str, Any]:
+    """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
+    return {
+        "loss": _finite(result.mean_loss),
+        "perplexity": _finite(result.perplexity),
+        "accuracy": _finite(result.accuracy),
+        "tokens": result.num_tokens,
+        "sequences": num_sequences,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _make_recipes(
+    files: Sequence[str], options: EvaluateOptions, source: Source, opened: OpenedModel
+) -> dict[str, Recipe]:
+    """Return the recipe of each source of data: the settings that reading and computing need."""
+    from trainer.training.setup import check_seq_length
+
+    dtype = compute_dtype(options["dtype"], opened)
+    recipes: dict[str, Recipe] = {}
+    for name, paths in data_sources(files).items():
+        recipes[name] = evaluation_recipe(
+            options,
+            paths,
+            checkpoint=source.display_name,
+            dtype=dtype,
+            max_positions=opened.model.arch_config.max_positions,
+        )
+    for recipe in recipes.values():
+        check_seq_length(recipe.data, opened.model)
+    return recipes
+
+
+def _open_dataset(
+    options: EvaluateOptions,
+    recipe: Recipe,
+    source: Source,
+    opened: OpenedModel,
+    *,
+    scratch_dir: Path,
+    observer: Observer,
+) -> Dataset:
+    """Tokenize a source of data. Raise PrepError if it is invalid or does not fit the model."""
+    from trainer.training.datasets import build_datasets
+
+    folders = {
+        "tokenizer": tokenizer_path(source, options["tokenizer"], purpose="encode the data"),
+        "cache": Path(options["cache"] or scratch_dir),
+    }
+    access = make_access(observer, offline=options["offline"])
+    return build_datasets(
+        recipe,
+        opened.model,
+        manifest=opened.reader.manifest,
+        folders=folders,
+        remote=DataFinder(access, observer.note),
+        progress=tokenize_progress(observer),
+        note=observer.note,
+    ).train

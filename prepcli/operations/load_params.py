@@ -1,0 +1,62 @@
+"""Load the parameters of a checkpoint onto devices. The function imports jax."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack
+
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.operations.open_params import open_parameters
+from prepcli.operations.operation import public
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import SourceOptions
+from trainer.models.param_tree import Tree
+
+LoadDtype = Literal["float32", "bfloat16", "keep"]
+
+
+@public
+def load_params(
+    checkpoint: PathLike,
+    mesh: str | None = None,
+    *,
+    dtype: LoadDtype = "float32",
+    verify: bool = True,
+    ema: bool = False,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[SourceOptions],
+) -> Tree:
+    """Read the parameters of a checkpoint onto a device mesh.
+
+    Each device gets only the byte ranges of its own shards. The source may have any format that prep reads.
+    Sources that are not in prep's default layout are converted while they are read: layers stacked on the first axis,
+    the vocabulary padded to the size that the mesh divides. No file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
+        dtype: Dtype of the arrays, "float32" or "bfloat16"; "keep": the stored dtype of each parameter.
+        verify: Compare every byte with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`; the query weight of the
+        stacked layers is `[layers, heads, head_dim, embed]`.
+
+    Raises:
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint cannot be read, or lacks a parameter.
+    """
+    with open_parameters(
+        checkpoint,
+        mesh,
+        {**options, "ema": ema},
+        verify=verify,
+        observer=observer_of(progress),
+    ) as opened:
+        if dtype == "keep":
+            return opened.load(opened.stored_dtype)
+        return opened.load(lambda path: dtype)

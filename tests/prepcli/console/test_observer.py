@@ -1,0 +1,48 @@
+"""Observers of operations: for commands, for Python callers, and for jobs of several processes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from prepcli.console.observer import (
+    CommandObserver,
+    OneProcessObserver,
+    RecordingObserver,
+    RunObserver,
+    SilentCommandObserver,
+    SilentObserver,
+    StreamObserver,
+    run_observer_of,
+)
+from prepcli.console.ui import Ui
+from prepcli.errors import STOPPED, PrepError
+
+
+def test_ui_is_an_observer_of_commands_runs_and_streams():
+    ui = Ui("train", out=io.StringIO(), err=io.StringIO())
+    assert run_observer_of(ui) is ui
+    assert isinstance(ui, CommandObserver)
+    assert isinstance(ui, StreamObserver)
+
+
+@pytest.mark.parametrize("observer", [SilentObserver(), RecordingObserver(SilentObserver())])
+def test_observer_of_a_caller_serves_every_process(observer: SilentObserver | RecordingObserver):
+    adapter = run_observer_of(observer)
+    assert isinstance(adapter, OneProcessObserver)
+    assert isinstance(adapter, RunObserver)
+    assert not isinstance(adapter, CommandObserver | StreamObserver)
+    assert adapter.for_process(3) is adapter
+    assert adapter.open_live_block() is None
+    assert adapter.end_process(PrepError("stopped", code=STOPPED)) == STOPPED
+
+
+def test_notes_and_warnings_of_a_run_reach_the_caller():
+    recorder = RecordingObserver(SilentObserver())
+    run_observer_of(recorder).warn("kernel fails")
+    assert recorder.warnings == ["kernel fails"]
+
+
+def test_silent_command_observer_keeps_references_of_errors():
+    assert isinstance(SilentCommandObserver(command="export"), CommandObserver)
