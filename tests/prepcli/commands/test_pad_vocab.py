@@ -118,8 +118,8 @@ def test_make_fill_returns_kind_seed_and_deviation():
 @pytest.mark.parametrize(
     ("init", "seed", "config", "text", "code"),
     [
-        ("ones", 0, {}, 'unknown `init="ones"`', USAGE),
-        ("normal", 2**64, {}, "`seed=18446744073709551616` is too large", USAGE),
+        ("ones", 0, {}, "unknown `--init ones`", USAGE),
+        ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
         ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
         ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),
         ("normal", 0, {"initializer_range": -1}, "initializer_range is -1", FAILED),
