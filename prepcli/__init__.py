@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prepcli.api.checks import inspect, verify
+    from prepcli.api.checks import inspect
     from prepcli.api.compute import generate, load_params, train
     from prepcli.api.evaluation import evaluate
     from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.operations.export import export
+    from prepcli.operations.inspection_options import VerifyOptions
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         Verification,
     )
     from prepcli.operations.save_init import reshard, save_init
+    from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -87,6 +89,7 @@ __all__ = [
     "TrainingRun",
     "UsageError",
     "Verification",
+    "VerifyOptions",
     "__version__",
     "evaluate",
     "export",
@@ -109,12 +112,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.api.checks": ("inspect", "verify"),
+    "prepcli.api.checks": ("inspect",),
     "prepcli.api.compute": ("generate", "load_params", "train"),
     "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.harness": ("harness_model",),
-    "prepcli.operations.options": tuple(name for name in __all__ if name.endswith("Options")),
+    "prepcli.operations.options": (
+        *("ConversionOptions", "DropOptions", "ExportOptions", "LayoutOptions", "MergeOptions"),
+        *("ModuleOptions", "NewRowOptions", "PadVocabOptions", "ReshardOptions"),
+        *("SaveInitOptions", "SourceOptions"),
+    ),
+    "prepcli.operations.inspection_options": ("VerifyOptions",),
     "prepcli.api.reporting": ("report",),
     "prepcli.operations.results": (
         *(
@@ -135,6 +143,7 @@ _MODULES = {
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.save_init": ("reshard", "save_init"),
+    "prepcli.operations.verify": ("verify",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }

@@ -11,7 +11,7 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.operations import options, results
+from prepcli.operations import inspection_options, options, results
 from prepcli.operations.option_spec import option_specs
 
 HEAD = """# Python API
@@ -27,7 +27,8 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_init": "",
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
-    "prepcli.api.checks": "Check",
+    "prepcli.operations.verify": "Check",
+    "prepcli.api.checks": "",
     "prepcli.api.compute": "Compute",
     "prepcli.api.evaluation": "Evaluate",
     "prepcli.api.harness": "Standard tasks",
@@ -54,10 +55,10 @@ def api_page() -> str:
         "## Options\n",
         "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n",
     ]
-    public_options = [
-        value for value in vars(options).values() if is_typeddict(value) and value in public
-    ]
-    parts += map(_options_class, public_options)
+    for module in (options, inspection_options):
+        for value in _classes_of(module):
+            if is_typeddict(value) and value in public:
+                parts.append(_options_class(value))
     parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
@@ -77,9 +78,8 @@ def api_page() -> str:
 
 def _is_other_type(value: type) -> bool:
     """Return whether a public type is neither a group of options, a result nor an error."""
-    return value.__module__ not in (options.__name__, results.__name__) and not issubclass(
-        value, Exception
-    )
+    described = (options.__name__, inspection_options.__name__, results.__name__)
+    return value.__module__ not in described and not issubclass(value, Exception)
 
 
 def _classes_of(module: Any) -> Iterator[type]:

@@ -7,16 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
+from prepcli.cli.operation_parameters import Omit
 from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
 from prepcli.cli.options import (
     DEFAULT_MEMORY,
     CheckpointArgument,
     ConfigOption,
     FamilyArgument,
-    MemoryOption,
     OptionalCheckpointArgument,
     ProgressOption,
 )
+from prepcli.operations.inspection_options import VerifyOptions
 
 
 @expand_option_groups
@@ -26,22 +27,8 @@ def verify(
         str | None,
         typer.Argument(metavar="AGAINST", help="Compare with this checkpoint.", show_default=False),
     ] = None,
-    config: ConfigOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")
-    ] = False,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--accept",
-            metavar="FILE",
-            help="Record the new digest of a settings or tokenizer file that you changed; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    memory: MemoryOption = DEFAULT_MEMORY,
     *,
-    hub_options: HubOptions,
+    options: Annotated[VerifyOptions, Omit("step")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -52,23 +39,12 @@ def verify(
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
-    from prepcli.commands.verify import VerifyRequest
-    from prepcli.commands.verify import verify as run
-    from prepcli.engine.budget import parse_memory
-    from prepcli.operations.conversion import CommonOptions
+    from prepcli.operations.verify import verify as run
+    from prepcli.rendering.verification import verification_report
 
     ui = output_options.open_console("verify", progress)
-    common = CommonOptions(
-        checkpoint=checkpoint,
-        out=None,
-        memory_nbytes=parse_memory(memory),
-        offline=hub_options.offline,
-        revision=hub_options.revision,
-        stream=hub_options.stream,
-        config=config,
-    )
-    request = VerifyRequest(common, against=against, quick=quick, accept=tuple(accept or ()))
-    return ui.finish(run(request, ui))
+    result = run(checkpoint, against, progress=ui, **options)
+    return ui.finish(verification_report(result, ui))
 
 
 @expand_option_groups

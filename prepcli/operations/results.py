@@ -54,6 +54,11 @@ class Verification:
         seconds: Duration of the call in seconds.
         ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
             compared. 0 for a comparison with digests, which covers padding.
+        checked: Parts that a quick check compared, such as "names" and "shapes". Empty if values were compared.
+        accepted: For each file of `accept` its name (`file`), and its old and new size and digest.
+        checkpoint: The checkpoint, as errors name it.
+        against: The second checkpoint, as errors name it. None for a comparison with digests.
+        total_tensors: Number of tensors of the checkpoint, equal or not.
     """
 
     is_equal: bool
@@ -62,6 +67,11 @@ class Verification:
     differences: Sequence[Mapping[str, Any]]
     seconds: float
     ignored_padding_rows: int = 0
+    checked: tuple[str, ...] = ()
+    accepted: tuple[Mapping[str, Any], ...] = ()
+    checkpoint: str = ""
+    against: str | None = None
+    total_tensors: int = 0
 
     def __bool__(self) -> bool:
         return self.is_equal

@@ -33,7 +33,7 @@ PRELOADED = (
     "prepcli.operations.pad_vocab",
     "prepcli.operations.push",
     "prepcli.operations.save_init",
-    "prepcli.commands.verify",
+    "prepcli.operations.verify",
     "pydantic.type_adapter",
     "zstandard",
 )
