@@ -15,17 +15,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prepcli.api.checks import inspect
     from prepcli.api.compute import generate, load_params, train
     from prepcli.api.evaluation import evaluate
     from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.harness import harness_model
-    from prepcli.api.reporting import report
     from prepcli.api.saving import save_params
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.operations.export import export
+    from prepcli.operations.inspect import inspect
     from prepcli.operations.inspection_options import VerifyOptions
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         SourceOptions,
     )
     from prepcli.operations.pad_vocab import pad_vocab
+    from prepcli.operations.report import report
     from prepcli.operations.results import (
         Conversion,
         Evaluation,
@@ -112,7 +112,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.api.checks": ("inspect",),
     "prepcli.api.compute": ("generate", "load_params", "train"),
     "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
@@ -122,8 +121,9 @@ _MODULES = {
         *("ModuleOptions", "NewRowOptions", "PadVocabOptions", "ReshardOptions"),
         *("SaveInitOptions", "SourceOptions"),
     ),
+    "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("VerifyOptions",),
-    "prepcli.api.reporting": ("report",),
+    "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
             "Conversion",

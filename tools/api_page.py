@@ -28,11 +28,11 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
-    "prepcli.api.checks": "",
+    "prepcli.operations.inspect": "",
     "prepcli.api.compute": "Compute",
     "prepcli.api.evaluation": "Evaluate",
     "prepcli.api.harness": "Standard tasks",
-    "prepcli.api.reporting": "Report",
+    "prepcli.operations.report": "Report",
     "prepcli.api.saving": "Save",
     "prepcli.api.flax_models": "Flax",
 }

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from prepcli.cli.operation_parameters import Omit
-from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
+from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import (
     DEFAULT_MEMORY,
     CheckpointArgument,
-    ConfigOption,
     FamilyArgument,
     OptionalCheckpointArgument,
     ProgressOption,
 )
+from prepcli.errors import usage_error
 from prepcli.operations.inspection_options import VerifyOptions
+from prepcli.operations.options import SourceOptions
 
 
 @expand_option_groups
@@ -92,9 +94,8 @@ def inspect(
             "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
         ),
     ] = None,
-    config: ConfigOption = None,
     *,
-    hub_options: HubOptions,
+    options: Annotated[SourceOptions, Omit("step", "memory")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -105,25 +106,57 @@ def inspect(
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
     """
-    from prepcli.commands.inspect import InspectRequest
-    from prepcli.commands.inspect import inspect as run
+    from prepcli.operations.inspect import compare_shapes, select_tensors, shard_leaf
+    from prepcli.rendering.inspection import (
+        shape_comparison_report,
+        shards_report,
+        tensors_report,
+    )
 
     ui = output_options.open_console("inspect", progress)
-    request = InspectRequest(
-        checkpoint,
-        pattern=pattern,
-        sort=sort,
-        tree=tree,
-        stats=stats,
-        config=config,
-        shards=shards,
-        mesh=mesh,
-        diff=diff,
-        offline=hub_options.offline,
-        revision=hub_options.revision,
-        stream=hub_options.stream,
-    )
-    return ui.finish(run(request, ui))
+    _check_views({"--tree": tree, "--stats": stats, "--shards": shards, "--diff": diff})
+    _check_view_options(pattern, sort, mesh, shards=shards, diff=diff)
+    if shards is not None:
+        leaf = shard_leaf(checkpoint, ui, options, leaf_name=shards, mesh_text=mesh)
+        return ui.finish(shards_report(leaf))
+    if diff is not None:
+        comparison = compare_shapes(checkpoint, diff, ui, options, pattern=pattern)
+        return ui.finish(shape_comparison_report(comparison, ui))
+    selected = select_tensors(checkpoint, ui, options, pattern=pattern, sort=sort, stats=stats)
+    return ui.finish(tensors_report(selected, ui, tree=tree))
+
+
+def _check_views(views: Mapping[str, str | bool | None]) -> None:
+    """Raise UsageError for more than one view, of the values of their options."""
+    views_set = [flag for flag, value in views.items() if value not in (None, False)]
+    if len(views_set) > 1:
+        raise usage_error(
+            f"{' and '.join(views_set)} are different views",
+            "inspect shows one at a time",
+            f"`{views_set[0]}` alone",
+        )
+
+
+def _check_view_options(
+    pattern: str | None, sort: str, mesh: str | None, *, shards: str | None, diff: str | None
+) -> None:
+    """Raise UsageError for options without effect on the view."""
+    if mesh is not None and shards is None:
+        raise usage_error(
+            "`--mesh` requires `--shards`",
+            "it sets the mesh that splits the leaf",
+            "`--shards LEAF`",
+        )
+    if sort != "file" and (shards is not None or diff is not None):
+        raise usage_error(
+            f"`--sort {sort}` has no effect", "it sorts tables and trees", "remove `--sort`"
+        )
+    if pattern is not None and shards is not None:
+        raise usage_error(
+            f"unexpected argument `{pattern}`",
+            "`--shards` already names the leaf",
+            f"remove `{pattern}`",
+        )
 
 
 @expand_option_groups

@@ -209,8 +209,10 @@ class RunsReport:
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
             `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
         changed_keys: Recipe keys whose values differ between the runs.
+        names: Name of each run in the page: its folder's name, or its path or URL if two names are equal.
     """
 
     path: Path
     runs: tuple[Mapping[str, Any], ...]
     changed_keys: tuple[str, ...]
+    names: tuple[str, ...] = ()

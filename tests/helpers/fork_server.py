@@ -29,7 +29,7 @@ PRELOADED = (
     "numpy",
     "prepcli.cli.main",
     "prepcli.operations.export",
-    "prepcli.commands.inspect",
+    "prepcli.operations.inspect",
     "prepcli.operations.pad_vocab",
     "prepcli.operations.push",
     "prepcli.operations.save_init",

@@ -16,7 +16,7 @@ WAIT_S = 240.0
 COMMANDS = {
     "evaluate": ("prepcli.commands.evaluate", "eval", "tiny", "--data", "text.txt"),
     "generate": ("prepcli.commands.generate", "generate", "tiny", "--prompt", "a"),
-    "report": ("prepcli.commands.report", "report", "run"),
+    "report": ("prepcli.operations.report", "report", "run"),
     "plan": ("prepcli.commands.plan", "plan", "recipe.toml"),
 }
 # The command has been parsed, and waits in its function.
