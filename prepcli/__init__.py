@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.operations.export import export
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import VerifyOptions
+    from prepcli.operations.inspection_options import PlanOptions, VerifyOptions
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SourceOptions,
     )
     from prepcli.operations.pad_vocab import pad_vocab
+    from prepcli.operations.plan import plan
     from prepcli.operations.report import report
     from prepcli.operations.results import (
         Conversion,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         Inspection,
         NewTokens,
         RunsReport,
+        StepPlan,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -79,12 +81,14 @@ __all__ = [
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
+    "PlanOptions",
     "PrepError",
     "Progress",
     "ReshardOptions",
     "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
+    "StepPlan",
     "TensorSummary",
     "TrainingRun",
     "UsageError",
@@ -102,6 +106,7 @@ __all__ = [
     "merge",
     "nnx_model",
     "pad_vocab",
+    "plan",
     "report",
     "reshard",
     "save_init",
@@ -122,7 +127,8 @@ _MODULES = {
         *("SaveInitOptions", "SourceOptions"),
     ),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("VerifyOptions",),
+    "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),
+    "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
@@ -133,6 +139,7 @@ _MODULES = {
             "Inspection",
             "NewTokens",
             "RunsReport",
+            "StepPlan",
         ),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),

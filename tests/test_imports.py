@@ -99,7 +99,6 @@ COMPUTES = {  # modules that start jax, or list its devices
             "generate",
             "open_params",
             "token_stream",
-            "plan_compile",
         )
     ),
     *(
@@ -110,6 +109,7 @@ COMPUTES = {  # modules that start jax, or list its devices
         )
     ),
     "prepcli.operations.model_files",
+    "prepcli.operations.plan_compile",
     "prepcli.api.compute",
     "prepcli.api.evaluation",
     "prepcli.api.harness",

@@ -32,10 +32,12 @@ FUNCTION_SECTIONS = {
     "prepcli.api.compute": "Compute",
     "prepcli.api.evaluation": "Evaluate",
     "prepcli.api.harness": "Standard tasks",
+    "prepcli.operations.plan": "Plan",
     "prepcli.operations.report": "Report",
     "prepcli.api.saving": "Save",
     "prepcli.api.flax_models": "Flax",
 }
+OPTION_MODULES = (options, inspection_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
@@ -55,7 +57,7 @@ def api_page() -> str:
         "## Options\n",
         "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n",
     ]
-    for module in (options, inspection_options):
+    for module in OPTION_MODULES:
         for value in _classes_of(module):
             if is_typeddict(value) and value in public:
                 parts.append(_options_class(value))
@@ -78,8 +80,8 @@ def api_page() -> str:
 
 def _is_other_type(value: type) -> bool:
     """Return whether a public type is neither a group of options, a result nor an error."""
-    described = (options.__name__, inspection_options.__name__, results.__name__)
-    return value.__module__ not in described and not issubclass(value, Exception)
+    described_modules = [module.__name__ for module in (*OPTION_MODULES, results)]
+    return value.__module__ not in described_modules and not issubclass(value, Exception)
 
 
 def _classes_of(module: Any) -> Iterator[type]:

@@ -28,7 +28,7 @@ def complete_family(incomplete: str) -> list[str]:
 
 def complete_shipped_recipe(incomplete: str) -> list[str]:
     """Return the names of the shipped recipes that start with `incomplete`."""
-    from prepcli.commands.recipes import recipe_names
+    from prepcli.operations.recipe_files import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.commands.recipes import find_training_recipe
 from prepcli.console.observer import QUIET
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
@@ -27,6 +26,7 @@ from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, val
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_script
+from prepcli.operations.recipe_files import find_training_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts

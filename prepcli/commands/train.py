@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.recipes import find_training_recipe
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.ui import Report, Ui, open_ui
 from prepcli.operations.export import export
+from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.training_runs.run import TrainRequest, TrainResult
 from prepcli.training_runs.train import train_run
 from trainer.recipe import load_recipe, schema

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.planning.plan import Plan
+
+if TYPE_CHECKING:
+    # Every operation imports this module, and only a plan needs these.
+    from prepcli.pages.plan_rows import CompiledStep
+    from trainer.planning.memory_changes import MemoryChange
+    from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +222,33 @@ class RunsReport:
     runs: tuple[Mapping[str, Any], ...]
     changed_keys: tuple[str, ...]
     names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of a training step on one mesh.
+
+    Attributes:
+        training_plan: Mesh, tokens, memory, operations and communication of the step.
+        kinds: Time and memory of the step on each kind of accelerator.
+        change: Changes of the recipe with which the step fits into the memory of the kind of `devices`. None if it
+            fits, if no change makes it fit, or without a kind.
+        is_too_large: Whether the step does not fit into the memory of the kind of `devices`.
+        compiled: The plan of the compiler. None if the step was not compiled.
+    """
+
+    training_plan: TrainingPlan
+    kinds: tuple[KindEstimate, ...]
+    change: MemoryChange | None
+    is_too_large: bool
+    compiled: CompiledStep | None
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, e.g. `1,64,4`."""
+        return str(self.training_plan.mesh)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated peak memory of one device in bytes."""
+        return self.training_plan.memory.peak

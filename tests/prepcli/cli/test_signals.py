@@ -17,7 +17,7 @@ COMMANDS = {
     "evaluate": ("prepcli.commands.evaluate", "eval", "tiny", "--data", "text.txt"),
     "generate": ("prepcli.commands.generate", "generate", "tiny", "--prompt", "a"),
     "report": ("prepcli.operations.report", "report", "run"),
-    "plan": ("prepcli.commands.plan", "plan", "recipe.toml"),
+    "plan": ("prepcli.operations.plan", "plan", "recipe.toml"),
 }
 # The command has been parsed, and waits in its function.
 WAITING_PREP = """

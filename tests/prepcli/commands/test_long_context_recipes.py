@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
+from prepcli.operations.recipe_files import recipes_folder
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.recipe import load_recipe

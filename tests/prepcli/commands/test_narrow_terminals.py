@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import OK, USAGE
+from prepcli.operations.recipe_files import recipes_folder
 from prepcli.sources.aliases import ALIASES
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import find_recipe, find_training_recipe, recipes_folder
 from prepcli.errors import FAILED, OK, USAGE, UsageError
+from prepcli.operations.recipe_files import find_recipe, find_training_recipe, recipes_folder
 
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.toml"))
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
+from prepcli.operations.recipe_files import recipes_folder
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.recipes import recipes_folder
 from prepcli.console.ui import open_ui
+from prepcli.operations.recipe_files import recipes_folder
 from prepcli.training_runs.processes import compare_settings, compare_start, connect_processes
 from trainer.distributed import agreement, start
 from trainer.distributed.process_group import SingleProcess

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import PrepError
+from prepcli.operations.recipe_files import recipes_folder
 from prepcli.training_runs.storage import changed_keys, write_run_file
 from trainer.recipe import load_recipe
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.recipes import shipped_recipe
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, STOPPED, PrepError
 from prepcli.execution import folder_storage
 from prepcli.execution.folder_storage import FolderStorage
+from prepcli.operations.recipe_files import shipped_recipe
 from prepcli.training_runs.storage import (
     check_last_step,
     check_shared_folder,

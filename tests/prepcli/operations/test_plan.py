@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import FAILED, OK, USAGE
+from prepcli.operations.recipe_files import recipes_folder
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_plans import RECIPE, TINY
 from trainer.planning.accelerators import ACCELERATORS
