@@ -90,7 +90,6 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
         for name in (
-            "env",
             "train",
             "evaluate",
             "compute_together",
@@ -108,6 +107,7 @@ COMPUTES = {  # modules that start jax, or list its devices
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),
+    "prepcli.operations.env",
     "prepcli.operations.model_files",
     "prepcli.operations.plan_compile",
     "prepcli.api.compute",

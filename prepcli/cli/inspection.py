@@ -209,10 +209,11 @@ def demo(
       prep demo
       prep demo --out /tmp/demo --json
     """
-    from prepcli.commands.demo import demo as run
+    from prepcli.demo.run import run_demo
+    from prepcli.rendering.demo import demo_report
 
     ui = output_options.open_console("demo")
-    return ui.finish(run(out, ui))
+    return ui.finish(demo_report(run_demo(out, ui), ui.columns))
 
 
 @expand_option_groups
@@ -223,10 +224,11 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
       prep models
       prep models llama --json
     """
-    from prepcli.commands.models import models as run
+    from prepcli.operations.models import list_aliases
+    from prepcli.rendering.models import aliases_report
 
     ui = output_options.open_console("models")
-    return ui.finish(run(family, ui.columns))
+    return ui.finish(aliases_report(list_aliases(family), ui.columns))
 
 
 @expand_option_groups
@@ -243,7 +245,9 @@ def env(
       prep env
       prep env --devices --json
     """
-    from prepcli.commands.env import env as run
+    from prepcli.operations.env import read_environment
+    from prepcli.rendering.env import environment_report
 
     ui = output_options.open_console("env")
-    return ui.finish(run(DEFAULT_MEMORY, devices, ui.columns))
+    environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
+    return ui.finish(environment_report(environment, ui.columns))
