@@ -73,7 +73,7 @@ class SelectedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedLeaf:
+class LeafShards:
     """A leaf of a checkpoint, split by a mesh."""
 
     checkpoint: InspectedCheckpoint
@@ -165,7 +165,7 @@ def shard_leaf(
     *,
     leaf_name: str,
     mesh_text: str | None,
-) -> ShardedLeaf:
+) -> LeafShards:
     """Split a leaf of a checkpoint by a mesh. No data is read.
 
     Args:
@@ -204,7 +204,7 @@ def shard_leaf(
     spec = leaf_spec(
         leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name
     )
-    return ShardedLeaf(inspected, leaf, spec, mesh)
+    return LeafShards(inspected, leaf, spec, mesh)
 
 
 def compare_shapes(

@@ -17,10 +17,10 @@ from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, t
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats
 from prepcli.operations.inspect import (
+    LeafShards,
     SelectedTensors,
     ShapeAndDtype,
     ShapeComparison,
-    ShardedLeaf,
 )
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
@@ -70,7 +70,7 @@ def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> 
     return Report("\n".join(lines), fields)
 
 
-def shards_report(sharded: ShardedLeaf) -> Report:
+def shards_report(sharded: LeafShards) -> Report:
     """Return the drawing of a leaf's shards, or a summary for a large mesh."""
     leaf = sharded.leaf
     spec = sharded.spec
