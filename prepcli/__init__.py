@@ -15,8 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prepcli.api.checks import inspect, verify
-    from prepcli.api.reporting import report
     from prepcli.console.observer import Observer
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from prepcli.operations.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
+    from prepcli.operations.inspect import inspect
+    from prepcli.operations.inspection_options import PlanOptions, VerifyOptions
     from prepcli.operations.load_params import load_params
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         SourceOptions,
     )
     from prepcli.operations.pad_vocab import pad_vocab
+    from prepcli.operations.plan import plan
+    from prepcli.operations.report import report
     from prepcli.operations.results import (
         Conversion,
         Evaluation,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
         Inspection,
         NewTokens,
         RunsReport,
+        StepPlan,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
     from prepcli.operations.train import train
+    from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
 
     __version__: str
@@ -82,17 +86,20 @@ __all__ = [
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
+    "PlanOptions",
     "PrepError",
     "Progress",
     "ReshardOptions",
     "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
+    "StepPlan",
     "TensorSummary",
     "TrainOptions",
     "TrainingRun",
     "UsageError",
     "Verification",
+    "VerifyOptions",
     "__version__",
     "evaluate",
     "export",
@@ -105,6 +112,7 @@ __all__ = [
     "merge",
     "nnx_model",
     "pad_vocab",
+    "plan",
     "report",
     "reshard",
     "save_init",
@@ -115,7 +123,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.operations.compute_options": ("EvaluateOptions", "GenerateOptions", "TrainOptions"),
     "prepcli.operations.options": (
         "ConversionOptions",
@@ -130,7 +137,10 @@ _MODULES = {
         "SaveInitOptions",
         "SourceOptions",
     ),
-    "prepcli.api.reporting": ("report",),
+    "prepcli.operations.inspect": ("inspect",),
+    "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),
+    "prepcli.operations.plan": ("plan",),
+    "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
             "Conversion",
@@ -140,6 +150,7 @@ _MODULES = {
             "Inspection",
             "NewTokens",
             "RunsReport",
+            "StepPlan",
         ),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),
@@ -156,6 +167,7 @@ _MODULES = {
     "prepcli.operations.save_init": ("reshard", "save_init"),
     "prepcli.operations.save_params": ("save_params",),
     "prepcli.operations.train": ("train",),
+    "prepcli.operations.verify": ("verify",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),
 }

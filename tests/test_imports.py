@@ -56,8 +56,6 @@ PREPCLI = (
         "launch",
         "training_runs",
         "operations",
-        "commands",
-        "api",
         "testing",
         "rendering",
         "cli",
@@ -88,13 +86,6 @@ PURE_MODULES = {
 }
 COMPUTES = {  # modules that start jax, or list its devices
     *(
-        f"prepcli.commands.{name}"
-        for name in (
-            "env",
-            "plan_compile",
-        )
-    ),
-    *(
         f"prepcli.training_runs.{name}"
         for name in (
             *("checks", "environment", "export", "finish", "metrics", "observe", "prepare"),
@@ -119,6 +110,8 @@ COMPUTES = {  # modules that start jax, or list its devices
             "train",
         )
     ),
+    "prepcli.operations.env",
+    "prepcli.operations.plan_compile",
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"
@@ -246,17 +239,6 @@ def test_engine_is_independent_of_models_and_formats(module: str):
         "trainer.models.parameters",
     )
     assert not [name for name in reachable(module) if name.startswith(models)]
-
-
-def test_only_api_and_cli_import_commands():
-    users = {
-        name
-        for name, imports in read_graph().items()
-        for other in imports
-        if other.startswith("prepcli.commands.")
-    }
-    outside = {name for name in users if not name.startswith("prepcli.commands.")}
-    assert {package_of(name) for name in outside} == {"prepcli.api", "prepcli.cli"}
 
 
 PROCESS_QUERIES = {

@@ -11,7 +11,7 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.operations import compute_options, options, results
+from prepcli.operations import compute_options, inspection_options, options, results
 from prepcli.operations.option_spec import option_specs
 
 HEAD = """# Python API
@@ -27,17 +27,19 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_init": "",
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
-    "prepcli.api.checks": "Check",
+    "prepcli.operations.verify": "Check",
+    "prepcli.operations.inspect": "",
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",
     "prepcli.operations.train": "",
     "prepcli.operations.evaluate": "Evaluate",
     "prepcli.operations.harness_model": "Standard tasks",
-    "prepcli.api.reporting": "Report",
+    "prepcli.operations.plan": "Plan",
+    "prepcli.operations.report": "Report",
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, compute_options)
+OPTION_MODULES = (options, compute_options, inspection_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
@@ -58,8 +60,9 @@ def api_page() -> str:
         "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n",
     ]
     for module in OPTION_MODULES:
-        groups = [value for value in _classes_of(module) if is_typeddict(value) and value in public]
-        parts += map(_options_class, groups)
+        for value in _classes_of(module):
+            if is_typeddict(value) and value in public:
+                parts.append(_options_class(value))
     parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]

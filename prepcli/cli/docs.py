@@ -34,7 +34,10 @@ def docs(
       prep docs train | less
       prep docs recipes --path
     """
-    from prepcli.commands.docs import docs as run
+    from prepcli.operations.docs import docs_folder, find_page, list_pages
+    from prepcli.rendering.docs import page_report, pages_report
 
     ui = output_options.open_console("docs")
-    return ui.finish(run(page, ui, path_only=path))
+    if page is not None:
+        return ui.finish(page_report(find_page(page), ui, path_only=path))
+    return ui.finish(pages_report(list_pages(), docs_folder(), ui.columns, path_only=path))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
+from prepcli.cli.operation_parameters import Omit
+from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import (
     DEFAULT_MEMORY,
     CheckpointArgument,
-    ConfigOption,
     FamilyArgument,
-    MemoryOption,
     OptionalCheckpointArgument,
     ProgressOption,
 )
+from prepcli.errors import usage_error
+from prepcli.operations.inspection_options import VerifyOptions
+from prepcli.operations.options import SourceOptions
 
 
 @expand_option_groups
@@ -26,22 +29,8 @@ def verify(
         str | None,
         typer.Argument(metavar="AGAINST", help="Compare with this checkpoint.", show_default=False),
     ] = None,
-    config: ConfigOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")
-    ] = False,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--accept",
-            metavar="FILE",
-            help="Record the new digest of a settings or tokenizer file that you changed; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    memory: MemoryOption = DEFAULT_MEMORY,
     *,
-    hub_options: HubOptions,
+    options: Annotated[VerifyOptions, Omit("step")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -52,23 +41,12 @@ def verify(
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
-    from prepcli.commands.verify import VerifyRequest
-    from prepcli.commands.verify import verify as run
-    from prepcli.engine.budget import parse_memory
-    from prepcli.operations.conversion import CommonOptions
+    from prepcli.operations.verify import verify as run
+    from prepcli.rendering.verification import verification_report
 
     ui = output_options.open_console("verify", progress)
-    common = CommonOptions(
-        checkpoint=checkpoint,
-        out=None,
-        memory_nbytes=parse_memory(memory),
-        offline=hub_options.offline,
-        revision=hub_options.revision,
-        stream=hub_options.stream,
-        config=config,
-    )
-    request = VerifyRequest(common, against=against, quick=quick, accept=tuple(accept or ()))
-    return ui.finish(run(request, ui))
+    result = run(checkpoint, against, progress=ui, **options)
+    return ui.finish(verification_report(result, ui))
 
 
 @expand_option_groups
@@ -116,9 +94,8 @@ def inspect(
             "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
         ),
     ] = None,
-    config: ConfigOption = None,
     *,
-    hub_options: HubOptions,
+    options: Annotated[SourceOptions, Omit("step", "memory")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
@@ -129,25 +106,57 @@ def inspect(
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
     """
-    from prepcli.commands.inspect import InspectRequest
-    from prepcli.commands.inspect import inspect as run
+    from prepcli.operations.inspect import compare_shapes, select_tensors, shard_leaf
+    from prepcli.rendering.inspection import (
+        shape_comparison_report,
+        shards_report,
+        tensors_report,
+    )
 
     ui = output_options.open_console("inspect", progress)
-    request = InspectRequest(
-        checkpoint,
-        pattern=pattern,
-        sort=sort,
-        tree=tree,
-        stats=stats,
-        config=config,
-        shards=shards,
-        mesh=mesh,
-        diff=diff,
-        offline=hub_options.offline,
-        revision=hub_options.revision,
-        stream=hub_options.stream,
-    )
-    return ui.finish(run(request, ui))
+    _check_views({"--tree": tree, "--stats": stats, "--shards": shards, "--diff": diff})
+    _check_view_options(pattern, sort, mesh, shards=shards, diff=diff)
+    if shards is not None:
+        leaf = shard_leaf(checkpoint, ui, options, leaf_name=shards, mesh_text=mesh)
+        return ui.finish(shards_report(leaf))
+    if diff is not None:
+        comparison = compare_shapes(checkpoint, diff, ui, options, pattern=pattern)
+        return ui.finish(shape_comparison_report(comparison, ui))
+    selected = select_tensors(checkpoint, ui, options, pattern=pattern, sort=sort, stats=stats)
+    return ui.finish(tensors_report(selected, ui, tree=tree))
+
+
+def _check_views(views: Mapping[str, str | bool | None]) -> None:
+    """Raise UsageError for more than one view, of the values of their options."""
+    views_set = [flag for flag, value in views.items() if value not in (None, False)]
+    if len(views_set) > 1:
+        raise usage_error(
+            f"{' and '.join(views_set)} are different views",
+            "inspect shows one at a time",
+            f"`{views_set[0]}` alone",
+        )
+
+
+def _check_view_options(
+    pattern: str | None, sort: str, mesh: str | None, *, shards: str | None, diff: str | None
+) -> None:
+    """Raise UsageError for options without effect on the view."""
+    if mesh is not None and shards is None:
+        raise usage_error(
+            "`--mesh` requires `--shards`",
+            "it sets the mesh that splits the leaf",
+            "`--shards LEAF`",
+        )
+    if sort != "file" and (shards is not None or diff is not None):
+        raise usage_error(
+            f"`--sort {sort}` has no effect", "it sorts tables and trees", "remove `--sort`"
+        )
+    if pattern is not None and shards is not None:
+        raise usage_error(
+            f"unexpected argument `{pattern}`",
+            "`--shards` already names the leaf",
+            f"remove `{pattern}`",
+        )
 
 
 @expand_option_groups
@@ -200,10 +209,11 @@ def demo(
       prep demo
       prep demo --out /tmp/demo --json
     """
-    from prepcli.commands.demo import demo as run
+    from prepcli.demo.run import run_demo
+    from prepcli.rendering.demo import demo_report
 
     ui = output_options.open_console("demo")
-    return ui.finish(run(out, ui))
+    return ui.finish(demo_report(run_demo(out, ui), ui.columns))
 
 
 @expand_option_groups
@@ -214,10 +224,11 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
       prep models
       prep models llama --json
     """
-    from prepcli.commands.models import models as run
+    from prepcli.operations.models import list_aliases
+    from prepcli.rendering.models import aliases_report
 
     ui = output_options.open_console("models")
-    return ui.finish(run(family, ui.columns))
+    return ui.finish(aliases_report(list_aliases(family), ui.columns))
 
 
 @expand_option_groups
@@ -234,7 +245,9 @@ def env(
       prep env
       prep env --devices --json
     """
-    from prepcli.commands.env import env as run
+    from prepcli.operations.env import read_environment
+    from prepcli.rendering.env import environment_report
 
     ui = output_options.open_console("env")
-    return ui.finish(run(DEFAULT_MEMORY, devices, ui.columns))
+    environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
+    return ui.finish(environment_report(environment, ui.columns))

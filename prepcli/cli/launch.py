@@ -13,7 +13,7 @@ from prepcli.cli.options import complete_recipe
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
 
 if TYPE_CHECKING:
-    from prepcli.commands.launch import LaunchRequest
+    from prepcli.operations.launch import LaunchRequest
 
 RecipeArgument = Annotated[
     Path,
@@ -107,7 +107,7 @@ class ScriptOptions:
 
     def request(self, recipe: Path, words: list[str] | None) -> LaunchRequest:
         """Return the request of a command with these options."""
-        from prepcli.commands.launch import LaunchRequest
+        from prepcli.operations.launch import LaunchRequest
 
         return LaunchRequest(
             recipe=recipe,
@@ -181,8 +181,9 @@ def slurm(
       prep launch slurm run.toml --nodes 4 --time 24:00:00 --module cuda --submit
       prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
     """
-    from prepcli.commands.launch import launch_slurm
     from prepcli.launch.slurm import SlurmOptions
+    from prepcli.operations.launch import launch_slurm
+    from prepcli.rendering.launch import script_report
 
     ui = output_options.open_console("launch")
     options = SlurmOptions(
@@ -198,7 +199,8 @@ def slurm(
         log=log,
         grace_s=grace,
     )
-    return ui.finish(launch_slurm(script_options.request(recipe, words), options))
+    launched = launch_slurm(script_options.request(recipe, words), options)
+    return ui.finish(script_report(launched))
 
 
 @expand_option_groups
@@ -241,8 +243,9 @@ def tpu(
       prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
       prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
     """
-    from prepcli.commands.launch import launch_tpu
     from prepcli.launch.tpu import TpuOptions
+    from prepcli.operations.launch import launch_tpu
+    from prepcli.rendering.launch import script_report
 
     ui = output_options.open_console("launch")
     options = TpuOptions(
@@ -252,7 +255,8 @@ def tpu(
         runtime_version=runtime_version,
         spot=spot,
     )
-    return ui.finish(launch_tpu(script_options.request(recipe, words), options))
+    launched = launch_tpu(script_options.request(recipe, words), options)
+    return ui.finish(script_report(launched))
 
 
 @expand_option_groups
@@ -304,8 +308,9 @@ def gke(
       prep launch gke run.toml --image I --devices-per-node 8 --claim runs
       prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
     """
-    from prepcli.commands.launch import launch_gke
     from prepcli.launch.gke import GkeOptions
+    from prepcli.operations.launch import launch_gke
+    from prepcli.rendering.launch import script_report
 
     ui = output_options.open_console("launch")
     options = GkeOptions(
@@ -319,7 +324,8 @@ def gke(
         claim=claim,
         grace_s=grace,
     )
-    return ui.finish(launch_gke(script_options.request(recipe, words), options))
+    launched = launch_gke(script_options.request(recipe, words), options)
+    return ui.finish(script_report(launched))
 
 
 @expand_option_groups
@@ -344,8 +350,12 @@ def local(
       prep launch local recipe.toml --processes 2 --devices 4
       prep launch local recipe.toml -- --set train.steps=10
     """
-    from prepcli.commands.launch import LaunchRequest, launch_local
+    from prepcli.operations.launch import LaunchRequest, launch_local
+    from prepcli.rendering.launch import local_report
 
     ui = output_options.open_console("launch")
     request = LaunchRequest(recipe=recipe, train_words=tuple(words or ()), env=tuple(env or ()))
-    return ui.finish(launch_local(request, ui, processes=processes, devices=devices))
+    training = launch_local(
+        request, ui, processes=processes, devices=devices, quiet=output_options.quiet
+    )
+    return ui.finish(local_report(training))

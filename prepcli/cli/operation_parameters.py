@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from prepcli.cli.options import complete_devices
 from prepcli.operations.arguments import choices_of, minimum_of
 from prepcli.operations.option_spec import OptionSpec, PathLike, option_specs
 
 NEGATION = "--no-"
+# Functions that complete the values of options, by the name of the option.
+COMPLETIONS = {"devices": complete_devices}
 
 
 class Omit:
@@ -80,6 +83,7 @@ def _parameter(group: Any, name: str, spec: OptionSpec) -> Parameter:
         spec.flag_of(name),
         metavar=spec.metavar,
         help=spec.help,
+        autocompletion=COMPLETIONS.get(name),
         envvar=spec.environment,
         min=minimum,
         max=maximum if spec.maximum is None else spec.maximum,
@@ -94,7 +98,7 @@ def _is_negated(name: str, spec: OptionSpec) -> bool:
     return spec.flag == f"{NEGATION}{name}"
 
 
-def _cli_type(annotation: Any) -> tuple[Any, int | None, int | None]:
+def _cli_type(annotation: Any) -> tuple[Any, float | None, int | None]:
     """Return the type, the minimum and the maximum of an option on the command line.
 
     Listed numbers become a range, listed texts stay choices, and a text or a sequence of texts becomes a list, e.g.

@@ -50,7 +50,7 @@ def complete_recipe_or_checkpoint(incomplete: str) -> list[str]:
 
 def complete_page(incomplete: str) -> list[str]:
     """Return the pages of the documentation that start with `incomplete`."""
-    from prepcli.commands.docs import page_names
+    from prepcli.operations.docs import page_names
 
     return [name for name in page_names() if name.startswith(incomplete)]
 

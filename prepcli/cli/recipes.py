@@ -41,8 +41,9 @@ def recipes(
       prep recipes llama-7b
       prep recipes copy llama-7b --out my-run.toml
     """
-    from prepcli.commands.recipes import copy_recipe
-    from prepcli.commands.recipes import recipes as run
+    from prepcli.operations.recipe_files import shipped_recipe
+    from prepcli.operations.recipes import copy_recipe, shipped_recipes
+    from prepcli.rendering.recipes import copy_report, recipe_report, recipes_report
 
     ui = output_options.open_console("recipes")
     is_copy = words is not None and words[0] == COPY
@@ -63,6 +64,9 @@ def recipes(
             "only a copy is written",
             "`prep recipes copy NAME --out FILE`",
         )
-    return ui.finish(
-        copy_recipe(names[0], out) if is_copy else run(names[0] if names else None, ui.columns)
-    )
+    if not names:
+        return ui.finish(recipes_report(shipped_recipes(), ui.columns))
+    path = shipped_recipe(names[0])
+    if is_copy:
+        return ui.finish(copy_report(path.stem, copy_recipe(names[0], out)))
+    return ui.finish(recipe_report(path))

@@ -39,8 +39,8 @@ def report(
       prep report runs/gpt-neo
       prep report runs/a gs://models/b --out compare.html
     """
-    from prepcli.commands.report import ReportRequest
-    from prepcli.commands.report import report as run
+    from prepcli.operations.report import report as run
+    from prepcli.rendering.run_reports import runs_report
 
     ui = output_options.open_console("report")
-    return ui.finish(run(ReportRequest(tuple(runs), out), ui))
+    return ui.finish(runs_report(run(runs, out, progress=ui), ui.columns))

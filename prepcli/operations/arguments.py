@@ -68,7 +68,7 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
                 f"invalid `{name}=''`", "it is empty", f"omit `{name}`, or give it a value"
             )
         minimum = minimum_of(annotation)
-        if minimum is not None and isinstance(value, int) and value < minimum:
+        if minimum is not None and isinstance(value, int | float) and value < minimum:
             raise usage_error(
                 f"invalid `{name}={value}`", f"it must be at least {minimum}", f"`{name}={minimum}`"
             )
@@ -124,7 +124,7 @@ def _matches_choice(value: object, choice: Any) -> bool:
     return isinstance(value, choice) and (choice is bool or not isinstance(value, bool | type))
 
 
-def minimum_of(annotation: Any) -> int | None:
+def minimum_of(annotation: Any) -> float | None:
     """Return the least valid value that an annotation, or a member of a union, names."""
     for item in getattr(annotation, "__metadata__", ()):
         if isinstance(item, Minimum):

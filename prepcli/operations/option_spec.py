@@ -20,7 +20,7 @@ PathLike = str | Path
 class Minimum:
     """The least valid value of a number, as metadata of its annotation."""
 
-    value: int
+    value: float
 
 
 PositiveInt = Annotated[int, Minimum(1)]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError
 from prepcli.planning.plan import Plan
+
+if TYPE_CHECKING:
+    # Every operation imports this module, and only a plan needs these.
+    from prepcli.pages.plan_rows import CompiledStep
+    from trainer.planning.memory_changes import MemoryChange
+    from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,11 @@ class Verification:
         seconds: Duration of the call in seconds.
         ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
             compared. 0 for a comparison with digests, which covers padding.
+        checked: Parts that a quick check compared, such as "names" and "shapes". Empty if values were compared.
+        accepted: For each file of `accept` its name (`file`), and its old and new size and digest.
+        checkpoint: The checkpoint, as errors name it.
+        against: The second checkpoint, as errors name it. None for a comparison with digests.
+        total_tensors: Number of tensors of the checkpoint, equal or not.
     """
 
     is_equal: bool
@@ -63,6 +74,11 @@ class Verification:
     differences: Sequence[Mapping[str, Any]]
     seconds: float
     ignored_padding_rows: int = 0
+    checked: tuple[str, ...] = ()
+    accepted: tuple[Mapping[str, Any], ...] = ()
+    checkpoint: str = ""
+    against: str | None = None
+    total_tensors: int = 0
 
     def __bool__(self) -> bool:
         return self.is_equal
@@ -232,8 +248,40 @@ class RunsReport:
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
             `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
         changed_keys: Recipe keys whose values differ between the runs.
+        names: Name of each run in the page: its folder's name, or its path or URL if two names are equal.
     """
 
     path: Path
     runs: tuple[Mapping[str, Any], ...]
     changed_keys: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of a training step on one mesh.
+
+    Attributes:
+        training_plan: Mesh, tokens, memory, operations and communication of the step.
+        kinds: Time and memory of the step on each kind of accelerator.
+        change: Changes of the recipe with which the step fits into the memory of the kind of `devices`. None if it
+            fits, if no change makes it fit, or without a kind.
+        is_too_large: Whether the step does not fit into the memory of the kind of `devices`.
+        compiled: The plan of the compiler. None if the step was not compiled.
+    """
+
+    training_plan: TrainingPlan
+    kinds: tuple[KindEstimate, ...]
+    change: MemoryChange | None
+    is_too_large: bool
+    compiled: CompiledStep | None
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, e.g. `1,64,4`."""
+        return str(self.training_plan.mesh)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Estimated peak memory of one device in bytes."""
+        return self.training_plan.memory.peak

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from prepcli.console.formatting import format_bytes, format_duration
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.slices import num_slices
+from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.step_flops import StepFlops
 from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
@@ -167,3 +168,10 @@ def compiled_caveat(step: CompiledStep) -> str:
     if plan.is_upper_bound:
         text += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
     return text
+
+
+def change_text(change: MemoryChange | None) -> str:
+    """Return the changes that make a step fit as text, or a suggestion if there are none."""
+    if change is None:
+        return "no change of the recipe tried makes it fit: more or larger devices, or a shorter `data.seq_length`"
+    return f"it fits with `{change.options}`: {format_bytes(change.plan.memory.peak)}"

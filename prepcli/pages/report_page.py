@@ -73,6 +73,30 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
     return titles
 
 
+def summary_cells(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the main numbers of a run as cells of a table, by the name of the column.
+
+    Args:
+        summary: The numbers. A missing one is None, and its cell is `-`.
+    """
+    steps = f"{summary['step']:,}"
+    if summary["steps"]:
+        steps += f" / {summary['steps']:,}"
+    return {
+        "steps": steps,
+        "tokens": _number_text(summary["tokens"], ",d"),
+        "loss": _number_text(summary["loss"], ".4f"),
+        "eval loss": _number_text(summary["eval_loss"], ".4f"),
+        "best": _number_text(summary["best_eval_loss"], ".4f"),
+        "tokens/s": _number_text(summary["tokens_per_s"], ",.0f"),
+        "MFU": _number_text(summary["mfu"], ".1%"),
+    }
+
+
+def _number_text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the recipe keys with different values. An absent key differs from every value."""
     changed = []

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from prepcli.api.checks import verify
 from prepcli.operations.export import export
 from prepcli.operations.load_params import load_params
 from prepcli.operations.pad_vocab import pad_vocab
 from prepcli.operations.save_init import save_init
+from prepcli.operations.verify import verify
 from prepcli.testing.checkpoints import read_checkpoint
 from prepcli.testing.greedy import MAX_NEW_TOKENS, greedy_samples, with_small_embeddings
 from prepcli.testing.subject import FamilyUnderTest

@@ -28,11 +28,11 @@ PRELOADED = (
     "numpy",
     "prepcli.cli.main",
     "prepcli.operations.export",
-    "prepcli.commands.inspect",
+    "prepcli.operations.inspect",
     "prepcli.operations.pad_vocab",
     "prepcli.operations.push",
     "prepcli.operations.save_init",
-    "prepcli.commands.verify",
+    "prepcli.operations.verify",
     "pydantic.type_adapter",
     "zstandard",
 )

@@ -49,6 +49,7 @@ FUNCTION_NAMES = {
     "inspect": "inspect",
     "merge": "merge",
     "pad-vocab": "pad_vocab",
+    "plan": "plan",
     "report": "report",
     "reshard": "reshard",
     "save-init": "save_init",

@@ -16,8 +16,8 @@ WAIT_S = 240.0
 COMMANDS = {
     "evaluate": ("prepcli.operations.evaluate", "eval", "tiny", "--data", "text.txt"),
     "generate": ("prepcli.operations.generate", "generate", "tiny", "--prompt", "a"),
-    "report": ("prepcli.commands.report", "report", "run"),
-    "plan": ("prepcli.commands.plan", "plan", "recipe.toml"),
+    "report": ("prepcli.operations.report", "report", "run"),
+    "plan": ("prepcli.operations.plan", "plan", "recipe.toml"),
 }
 # The command has been parsed, and waits in its function.
 WAITING_PREP = """

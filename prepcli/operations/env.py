@@ -1,15 +1,13 @@
-"""`prep env`: versions, devices, processes, memory, and settings with the variable or file of each."""
+"""Read versions, devices, processes, memory, and settings with the variable or file of each."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Report, format_table
 from prepcli.engine.machine import cgroup_memory_limit, package_versions, system_memory
 from prepcli.errors import PrepError, UsageError
 from trainer.models.process_address import ProcessSettings, process_address, single_process_reason
@@ -33,63 +31,42 @@ class EnvSetting:
     source: str  # variable or file that sets it, or `default`
 
 
-def env(default_memory: str, list_devices: bool, columns: int | None = None) -> Report:
-    """Report versions, processes, memory, settings and, on request, devices.
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What determines how prep runs on this machine.
+
+    Attributes:
+        system: Version of Python, and the platform.
+        versions: Version of each package. None if it is not installed.
+        devices: Kind of each local device by its name. None if the devices were not listed.
+        processes: The job of several processes that the environment describes.
+        memory: Sizes in bytes. None for no limit.
+        settings: Settings with the variable or file of each.
+    """
+
+    system: Mapping[str, str]
+    versions: Mapping[str, str | None]
+    devices: Mapping[str, str] | None
+    processes: Mapping[str, str | int | None]
+    memory: Mapping[str, int | None]
+    settings: tuple[EnvSetting, ...]
+
+
+def read_environment(default_memory: str, *, list_devices: bool) -> Environment:
+    """Return versions, processes, memory, settings and, on request, devices.
 
     Args:
-        default_memory: Default of `--memory`.
+        default_memory: Default of the memory limit.
         list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
-        columns: Width of the terminal. None means unlimited.
-
-    Returns:
-        Report with a table for each topic.
     """
-    system = {"python": platform.python_version(), "platform": platform.platform()}
-    versions = package_versions()
-    sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
-    settings = [*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)]
-    devices = _devices() if list_devices else None
-    processes = _processes(os.environ)
-    fields = {
-        **system,
-        "versions": versions,
-        "devices": devices,
-        "processes": processes,
-        "memory": {name.replace(" ", "_"): size for name, size in sizes.items()},
-        "settings": [asdict(setting) for setting in settings],
-    }
-    device_rows = (
-        devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
+    return Environment(
+        system={"python": platform.python_version(), "platform": platform.platform()},
+        versions=package_versions(),
+        devices=_devices() if list_devices else None,
+        processes=_processes(os.environ),
+        memory={**system_memory(), "cgroup limit": cgroup_memory_limit()},
+        settings=(*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)),
     )
-    tables = [
-        _two_column_table(
-            "versions",
-            {**system, **{name: version or "not installed" for name, version in versions.items()}},
-            columns=columns,
-        ),
-        _two_column_table("devices", device_rows, columns=columns),
-        _two_column_table(
-            "processes",
-            {name: "-" if value is None else str(value) for name, value in processes.items()},
-            columns=columns,
-        ),
-        _two_column_table(
-            "memory",
-            {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()},
-            columns=columns,
-        ),
-        format_table(
-            [(setting.name, setting.value, setting.source) for setting in settings],
-            ["settings", "", "set by"],
-            width=columns,
-            wrapped=[""],
-        ),
-    ]
-    return Report(text="\n\n".join(tables), fields=fields)
-
-
-def _two_column_table(title: str, rows: Mapping[str, str], *, columns: int | None) -> str:
-    return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
 
 
 def _devices() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`prep verify OUTPUT --accept FILE`: record the new digest of a file changed on purpose."""
+"""Record the new digest of a settings or tokenizer file of an output that was changed on purpose."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.lists import join_names
-from prepcli.console.ui import Ui
-from prepcli.errors import PrepError, usage_error
+from prepcli.console.observer import Observer
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     DIGEST_KEY,
@@ -51,7 +51,7 @@ class AcceptedFiles:
     data: bytes
     changes: list[dict[str, Any]]
 
-    def write(self, ui: Ui) -> None:
+    def write(self, observer: Observer) -> None:
         """Write the manifest, and note each change. Raise PrepError if it cannot be written."""
         path = self.folder / MANIFEST_FILE
         try:
@@ -59,7 +59,7 @@ class AcceptedFiles:
         except OSError as error:
             raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
         for change in self.changes:
-            ui.note(_describe(change))
+            observer.note(_describe(change))
 
 
 def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
@@ -84,7 +84,8 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
         why = (
             "it was written by an earlier version of prep, which recorded no digests of small files"
         )
-        raise usage_error(f"`--accept` has no effect for {checkpoint}", why, "remove `--accept`")
+        what = text("{} has no effect for {}", Option("accept"), checkpoint)
+        raise usage_error(what, why, text("remove {}", Option("accept")))
     names = [_recorded_name(folder, stored, file) for file in files]
     # A copy, whose records change. Nothing else refers to its `files`.
     manifest = dict(stored.fields)
@@ -96,16 +97,13 @@ def _output_folder(checkpoint: str) -> Path:
     """Return the folder with the manifest of a local output."""
     reference = parse_reference(checkpoint)
     if not isinstance(reference, LocalPath | RunStep):
-        raise usage_error(
-            f"`--accept` needs a local output, not {checkpoint}",
-            "it changes the manifest",
-            "a folder",
-        )
+        what = text("{} needs a local output, not {}", Option("accept"), checkpoint)
+        raise usage_error(what, "it changes the manifest", "a folder")
     folder = find_manifest_folder(reference.path)
     if not (folder / MANIFEST_FILE).is_file():
-        raise usage_error(
-            f"`--accept` has no effect for {checkpoint}", f"it has no {MANIFEST_FILE}"
-        )
+        what = text("{} has no effect for {}", Option("accept"), checkpoint)
+        why = f"it has no {MANIFEST_FILE}"
+        raise usage_error(what, why, text("remove {}", Option("accept")))
     return folder
 
 
@@ -118,9 +116,8 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
     candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
     if len(candidates) != 1:
         why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
-        raise usage_error(
-            f"{folder} records no file `{file}`", why, "`--accept` with one of these names"
-        )
+        hint = text("{} with one of these names", Option("accept"))
+        raise usage_error(f"{folder} records no file `{file}`", why, hint)
     return candidates[0]
 
 

@@ -10,8 +10,8 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.cli.options import complete_page
 from prepcli.cli.root import COMMANDS, GUIDES, LAUNCH_COMMANDS, command_name
-from prepcli.commands.docs import docs_folder, page_names
 from prepcli.errors import OK, USAGE
+from prepcli.operations.docs import docs_folder, page_names
 
 PAGES = sorted(docs_folder().rglob("*.md"))
 

@@ -1,4 +1,4 @@
-"""The recipe and the model of a `prep plan` request. Neither weights nor data need to exist."""
+"""Resolve the recipe and the model of a plan. Neither weights nor data need to exist."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.console.ui import Ui
-from prepcli.errors import PrepError, usage_error
+from prepcli.console.observer import Observer
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.inspection.contents import read_contents
 from prepcli.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
@@ -71,18 +71,18 @@ def resolve_target(
     config: Path | None,
     default_mesh: str,
     offline: bool,
-    ui: Ui,
+    observer: Observer,
 ) -> PlanTarget:
     """Resolve a recipe, or a checkpoint with the keys of a usual step.
 
     Args:
         target: A recipe: a path that ends in `.toml`, or the name of a shipped recipe with or without `.toml`. Or a
             checkpoint.
-        overrides: `KEY=VALUE` texts of `--set`.
+        overrides: `KEY=VALUE` texts that replace values of the recipe.
         config: A config.json instead of the checkpoint's.
         default_mesh: Mesh of a checkpoint without a recipe and without a recorded mesh.
         offline: Use only the hub's cache.
-        ui: Receives progress and warnings.
+        observer: Receives progress and warnings.
 
     Raises:
         PrepError: The recipe is invalid, or the model is unknown or not supported.
@@ -90,11 +90,11 @@ def resolve_target(
     path = _recipe_path(target)
     if path.suffix == RECIPE_SUFFIX:
         recipe = load_recipe(path, overrides).recipe
-        checkpoint = _read_start(recipe.model, config, offline=offline, ui=ui)
+        checkpoint = _read_start(recipe.model, config, offline=offline, observer=observer)
     else:
         if config is None:
             _check_name(target)
-        checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
+        checkpoint = _read_checkpoint(target, config, offline=offline, observer=observer)
         mesh = checkpoint.manifest.mesh or default_mesh
         recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
@@ -136,10 +136,12 @@ def _check_name(name: str) -> None:
         )
 
 
-def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
+def _read_start(
+    table: Model, config: Path | None, *, offline: bool, observer: Observer
+) -> _Checkpoint:
     """Read the start model of a recipe."""
     if table.path is not None:
-        return _read_checkpoint(table.path, config, offline=offline, ui=ui)
+        return _read_checkpoint(table.path, config, offline=offline, observer=observer)
     if config is not None:
         return _Checkpoint(model_of_config(read_config(config)), str(config), NO_MANIFEST)
     return _Checkpoint(
@@ -149,7 +151,9 @@ def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> 
     )
 
 
-def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
+def _read_checkpoint(
+    name: str, config: Path | None, *, offline: bool, observer: Observer
+) -> _Checkpoint:
     """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
@@ -160,11 +164,12 @@ def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -
             model_of_config(PRESETS[preset]), f"the published config of {preset}", NO_MANIFEST
         )
     contents = read_contents(
-        locate(name, access=make_access(ui, offline=offline, stream=True, allow_urls=True))
+        locate(name, access=make_access(observer, offline=offline, stream=True, allow_urls=True))
     )
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
-        raise PrepError("the shapes of the model are unknown", why, "`--config CONFIG.json`")
+        hint = text("{}", Option("config", "CONFIG.json"))
+        raise PrepError("the shapes of the model are unknown", why, hint)
     if contents.manifest.is_tree:
         return _Checkpoint(
             model_of_manifest(contents.manifest.fields), contents.display_name, contents.manifest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prepcli.commands.plan_target import PlanTarget
 from prepcli.console.formatting import format_duration
-from prepcli.console.ui import Ui
+from prepcli.console.observer import Observer
+from prepcli.operations.plan_target import PlanTarget
 from prepcli.pages.plan_rows import CompiledStep
 from trainer.distributed.compile_process import CompileWatch
 from trainer.models.memory_estimate import estimate_memory
@@ -24,7 +24,7 @@ def compile_step(
     kind: Accelerator | None,
     *,
     limit_s: float | None,
-    ui: Ui,
+    observer: Observer,
 ) -> CompiledStep:
     """Compile the training step of a plan.
 
@@ -34,7 +34,7 @@ def compile_step(
         kind: Kind of the devices. For TPUs the step is compiled for a slice with the mesh's number of chips, otherwise
             for simulated CPU devices.
         limit_s: Time limit of the compilation in seconds. None means no limit.
-        ui: Receives notes about the phases.
+        observer: Receives notes about the phases.
 
     Raises:
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
@@ -42,22 +42,20 @@ def compile_step(
     mesh = training_plan.mesh
     recipe = training_plan.recipe
     count = num_slices(training_plan.slices)
-    topology = (
-        find_topology(kind.name, mesh.n_devices // count)
-        if kind is not None and kind.name in TPU_GENERATIONS
-        else None
-    )
-    hardware = topology if count == 1 else f"{count} x {topology}"
-    ui.note(
-        f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}"
-    )
+    topology = None
+    hardware = f"{mesh.n_devices:,} simulated CPU devices"
+    if kind is not None and kind.name in TPU_GENERATIONS:
+        topology = find_topology(kind.name, mesh.n_devices // count)
+        hardware = topology if count == 1 else f"{count} x {topology}"
+    observer.note(f"compiling for {hardware}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
 
     def note_phase(phase: str, elapsed_s: float) -> None:
-        ui.note(f"{phase}, {format_duration(elapsed_s)} since the start")
+        observer.note(f"{phase}, {format_duration(elapsed_s)} since the start")
 
     plan = compiled_plan(recipe, manifest, mesh, topology, watch=CompileWatch(note_phase, limit_s))
     inputs = training_plan.inputs
     if plan.is_upper_bound:
-        inputs = replace(inputs, itemsize=FLOAT32, blocks_overlap=True)  # as CPUs compute
+        # CPUs compute in float32, and keep the blocks of several layers at once.
+        inputs = replace(inputs, itemsize=FLOAT32, blocks_overlap=True)
     return CompiledStep(plan, estimate_memory(inputs).peak)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands import plan_compile
 from prepcli.errors import FAILED, INTERRUPTED, OK, USAGE
+from prepcli.operations import plan_compile
 from tests.helpers.tiny_checkpoints import LLAMA
 from trainer.distributed.compile_process import CompileWatch
 from trainer.models.compiled_plan import Collective, CompiledPlan

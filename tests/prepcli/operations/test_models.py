@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from prepcli.commands.models import models
 from prepcli.errors import USAGE, PrepError
+from prepcli.operations.models import list_aliases
+from prepcli.rendering.models import aliases_report
 from prepcli.sources.aliases import ALIASES
 
 
 def test_models_lists_all_aliases() -> None:
-    report = models(None)
+    report = aliases_report(list_aliases(), None)
     lines = report.text.splitlines()
     assert lines[0].split() == [
         "alias", "hub", "id", "family", "parameters", "size", "vocabulary", "shards", "on", "8", "shards", "on", "128",
@@ -23,7 +24,7 @@ def test_models_lists_all_aliases() -> None:
 
 
 def test_models_fields_are_numbers() -> None:
-    fields = models("gpt_neo").fields["models"]
+    fields = aliases_report(list_aliases("gpt_neo"), None).fields["models"]
     assert isinstance(fields, list)
     assert fields[1] == {
         "alias": "gpt-neo-1.3B",
@@ -37,12 +38,12 @@ def test_models_fields_are_numbers() -> None:
 
 
 def test_models_selects_a_family() -> None:
-    lines = models("llama").text.splitlines()[1:]
+    lines = aliases_report(list_aliases("llama"), None).text.splitlines()[1:]
     assert lines
     assert all(line.split()[2] == "llama" for line in lines)
 
 
 def test_unknown_family_gets_a_suggestion() -> None:
     with pytest.raises(PrepError) as caught:
-        models("gptneo")
+        aliases_report(list_aliases("gptneo"), None)
     assert (caught.value.hint, caught.value.code) == ("did you mean `gpt_neo`?", USAGE)

@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from prepcli.commands.env import env
+from prepcli.console.ui import Report
+from prepcli.operations.env import read_environment
+from prepcli.rendering.env import environment_report
 from tests.helpers.fork_server import PREP, run_python
+
+
+def env(*, list_devices: bool) -> Report:
+    return environment_report(read_environment("512MiB", list_devices=list_devices), None)
+
 
 PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 
@@ -84,7 +91,7 @@ def test_env_shows_processes(
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    report = env("512MiB", list_devices=False)
+    report = env(list_devices=False)
     processes = report.fields["processes"]
     assert isinstance(processes, dict)
     assert expected.items() <= processes.items()
@@ -93,8 +100,9 @@ def test_env_shows_processes(
 
 def test_env_does_not_import_jax_by_default() -> None:
     script = (
-        "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
-        "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
+        "import sys; from prepcli.operations.env import read_environment;"
+        " environment = read_environment('512MiB', list_devices=False);"
+        "print(environment.devices, 'jax' in sys.modules, 'torch' in sys.modules)"
     )
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -104,7 +112,7 @@ def test_env_does_not_import_jax_by_default() -> None:
 
 def test_env_lists_devices_on_request() -> None:
     jax = pytest.importorskip("jax")
-    report = env("512MiB", list_devices=True)
+    report = env(list_devices=True)
     devices: Any = report.fields["devices"]
     assert len(devices) == len(jax.local_devices())
     assert next(iter(devices)) in report.text
@@ -118,7 +126,7 @@ def test_env_shows_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(jax, "local_devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    report = env("512MiB", list_devices=True)
+    report = env(list_devices=True)
     assert report.fields["devices"] == {
         "none": "jax: JAX_PLATFORMS=cuda names a platform that is not installed"
     }
@@ -126,7 +134,7 @@ def test_env_shows_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.engine.machine.PACKAGES", ("typer", "no-such-package"))
-    lines = env("512MiB", list_devices=False).text.splitlines()
+    lines = env(list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)
     assert "not listed  `prep env --devices` imports jax" in lines

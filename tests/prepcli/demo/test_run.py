@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands import demo as module
-from prepcli.commands.demo import MARKER, demo
-from prepcli.console.ui import Ui
+from prepcli.console.ui import Report, Ui
 from prepcli.demo import conversion, training
+from prepcli.demo import run as module
 from prepcli.demo.page import REPORT
+from prepcli.demo.run import MARKER
 from prepcli.demo.steps import CommandError, DemoStep, StepOutcome
 from prepcli.demo.tiny_model import VOCABULARY
 from prepcli.errors import FAILED, OK, USAGE, PrepError
+from prepcli.rendering.demo import demo_report
 from tests import CACHE, FLAGS
 from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 
@@ -33,6 +34,10 @@ TRAINING = ["", "train", "train", "train", "export", "verify"]
 
 def make_ui(as_json: bool = False) -> Ui:
     return Ui("demo", as_json=as_json, out=io.StringIO(), err=io.StringIO())
+
+
+def demo(out: Path, ui: Ui) -> Report:
+    return demo_report(module.run_demo(out, ui), ui.columns)
 
 
 def text(stream: object) -> str:

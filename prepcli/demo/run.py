@@ -1,15 +1,14 @@
-"""`prep demo`: convert, train and export a tiny model offline, with the commands that a user types."""
+"""Convert, train and export a tiny model offline, with the commands that a user types."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.console.formatting import format_bytes, format_duration
-from prepcli.console.ui import Report, Ui, format_table
+from prepcli.console.formatting import format_duration
+from prepcli.console.observer import Observer
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
 from prepcli.demo.steps import (
@@ -20,41 +19,65 @@ from prepcli.demo.steps import (
     remove_output,
     run_step,
 )
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 
 MARKER = ".made-by-prep-demo"
 OUTPUTS = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)
 
 
-def demo(out: Path, ui: Ui) -> Report:
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """The steps of a demo that ran, up to the first one that failed.
+
+    Attributes:
+        out: Folder of the demo.
+        steps: Report of each step.
+        num_planned: Number of steps of the whole demo.
+    """
+
+    out: Path
+    steps: tuple[StepReport, ...]
+    num_planned: int
+
+    @property
+    def failed_step(self) -> StepReport | None:
+        """The step that ended the demo, or None if all passed."""
+        last = self.steps[-1]
+        return None if last.ok else last
+
+
+def run_demo(out: Path, observer: Observer) -> DemoRun:
     """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
     Args:
         out: New or empty folder, or the folder of an earlier demo. Its outputs are replaced.
-        ui: Receives a note before and after each step.
+        observer: Receives a note before and after each step.
 
     Returns:
-        Report with one table row per step. It has an error if a check failed.
+        The reports of the steps, up to the first one that failed. If all passed, a page with pictures was written.
 
     Raises:
         PrepError: `out` exists and was not made by a demo, or cannot be created.
     """
     _prepare_folder(out)
     steps_to_run = _tasks()
-    ui.note(f"offline, {len(steps_to_run)} steps; to repeat a step: cd {shlex.quote(str(out))}")
+    count = len(steps_to_run)
+    observer.note(f"offline, {count} steps; to repeat a step: cd {shlex.quote(str(out))}")
     step_reports: list[StepReport] = []
     for number, step in enumerate(steps_to_run, 1):
         command = _command_line(step)
-        ui.note(f"[{number}/{len(steps_to_run)}] {step.title}")
+        observer.note(f"[{number}/{count}] {step.title}")
         if command:
-            ui.note(f"      $ {command}")
-        step_reports.append(_run_step(step, command, out))
-        ui.note(
-            f"      {_result_text(step_reports[-1])} ({format_duration(step_reports[-1].seconds)})"
-        )
-        if not step_reports[-1].ok:
+            observer.note(f"      $ {command}")
+        report = _run_step(step, command, out)
+        step_reports.append(report)
+        observer.note(f"      {result_text(report)} ({format_duration(report.seconds)})")
+        if not report.ok:
             break
-    return _build_report(out, step_reports, len(steps_to_run), columns=ui.columns)
+    run = DemoRun(out, tuple(step_reports), count)
+    if run.failed_step is None:
+        write_page(out, run.steps)
+    return run
 
 
 def _tasks() -> tuple[DemoStep, ...]:
@@ -76,18 +99,20 @@ def _prepare_folder(out: Path) -> None:
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
         why = f"it has no {MARKER}"
-        raise usage_error(
-            f"{out} already exists and is not a demo's folder", why, "`prep demo --out NAME`"
-        )
+        what = f"{out} already exists and is not a demo's folder"
+        raise usage_error(what, why, _demo_command("NAME"))
     for name in OUTPUTS:
         remove_output(out / name)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / MARKER).touch()
     except OSError as error:
-        raise PrepError(
-            f"cannot create {out}", error.strerror or str(error), "`prep demo --out NAME`"
-        ) from error
+        why = error.strerror or str(error)
+        raise PrepError(f"cannot create {out}", why, _demo_command("NAME")) from error
+
+
+def _demo_command(folder: str) -> str:
+    return text("{}", Command("demo", Option("out", folder)))
 
 
 def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
@@ -106,44 +131,10 @@ def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
         )
     except PrepError as error:
         # The command succeeded, and its outputs exist now: alone it would do something else.
-        report = replace(
-            report, result=str(error), hint=f"`prep demo --out {shlex.quote(str(folder))}`"
-        )
+        report = replace(report, result=str(error), hint=_demo_command(str(folder)))
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _build_report(
-    out: Path, step_reports: Sequence[StepReport], num_steps: int, *, columns: int | None
-) -> Report:
-    header = ("step", "seconds", "bytes", "memory", "result")
-    text = format_table(
-        [_table_row(step) for step in step_reports],
-        header,
-        right_aligned=("seconds", "bytes", "memory"),
-        width=columns,
-        wrapped=["result"],
-    )
-    fields = {"output": str(out), "steps": [asdict(step) for step in step_reports]}
-    failed = next((step for step in step_reports if not step.ok), None)
-    if failed is None:
-        write_page(out, step_reports)
-        fields["report"] = str(out / REPORT)
-        closing = f"all {num_steps} steps passed; report with pictures: {out / REPORT}"
-        return Report(f"{text}\n{closing}", fields, "run the same commands with your own model")
-    what = f"the demo failed at step {len(step_reports)}: {failed.step}"
-    return Report(text, fields, error=PrepError(what, failed.result, failed.hint))
-
-
-def _table_row(report: StepReport) -> tuple[str, ...]:
-    memory = format_bytes(report.peak) if report.peak else "-"
-    return (
-        report.step,
-        f"{report.seconds:.1f}",
-        format_bytes(report.bytes),
-        memory,
-        _result_text(report),
-    )
-
-
-def _result_text(report: StepReport) -> str:
+def result_text(report: StepReport) -> str:
+    """Return the result of a step, marked if it failed."""
     return report.result if report.ok else f"FAILED: {report.result}"

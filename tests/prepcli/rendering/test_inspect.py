@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.inspect_report import MAX_NON_ARRAYS
 from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
+from prepcli.rendering.inspection import MAX_NON_ARRAYS
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_inspect import (

@@ -1,48 +1,32 @@
-"""`prep models`: the aliases of checkpoints."""
+"""Aliases of checkpoints as text and JSON."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
-from prepcli.errors import usage_error
-from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
-from trainer.models.suggest import did_you_mean
+from prepcli.sources.aliases import Alias
 
-DEVICE_COUNTS = (
-    8,
-    128,
-)  # common numbers of devices: the table has the number of equal vocabulary shards on each
+# Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
+DEVICE_COUNTS = (8, 128)
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
 
 
-def models(family: str | None, columns: int | None = None) -> Report:
-    """Report the aliases of one family, or of all families.
+def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
+    """Return the table of aliases, and fields with sizes in bytes.
 
     Args:
-        family: Family to list; None lists all.
-        columns: Width of the table. None means unlimited.
-
-    Returns:
-        Report with a table, and fields with sizes in bytes.
-
-    Raises:
-        UsageError: No alias has this family.
+        aliases: The aliases.
+        columns: Width of the terminal. None means unlimited.
     """
-    if family is not None and family not in ALIAS_FAMILIES:
-        why = f"known: {', '.join(ALIAS_FAMILIES)}"
-        hint = did_you_mean(family, ALIAS_FAMILIES)
-        raise usage_error(f"no aliases of family `{family}`", why, hint)
-    aliases = [alias for alias in ALIASES if family in (None, alias.family)]
-    return Report(
-        text=_alias_table(aliases, columns),
-        fields={"models": [_fields(alias) for alias in aliases]},
-    )
+    fields = {"models": [_fields(alias) for alias in aliases]}
+    return Report(_alias_table(aliases, columns), fields)
 
 
-def _alias_table(aliases: list[Alias], columns: int | None) -> str:
+def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
     header = [
         "alias",
         "hub id",

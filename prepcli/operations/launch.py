@@ -1,4 +1,4 @@
-"""`prep launch`: write, submit or run a script or command that starts `prep train` in several processes."""
+"""Write, submit or run a script or command that trains in several processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prepcli.console.observer import QUIET
-from prepcli.console.ui import Report, Ui
+from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import FAILED, PrepError, usage_error
+from prepcli.errors import FAILED, Option, PrepError, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
@@ -64,7 +63,41 @@ class LaunchRequest:
     submit: bool = False
 
 
-def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
+@dataclass(frozen=True, slots=True)
+class LaunchedScript:
+    """The script of a target.
+
+    Attributes:
+        target: `slurm`, `tpu` or `gke`.
+        script: Text of the script.
+        out: File with the script. None if it was not written.
+        submit_command: Command that reads the script from stdin.
+        reply: Output of the command that submitted the script. None if it was not submitted.
+    """
+
+    target: str
+    script: str
+    out: Path | None
+    submit_command: str
+    reply: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTraining:
+    """A training that ended in several processes of this machine.
+
+    Attributes:
+        processes: Number of processes.
+        devices: CPU devices of each process.
+        result: Text that process 0 printed to stdout.
+    """
+
+    processes: int
+    devices: int
+    result: str
+
+
+def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> LaunchedScript:
     """Return the batch script of a training, or submit it with `sbatch`."""
     recipe = _load_recipe(request)
     check_training(
@@ -75,7 +108,7 @@ def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
     return _deliver("slurm", script, request)
 
 
-def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
+def launch_tpu(request: LaunchRequest, options: TpuOptions) -> LaunchedScript:
     """Return the `gcloud` script of a training, or run it."""
     recipe = _load_recipe(request)
     training = _training(recipe, request)
@@ -86,31 +119,42 @@ def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
     return _deliver("tpu", tpu_script(job, options), request)
 
 
-def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
+def launch_gke(request: LaunchRequest, options: GkeOptions) -> LaunchedScript:
     """Return the JobSet of a training, or create it with `kubectl`."""
     recipe = _load_recipe(request)
     training = _training(recipe, request)
     check_training(training, gke_hardware(options, training))
     if options.claim is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
-        raise usage_error(
-            "`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`"
-        )
+        hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
+        raise usage_error(text("{} is missing", Option("claim")), why, hint)
     request = _with_recipe_file(request)
     job = _job(request, request.job_name or as_label(recipe.name))
-    text = request.recipe.read_text("utf-8")
-    manifest = gke_manifest(job, options, recipe_text=text, num_slices=num_slices(training.slices))
+    manifest = gke_manifest(
+        job,
+        options,
+        recipe_text=request.recipe.read_text("utf-8"),
+        num_slices=num_slices(training.slices),
+    )
     return _deliver("gke", manifest, request)
 
 
-def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int) -> Report:
+def launch_local(
+    request: LaunchRequest,
+    observer: Observer,
+    *,
+    processes: int,
+    devices: int,
+    quiet: bool = False,
+) -> LocalTraining:
     """Train in several processes on this machine.
 
     Args:
         request: The recipe and the environment.
-        ui: Receives the lines of all processes.
+        observer: Receives the lines of all processes.
         processes: Number of processes.
         devices: CPU devices of each process.
+        quiet: Let the processes show errors only.
 
     Raises:
         PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
@@ -119,21 +163,22 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
     check_training(_training(recipe, request), plain_hardware(processes, devices))
     job = _job(request, "local")
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
-    words = ["train", *(["--quiet"] if ui.level <= QUIET else []), job.recipe, *job.train_words]
+    words = ["train"]
+    if quiet:
+        words.append("--quiet")
+    words += [job.recipe, *job.train_words]
     with remember_signal() as poll_signal:
         running = start_processes(
             words, count=processes, devices=devices, environ=os.environ, env=env
         )
         watcher = ProcessWatcher(
             running,
-            lambda index, line: ui.note(f"[{index}] {line}", QUIET),
+            lambda index, line: observer.note(f"[{index}] {line}", QUIET),
             poll_signal,
             grace_s=recipe.cluster.heartbeat_timeout + GRACE_MARGIN_S,
         )
-        text = watcher.wait()
-    return Report(
-        text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices}
-    )
+        result = watcher.wait()
+    return LocalTraining(processes, devices, result)
 
 
 def _load_recipe(request: LaunchRequest) -> Recipe:
@@ -171,36 +216,31 @@ def _job(request: LaunchRequest, name: str) -> LaunchJob:
     )
 
 
-def _deliver(target: str, text: str, request: LaunchRequest) -> Report:
-    """Write the script to `--out`, submit it with `--submit`, or print it."""
-    fields = {"target": target, "script": text, "output": request.out and str(request.out)}
-    submit_command = " ".join(SUBMIT_COMMANDS[target])
+def _deliver(target: str, script: str, request: LaunchRequest) -> LaunchedScript:
+    """Write the script to a file and submit it, each if the request says so."""
+    command = SUBMIT_COMMANDS[target]
     if request.out is not None:
-        _write_new(request.out, text)
-    if request.submit:
-        return Report(_submit(SUBMIT_COMMANDS[target], text), fields)
-    if request.out is not None:
-        return Report(str(request.out), fields, f"{submit_command} < {request.out}")
-    return Report(text.rstrip("\n"), fields, is_script=True)
+        _write_new(request.out, script)
+    reply = _submit(command, script) if request.submit else None
+    return LaunchedScript(target, script, request.out, " ".join(command), reply)
 
 
-def _write_new(path: Path, text: str) -> None:
+def _write_new(path: Path, script: str) -> None:
     try:
-        write_file(path, os.fsencode(text), overwrite=False)
+        write_file(path, os.fsencode(script), overwrite=False)
     except FileExistsError:
-        raise usage_error(
-            f"`{path}` already exists", "a script is not overwritten", "`--out` with another name"
-        ) from None
+        hint = text("{} with another name", Option("out"))
+        raise usage_error(f"`{path}` already exists", "a script is not overwritten", hint) from None
     except OSError as error:
         raise io_error(path, error) from error
 
 
-def _submit(command: Sequence[str], text: str) -> str:
+def _submit(command: Sequence[str], script: str) -> str:
     """Run a command with the script as its stdin, and return its stdout."""
     try:
         result = subprocess.run(
             command,
-            input=text,
+            input=script,
             stdout=subprocess.PIPE,
             encoding="utf-8",
             errors="surrogateescape",
@@ -208,7 +248,7 @@ def _submit(command: Sequence[str], text: str) -> str:
         )
     except FileNotFoundError:
         why = f"`{command[0]}` is not installed on this machine"
-        hint = "`--out FILE`, and submit it on a login node"
+        hint = text("{}, and submit it on a login node", Option("out", "FILE"))
         raise PrepError("the job was not submitted", why, hint) from None
     if result.returncode:
         why = f"`{' '.join(command)}` exited with {result.returncode}"

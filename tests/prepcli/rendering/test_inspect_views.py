@@ -253,7 +253,7 @@ def test_inspect_does_not_draw_too_large_a_mesh(capsys: Capture) -> None:
 def test_inspect_limits_rows(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
+    monkeypatch.setattr("prepcli.rendering.inspection.MAX_ROWS", 3)
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", *view)
     assert lines[-1].endswith("more rows; `-v` shows all, PATTERN selects some")
@@ -264,7 +264,7 @@ def test_inspect_limits_rows(
 
 
 def test_inspect_diff_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
+    monkeypatch.setattr("prepcli.rendering.inspection.MAX_ROWS", 3)
     make_checkpoint(Path("model"), SMALL_LLAMA)
     make_checkpoint(Path("other"), SMALL_GPT_NEO)
     assert main(["inspect", "model", "--diff", "other", "-q"]) == 1

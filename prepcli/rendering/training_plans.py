@@ -1,4 +1,4 @@
-"""The plan of a training step as text and as fields of a JSON object."""
+"""Plans of training steps as text and JSON."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from prepcli.commands.compiled_report import compiled_lines
 from prepcli.console.formatting import format_bytes
+from prepcli.console.observer import LEAVES
 from prepcli.console.tables import wrap_line
-from prepcli.console.ui import format_table
+from prepcli.console.ui import Report, Ui, format_table
 from prepcli.inspection.memory_report import memory_fields, memory_table
+from prepcli.operations.plan import FittingMeshes
+from prepcli.operations.results import StepPlan
 from prepcli.pages.plan_rows import (
     CAVEAT,
     KIND_HEADER,
     CompiledStep,
+    change_text,
     flops_rows,
     kind_rows,
     rate_cells,
@@ -22,6 +25,7 @@ from prepcli.pages.plan_rows import (
     traffic_header,
     traffic_rows,
 )
+from prepcli.rendering.compiled_step import compiled_fields, compiled_lines
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshOption, MeshSearch
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
@@ -30,6 +34,56 @@ MAX_MESHES = 10  # of a search without -v; the best one stays on the screen
 MAX_REASONS = 5  # why meshes are invalid
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
+
+
+def step_plan_report(step: StepPlan, columns: int | None) -> Report:
+    """Return the report of a plan of one mesh.
+
+    Args:
+        step: Result of the operation.
+        columns: Width of the terminal. None means unlimited.
+    """
+    advice = change_text(step.change) if step.is_too_large else ""
+    lines = plan_lines(
+        step.training_plan, step.kinds, advice=advice, compiled=step.compiled, columns=columns
+    )
+    fields = {
+        **plan_fields(step.training_plan),
+        "kinds": [kind_fields(estimate) for estimate in step.kinds],
+        "changes": _change_fields(step.change),
+        "compiled": compiled_fields(step.compiled),
+    }
+    return Report("\n".join(lines), fields)
+
+
+def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
+    """Return the report of a search.
+
+    Args:
+        meshes: Result of the operation.
+        ui: Its verbosity and width determine the rows and columns of the table.
+    """
+    search = meshes.search
+    entries: list[dict[str, Any]] = []
+    for option in search.options:
+        entries.append(plan_fields(option.plan) | kind_fields(option.estimate))
+    fields = {
+        "devices": meshes.num_devices,
+        "kind": meshes.kind.name,
+        "meshes": entries,
+        "too_large": search.num_too_large,
+        "invalid": dict(search.refusals),
+    }
+    title = f"{len(entries)} meshes of {meshes.num_devices} x {meshes.kind.name} fit"
+    show_all = ui.columns is None or ui.level >= LEAVES
+    text = search_text(search, columns=ui.columns, show_all=show_all)
+    return Report(f"{title}\n{text}", fields)
+
+
+def _change_fields(change: MemoryChange | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    return {"set": dict(change.values), "peak": change.plan.memory.peak}
 
 
 def plan_lines(
@@ -173,10 +227,3 @@ def kind_fields(estimate: KindEstimate) -> dict[str, Any]:
         "mfu_causal": estimate.mfu_causal,
         "bound": time.bound,
     }
-
-
-def change_text(change: MemoryChange | None) -> str:
-    """Return the changes that make a step fit as text, or a suggestion if there are none."""
-    if change is None:
-        return "no change of the recipe tried makes it fit: more or larger devices, or a shorter `data.seq_length`"
-    return f"it fits with `{change.options}`: {format_bytes(change.plan.memory.peak)}"

@@ -1,32 +1,40 @@
-"""`prep verify`: compare every bit of a checkpoint with its manifest's digests, or with another checkpoint."""
+"""Compare every bit of a checkpoint with the digests of its manifest, or with another checkpoint."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
-from prepcli.commands.accept import accept_files
 from prepcli.console.formatting import format_bytes
-from prepcli.console.lists import MAX_NAMES
-from prepcli.console.observer import LEAVES
+from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.console.ui import Report, Ui
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, PrepError, text, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import unwritten_manifest
+from prepcli.operations.accept import accept_files
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
+    common_options,
     open_checkpoint,
     source_line,
 )
+from prepcli.operations.inspection_options import VerifyOptions
+from prepcli.operations.operation import public
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.results import Verification
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import check_stream
@@ -37,19 +45,8 @@ from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
 from trainer.models.boxes import Range
 
-HEADER_CHECKS = ("headers", "file sizes")  # checks of `--quick` for one checkpoint
-SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `--quick` for two checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyRequest:
-    """Request of `prep verify`."""
-
-    common: CommonOptions
-    against: str | None = None  # other checkpoint; None: compare with the manifest
-    quick: bool = False  # read no values
-    # Files that the user changed on purpose. Their digests are recorded if nothing else differs.
-    accept: tuple[str, ...] = ()
+HEADER_CHECKS = ("headers", "file sizes")  # checks of `quick` for one checkpoint
+SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `quick` for two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,56 +70,92 @@ class _VerifiedModel:
     true_vocab: int  # rows without padding
 
 
-def verify(request: VerifyRequest, ui: Ui) -> Report:
-    """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout.
+@public
+def verify(
+    checkpoint: PathLike | None = None,
+    against: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[VerifyOptions],
+) -> Verification:
+    """Compare a checkpoint with its recorded digests, or with another checkpoint of any format.
 
     Args:
-        request: Checkpoint, and the checkpoint to compare with.
-        ui: Receives notes and progress.
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only output of prep in the working
+            directory.
+        against: A second checkpoint; default: the digests in the manifest.
+        progress: Receives the bytes read; default: none. See `Progress`.
+        **options: See `VerifyOptions`.
 
     Returns:
-        Report with the differences. It has an error if there are any.
+        The differences. A difference is not an exception: the result is False in a condition. Two checkpoints are
+        compared without the padding of the vocabulary, a checkpoint and its digests with it.
 
     Raises:
-        PrepError: A checkpoint cannot be read, there are no digests, the families differ, or a file to accept is not
-            recorded.
+        UsageError: An argument is invalid, `checkpoint` has no digests and `against` is missing, or it records no
+            file of `accept`.
+        DamagedError: A file is missing, cut short or malformed, or a settings file was changed. Changed values are
+            differences.
+        PrepError: A checkpoint cannot be read, or the checkpoints are of different families.
     """
-    if not request.accept:
-        return _verify(request, ui)
+    started_s = time.monotonic()
+    observer = observer_of(progress)
+    request = _Request(
+        common_options(checkpoint, None, options),
+        against=None if against is None else str(against),
+        quick=options["quick"],
+    )
+    accept = [str(path) for path in options["accept"]]
+    if not accept:
+        result = _verify(request, observer)
+    else:
+        result = _verify_and_accept(request, accept, observer)
+    return replace(result, seconds=time.monotonic() - started_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Request of a comparison."""
+
+    common: CommonOptions
+    against: str | None  # other checkpoint; None: compare with the manifest
+    quick: bool  # read no values
+
+
+def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observer) -> Verification:
+    """Verify an output with the present bytes of some files, and record their digests if nothing differs."""
     checkpoint = request.common.checkpoint or f"./{default_checkpoint(Path())}"
-    accepted = accept_files(checkpoint, request.accept)
+    accepted = accept_files(checkpoint, files)
     # The output is checked against the new records before they are written: a kill or a difference leaves the old ones.
     with unwritten_manifest(accepted.folder, accepted.data):
-        report = _verify(request, ui)
-    if report.error is not None:
-        return report
-    accepted.write(ui)
-    return replace(report, fields={**report.fields, "accepted": accepted.changes})
+        result = _verify(request, observer)
+    if not result:
+        return result
+    accepted.write(observer)
+    return replace(result, accepted=tuple(accepted.changes))
 
 
-def _verify(request: VerifyRequest, ui: Ui) -> Report:
-    located, source = open_checkpoint(request.common, ui, allow_adapters=True)
-    ui.note(source_line(source))
-    memory_nbytes = request.common.memory_nbytes
+def _verify(request: _Request, observer: Observer) -> Verification:
+    """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout."""
+    located, source = open_checkpoint(request.common, observer, allow_adapters=True)
+    observer.note(source_line(source))
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
-        return _verify_digests(_collect_model(source), request, memory_nbytes, ui)
+        return _verify_digests(_collect_model(source), request, observer)
     against_located, against_source = open_checkpoint(
-        _against_options(request), ui, allow_adapters=True
+        _against_options(request), observer, allow_adapters=True
     )
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     _check_contents(source, against_source)
-    ui.note(source_line(against_source))
+    observer.note(source_line(against_source))
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
-            ui.note(line)
+            observer.note(line)
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
-    return _verify_pair(
-        _collect_model(source), _collect_model(against_source), request, memory_nbytes, ui
-    )
+    return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
 
 
 def _check_contents(source: Source, against_source: Source) -> None:
@@ -133,7 +166,11 @@ def _check_contents(source: Source, against_source: Source) -> None:
         (source, against_source) if _has_adapters(source) else (against_source, source)
     )
     what = f"{adapters.display_name} has adapters, and {model.display_name} a model"
-    hint = "compare with the result of `prep merge ADAPTER BASE`; `prep export RUN` writes the adapter of a run"
+    hint = text(
+        "compare with the result of {}; {} writes the adapter of a run",
+        Command("merge", "ADAPTER", "BASE"),
+        Command("export", "RUN"),
+    )
     raise PrepError(what, "they have no tensor in common", hint)
 
 
@@ -151,7 +188,8 @@ def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
             yield f"{state} ignored: only parameters are compared"
 
 
-def _against_options(request: VerifyRequest) -> CommonOptions:
+def _against_options(request: _Request) -> CommonOptions:
+    """Return the options of the second checkpoint. The step and the revision belong to the first one."""
     common = request.common
     return CommonOptions(
         checkpoint=request.against,
@@ -164,6 +202,7 @@ def _against_options(request: VerifyRequest) -> CommonOptions:
 
 
 def _collect_model(source: Source) -> _VerifiedModel:
+    """Return the tensors to verify. Ignored tensors, such as buffers, are left out."""
     if source.family is ADAPTER_FAMILY:
         return _collect_adapter(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
@@ -193,47 +232,51 @@ def _collect_adapter(source: Source) -> _VerifiedModel:
     )
 
 
-def _verify_digests(
-    model: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui
-) -> Report:
+def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer) -> Verification:
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
     read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
-        return _quick_ok_report(model, HEADER_CHECKS, ", no values read, no digests checked", ui)
+        return _quick_result(model, HEADER_CHECKS)
     if not tensors:
         name = source.display_name
         why = "it has no prep-manifest.json with digests"
-        raise usage_error(f"nothing to verify {name} against", why, f"`prep verify {name} OTHER`")
-    pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
+        hint = text("{}", Command("verify", name, "OTHER"))
+        raise usage_error(f"nothing to verify {name} against", why, hint)
+    pieces = [(t, (low, high), digest) for t in tensors for low, high, digest in t.digests]
     digests = _compute_digests(
-        source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify"
+        source,
+        [(t, rows) for t, rows, _ in pieces],
+        request.common.memory_nbytes,
+        progress=observer.progress(),
+        task="verify",
     )
-    findings = [
-        Finding(
-            model.labels[t.name],
-            f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest",
-        )
-        for (t, rows, expected), actual in zip(pieces, digests)
-        if expected != actual
-    ]
-    findings += [
-        Finding(model.labels[t.name], "has no digest in the manifest")
-        for t in model.tensors.values()
-        if not t.digests
-    ]
-    return _findings_report(model, findings, f"{source.display_name} is damaged", ui)
+    findings: list[Finding] = []
+    for (tensor, rows, expected), actual in zip(pieces, digests):
+        if expected != actual:
+            predicate = f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest"
+            findings.append(Finding(model.labels[tensor.name], predicate))
+    for tensor in model.tensors.values():
+        if not tensor.digests:
+            findings.append(Finding(model.labels[tensor.name], "has no digest in the manifest"))
+    return _result(model, findings)
 
 
-def _tie_findings(model: _VerifiedModel, memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
+def _tie_findings(
+    model: _VerifiedModel, memory_nbytes: int, observer: Observer
+) -> Iterator[Finding]:
     """Yield stored heads that are tied but differ from the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
     for check in model.accounting.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = _compute_digests(
-            model.source, pieces, memory_nbytes, ui.progress(), "verify tied"
+            model.source,
+            pieces,
+            memory_nbytes,
+            progress=observer.progress(),
+            task="verify tied",
         )
         if head != embedding:
             original = model.labels[check.duplicate_of].tensor
@@ -241,8 +284,8 @@ def _tie_findings(model: _VerifiedModel, memory_nbytes: int, ui: Ui) -> Iterator
 
 
 def _verify_pair(
-    a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui
-) -> Report:
+    a: _VerifiedModel, b: _VerifiedModel, request: _Request, observer: Observer
+) -> Verification:
     """Compare two checkpoints of one family.
 
     Their formats and layouts may differ. Padding is not compared.
@@ -254,21 +297,19 @@ def _verify_pair(
         )
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
-        result = f" equal, no values read{_padding_clause(_padding_rows(a, b))}"
-        report = _quick_ok_report(a, SHAPE_CHECKS, result, ui)
-        return replace(
-            report, fields={**report.fields, "ignored_padding_rows": _padding_rows(a, b)}
-        )
+        return _quick_result(a, SHAPE_CHECKS, against=b)
+    memory_nbytes = request.common.memory_nbytes
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
     if not request.quick:
-        findings += [*_tie_findings(a, memory_nbytes, ui), *_tie_findings(b, memory_nbytes, ui)]
-        findings += _value_findings(a, b, names, memory_nbytes, ui)
-        ui.note(f"same  {len(names) - len({f.label for f in findings if f.difference})} tensors")
-        for line in _padding_lines(a, b, names, memory_nbytes):
-            ui.note(line)
-    what = f"{a.source.display_name} is not the same as {b.source.display_name}"
-    return _findings_report(a, findings, what, ui, padding_rows=_padding_rows(a, b))
+        findings += _tie_findings(a, memory_nbytes, observer)
+        findings += _tie_findings(b, memory_nbytes, observer)
+        findings += _value_findings(a, b, names, memory_nbytes=memory_nbytes, observer=observer)
+        num_different = len({finding.label for finding in findings if finding.difference})
+        observer.note(f"same  {len(names) - num_different} tensors")
+        for line in _padding_lines(a, b, names, memory_nbytes=memory_nbytes):
+            observer.note(line)
+    return _result(a, findings, against=b)
 
 
 def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
@@ -294,17 +335,27 @@ def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
 
 
 def _value_findings(
-    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int, ui: Ui
+    a: _VerifiedModel,
+    b: _VerifiedModel,
+    names: Sequence[str],
+    *,
+    memory_nbytes: int,
+    observer: Observer,
 ) -> Iterator[Finding]:
-    digests_by_name = []
+    """Yield tensors with different values.
+
+    Digests find them in one pass over each checkpoint, in the order of its files. Only different tensors are read a
+    second time, side by side, for the first different value.
+    """
+    digests_by_name: list[dict[str, str]] = []
     for model in (a, b):
         pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
         digests = _compute_digests(
             model.source,
             pieces,
             memory_nbytes,
-            ui.progress(),
-            f"verify {model.source.display_name}",
+            progress=observer.progress(),
+            task=f"verify {model.source.display_name}",
         )
         digests_by_name.append({t.name: digest for (t, _), digest in zip(pieces, digests)})
     for name in names:
@@ -321,12 +372,12 @@ def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     )
     num_values = math.prod(streams[0].shape)
     first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
-    text = f"{difference.count:,} of {num_values:,} values; first at {first}"
-    return Finding(a.labels[name], text, difference)
+    predicate = f"{difference.count:,} of {num_values:,} values; first at {first}"
+    return Finding(a.labels[name], predicate, difference)
 
 
 def _padding_lines(
-    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int
+    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], *, memory_nbytes: int
 ) -> Iterator[str]:
     """Describe the padding of the vocabulary in either checkpoint."""
     for name in names:
@@ -341,7 +392,7 @@ def _padding_lines(
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
     (digest,) = _compute_digests(
-        model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding"
+        model.source, [(tensor, rows)], memory_nbytes, progress=NullProgress(), task="padding"
     )
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
 
@@ -355,11 +406,6 @@ def _padding_rows(*models: _VerifiedModel) -> int:
     )
 
 
-def _padding_clause(rows: int) -> str:
-    """Return the clause of a result that ignores padding, or empty if there is none."""
-    return f"; {rows:,} padding rows ignored" if rows else ""
-
-
 def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
@@ -368,9 +414,11 @@ def _compute_digests(
     source: Source,
     pieces: Sequence[tuple[SourceTensor, Range]],
     memory_nbytes: int,
+    *,
     progress: Progress,
     task: str,
 ) -> list[str]:
+    """Return the digest of each range of rows, read within the memory limit."""
     streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
@@ -382,64 +430,34 @@ def _compute_digests(
     return [outcome.digests[i] for i in range(len(streams))]
 
 
-def _findings_report(
-    model: _VerifiedModel, findings: Sequence[Finding], what: str, ui: Ui, padding_rows: int = 0
-) -> Report:
-    """Return the report of a comparison that ignored this number of padding rows."""
-    if not findings:
-        return _ok_report(model, ui, padding_rows)
-    num_shown = len(findings) if ui.level >= LEAVES else MAX_NAMES
-    for finding in findings[:num_shown]:
-        ui.note(f"differs  {finding.label}  {finding.text}")
-    if len(findings) > num_shown:
-        ui.note(f"and {len(findings) - num_shown:,} more; `-v` or `--json` lists all")
-    labels = {finding.label for finding in findings}
-    error = PrepError(
-        f"{what} ({len(labels)} of {len(model.tensors)} tensors)",
-        f"{findings[0].label} {findings[0].text}",
-    )
-    differences = [_finding_fields(finding) for finding in findings]
-    return Report(
-        fields={"differences": differences, "ignored_padding_rows": padding_rows}, error=error
+def _result(
+    model: _VerifiedModel, findings: Sequence[Finding], *, against: _VerifiedModel | None = None
+) -> Verification:
+    """Return the result of a comparison of values. Without `against` it covers padding."""
+    padding_rows = 0 if against is None else _padding_rows(model, against)
+    num_values = 0
+    for tensor in model.tensors.values():
+        shape = tensor.shape if padding_rows == 0 else _true_shape(model, tensor)
+        num_values += math.prod(shape)
+    is_equal = not findings
+    return Verification(
+        is_equal=is_equal,
+        tensors=len(model.tensors) if is_equal else None,
+        values=num_values if is_equal else None,
+        differences=tuple(_finding_fields(finding) for finding in findings),
+        seconds=0.0,
+        ignored_padding_rows=padding_rows,
+        checkpoint=model.source.display_name,
+        against=against.source.display_name if against is not None else None,
+        total_tensors=len(model.tensors),
     )
 
 
-def _finding_fields(finding: Finding) -> dict[str, object]:
-    difference = finding.difference
-    location = (
-        {
-            "index": list(difference.index),
-            "a": difference.value_a,
-            "b": difference.value_b,
-            "count": difference.count,
-        }
-        if difference
-        else {}
-    )
-    return {
-        "leaf": finding.label.leaf,
-        "tensor": finding.label.tensor,
-        "what": finding.text,
-        **location,
-    }
-
-
-def _ok_report(model: _VerifiedModel, ui: Ui, padding_rows: int) -> Report:
-    shapes = [
-        t.shape if padding_rows == 0 else _true_shape(model, t) for t in model.tensors.values()
-    ]
-    num_tensors = len(shapes)
-    num_values = sum(map(math.prod, shapes))
-    result = (
-        f"{num_values:,} values, 0 different{_padding_clause(padding_rows)} ({_elapsed_text(ui)})"
-    )
-    fields = {
-        "tensors": num_tensors,
-        "values": num_values,
-        "differences": [],
-        "ignored_padding_rows": padding_rows,
-    }
-    return Report(f"ok: {num_tensors} tensors, {result}", fields)
+def _quick_result(
+    model: _VerifiedModel, checked: tuple[str, ...], *, against: _VerifiedModel | None = None
+) -> Verification:
+    """Return the result of a successful check without reading values."""
+    return replace(_result(model, (), against=against), values=None, checked=checked)
 
 
 def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
@@ -447,12 +465,17 @@ def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
     return (_true_rows(model, tensor)[1], *tensor.shape[1:])
 
 
-def _quick_ok_report(model: _VerifiedModel, checked: Sequence[str], result: str, ui: Ui) -> Report:
-    """Return the report of a successful check without reading values."""
-    num_tensors, (*first_checks, last_check) = len(model.tensors), checked
-    text = f"ok: {', '.join(first_checks)} and {last_check} of {num_tensors} tensors{result} ({_elapsed_text(ui)})"
-    return Report(text, {"tensors": num_tensors, "values": None, "checked": list(checked)})
-
-
-def _elapsed_text(ui: Ui) -> str:
-    return f"{ui.clock() - ui.started_s:.1f} s"
+def _finding_fields(finding: Finding) -> dict[str, object]:
+    """Return the entry of a finding in `Verification.differences`."""
+    fields: dict[str, object] = {
+        "leaf": finding.label.leaf,
+        "tensor": finding.label.tensor,
+        "what": finding.text,
+    }
+    difference = finding.difference
+    if difference is not None:
+        fields["index"] = list(difference.index)
+        fields["a"] = difference.value_a
+        fields["b"] = difference.value_b
+        fields["count"] = difference.count
+    return fields

@@ -1,1 +1,0 @@
-"""Functions and result types of the public API. `import prepcli` exports them."""

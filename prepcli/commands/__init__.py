@@ -1,1 +1,0 @@
-"""One module per command, from a typed request to a result."""

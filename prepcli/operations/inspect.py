@@ -1,0 +1,383 @@
+"""Read the headers of a checkpoint: its tensors, their statistics, their shards, or the difference to another one."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from prepcli.console.observer import Observer, SilentObserver
+from prepcli.engine.blobs import open_blobs
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.inspection.contents import (
+    CheckpointContents,
+    TensorEntry,
+    count_parameters,
+    nbytes_below,
+    read_contents,
+)
+from prepcli.inspection.logical_leaves import LogicalLeaf, find_leaf, logical_leaves
+from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
+from prepcli.operations.operation import public
+from prepcli.operations.option_spec import PathLike
+from prepcli.operations.options import SourceOptions
+from prepcli.operations.results import Inspection, TensorSummary
+from prepcli.planning.state_names import OPT_STATE
+from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.sources.folders import make_access
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.opening import open_source
+from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.partition import Spec, leaf_spec
+from trainer.models.rule_text import merge_rules
+from trainer.models.suggest import suggest
+
+SortKey = Literal["name", "size", "file"]
+ShapeAndDtype = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedCheckpoint:
+    """A checkpoint after reading its headers or index.
+
+    Attributes:
+        located: Where the checkpoint was found.
+        contents: Its tensors and metadata.
+        summary: Fields of `source` in the JSON object.
+    """
+
+    located: LocatedCheckpoint
+    contents: CheckpointContents
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedTensors:
+    """Tensors of a checkpoint, in the order of a table.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        entries: The selected tensors.
+        statistics: Statistics of each one, None where a dtype has no values. None if they were not computed.
+        is_selection: Whether a pattern selected the tensors.
+    """
+
+    checkpoint: InspectedCheckpoint
+    entries: Sequence[TensorEntry]
+    statistics: Sequence[TensorStats | None] | None
+    is_selection: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeafShards:
+    """A leaf of a checkpoint, split by a mesh."""
+
+    checkpoint: InspectedCheckpoint
+    leaf: LogicalLeaf
+    spec: Spec
+    mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeComparison:
+    """Comparison of the names, shapes and dtypes of two checkpoints.
+
+    Attributes:
+        checkpoint: The first checkpoint.
+        against: The second checkpoint.
+        num_compared: Number of compared names.
+        differences: Name of each different tensor, and its shape and dtype in both checkpoints. None if it is missing.
+    """
+
+    checkpoint: InspectedCheckpoint
+    against: InspectedCheckpoint
+    num_compared: int
+    differences: Sequence[tuple[str, ShapeAndDtype | None, ShapeAndDtype | None]]
+
+
+@public
+def inspect(checkpoint: PathLike, **options: Unpack[SourceOptions]) -> Inspection:
+    """List the tensors of a checkpoint. Reads headers and indices only.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Name, shape, dtype and size of every tensor, and the number of parameters.
+
+    Raises:
+        UsageError: An argument is invalid.
+        DamagedError: A header, an index or other metadata is damaged.
+        PrepError: The checkpoint cannot be read.
+    """
+    _, contents = _read_checkpoint(str(checkpoint), SilentObserver(), options)
+    tensors: list[TensorSummary] = []
+    for entry in contents.entries:
+        tensors.append(TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes))
+    return Inspection(
+        name=contents.display_name,
+        format=contents.kind,
+        tensors=tuple(tensors),
+        parameters=count_parameters(contents),
+    )
+
+
+def select_tensors(
+    checkpoint: str,
+    observer: Observer,
+    options: SourceOptions,
+    *,
+    pattern: str | None = None,
+    sort: SortKey = "file",
+    stats: bool = False,
+) -> SelectedTensors:
+    """Select tensors of a checkpoint by name. Only `stats` reads data.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives warnings and progress.
+        options: How the checkpoint is read.
+        pattern: Shell pattern of tensor names. None selects all.
+        sort: Order: by name, by size (largest first), or as stored.
+        stats: Compute the statistics of the selected tensors.
+
+    Raises:
+        PrepError: No name matches, or the checkpoint cannot be read.
+    """
+    inspected = inspect_checkpoint(checkpoint, observer, options)
+    contents = inspected.contents
+    check_stream(options.get("stream", False), inspected.located)
+    names = _match_names([entry.name for entry in contents.entries], pattern, contents.display_name)
+    entries = _sort_entries([entry for entry in contents.entries if entry.name in names], sort)
+    statistics = _compute_stats(contents, entries, observer) if stats else None
+    return SelectedTensors(inspected, entries, statistics, is_selection=pattern is not None)
+
+
+def shard_leaf(
+    checkpoint: str,
+    observer: Observer,
+    options: SourceOptions,
+    *,
+    leaf_name: str,
+    mesh_text: str | None,
+) -> LeafShards:
+    """Split a leaf of a checkpoint by a mesh. No data is read.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives warnings.
+        options: How the checkpoint is read.
+        leaf_name: Name of the leaf, or a unique end of it.
+        mesh_text: The mesh. None takes that of the manifest.
+
+    Raises:
+        UsageError: There is no mesh, or it does not divide the leaf.
+        PrepError: No leaf has the name, or the checkpoint cannot be read.
+    """
+    inspected = inspect_checkpoint(checkpoint, observer, options)
+    contents = inspected.contents
+    check_stream(options.get("stream", False), inspected.located)
+    if mesh_text is None:
+        mesh_text = contents.manifest.mesh
+    if mesh_text is None:
+        what = text("{} requires a mesh", Option("shards"))
+        why = f"{contents.display_name} has no mesh in its manifest"
+        raise usage_error(what, why, text("for example {}", Option("mesh", "1,2,4")))
+    mesh = parse_mesh(mesh_text)
+    name = shlex.quote(contents.display_name)
+    names_command = f"prep inspect {name} --tree"
+    if contents.kind != "orbax":
+        # The tree of other formats has the names of tensors, which a conversion maps to leaves.
+        names_command = f"prep save-init {name} --dry-run -v"
+    leaf = find_leaf(
+        logical_leaves(contents),
+        leaf_name,
+        contents.display_name,
+        names_command=names_command,
+    )
+    rules = merge_rules(contents.manifest.rules)
+    spec = leaf_spec(
+        leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name
+    )
+    return LeafShards(inspected, leaf, spec, mesh)
+
+
+def compare_shapes(
+    checkpoint: str,
+    against: str,
+    observer: Observer,
+    options: SourceOptions,
+    *,
+    pattern: str | None = None,
+) -> ShapeComparison:
+    """Compare the names, shapes and dtypes of two checkpoints. No data is read.
+
+    The order is that of the first checkpoint, then that of the tensors which only the second one has.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        against: A second checkpoint. The revision, the step and the config of the options belong to the first one.
+        observer: Receives warnings.
+        options: How the checkpoints are read.
+        pattern: Shell pattern of tensor names. None compares all.
+
+    Raises:
+        PrepError: No name matches, or a checkpoint cannot be read.
+    """
+    a = inspect_checkpoint(checkpoint, observer, options)
+    against_options: SourceOptions = {
+        "offline": options.get("offline", False),
+        "stream": options.get("stream", False),
+    }
+    b = inspect_checkpoint(against, observer, against_options)
+    check_stream(options.get("stream", False), a.located, b.located)
+    # The names of other formats are those of Hugging Face tensors.
+    as_hf_tensors = a.contents.kind != b.contents.kind
+    a_shapes = _shapes_by_name(a.contents, as_hf_tensors=as_hf_tensors)
+    b_shapes = _shapes_by_name(b.contents, as_hf_tensors=as_hf_tensors)
+    display_names = f"{a.contents.display_name} and {b.contents.display_name}"
+    matches = _match_names({*a_shapes, *b_shapes}, pattern, display_names)
+    differences: list[tuple[str, ShapeAndDtype | None, ShapeAndDtype | None]] = []
+    for name in dict.fromkeys([*a_shapes, *b_shapes]):
+        a_shape = a_shapes.get(name)
+        b_shape = b_shapes.get(name)
+        if name in matches and a_shape != b_shape:
+            differences.append((name, a_shape, b_shape))
+    return ShapeComparison(a, b, num_compared=len(matches), differences=differences)
+
+
+def inspect_checkpoint(
+    checkpoint: str, observer: Observer, options: SourceOptions
+) -> InspectedCheckpoint:
+    """Read the headers or the index of a checkpoint, and summarize it.
+
+    Args:
+        checkpoint: Folder, alias, hub id or URL.
+        observer: Receives a warning about an invalid config.
+        options: How the checkpoint is read.
+    """
+    located, contents = _read_checkpoint(checkpoint, observer, options)
+    return InspectedCheckpoint(located, contents, _summarize(contents, located, observer))
+
+
+def _read_checkpoint(
+    checkpoint: str, observer: Observer, options: SourceOptions
+) -> tuple[LocatedCheckpoint, CheckpointContents]:
+    """Locate a checkpoint, and read its headers or index."""
+    access = make_access(
+        observer,
+        offline=options.get("offline", False),
+        stream=options.get("stream", False),
+        allow_urls=True,
+    )
+    access = replace(access, allow_adapters=True)
+    located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
+    config = options.get("config")
+    return located, read_contents(located, None if config is None else Path(config))
+
+
+def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
+    """Return the names that match the pattern. Raise a PrepError with a suggestion if none does."""
+    matches = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
+    if pattern is None or matches:
+        return matches
+    substring_pattern = f"*{pattern.strip('*')}*"
+    suggestion = (
+        substring_pattern
+        if any(fnmatchcase(name, substring_pattern) for name in names)
+        else suggest(pattern, names)
+    )
+    raise PrepError(
+        f"no tensor of {checkpoint} matches `{pattern}`",
+        "",
+        f"did you mean `{suggestion}`?" if suggestion else "",
+    )
+
+
+def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry]:
+    """Sort by name, by size (largest first), or keep the stored order."""
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.name)
+    return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
+
+
+def _summarize(
+    contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
+) -> dict[str, Any]:
+    """Return the fields of `source` in the JSON object, in their order."""
+    manifest = contents.manifest
+    vocabulary = _read_vocabulary_or_warn(contents, observer)
+    vocab = None
+    if vocabulary is not None:
+        vocab = {"true": vocabulary.true_size, "padded": vocabulary.stored_size}
+    dtypes: dict[str, int] = {}
+    for entry in contents.entries:
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+    fields: dict[str, Any] = {
+        "name": contents.display_name,
+        "revision": located.local_files.commit,
+        "files": len(contents.files),
+        "bytes": sum(path.stat().st_size for path in contents.files),
+        "format": contents.kind,
+        "family": contents.family.name if contents.family else None,
+        "tensors": len(contents.entries),
+        "chunks": contents.num_chunks,
+        "values": sum(math.prod(entry.shape) for entry in contents.entries),
+        "parameters": count_parameters(contents),
+        "step": manifest.step,
+        "optimizer_bytes": nbytes_below(contents, OPT_STATE),
+        "vocab": vocab,
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+    }
+    for key in ("layout", "mesh", "scan", "scan_axis"):
+        fields[key] = manifest.fields.get(key)
+    fields["others"] = contents.non_arrays
+    if contents.adapter:
+        fields["adapter"] = contents.adapter
+    return fields
+
+
+def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:
+    """Read the vocabulary from the config.
+
+    Warn about an invalid config, which does not affect the tensors.
+    """
+    if contents.config.get(VOCAB_SIZE_KEY) is None:
+        return None
+    try:
+        return read_vocabulary(contents.config, 0)
+    except PrepError as error:
+        observer.warn(f"{error.what}: {error.why}")
+        return None
+
+
+def _compute_stats(
+    contents: CheckpointContents, entries: Sequence[TensorEntry], observer: Observer
+) -> list[TensorStats | None]:
+    """Read the data of tensors, and compute the statistics of each."""
+    progress = observer.progress()
+    progress.begin("inspect", sum(map(stored_nbytes, entries)))
+    try:
+        with open_blobs(contents.byte_sources) as files:
+            return [compute_stats(entry, files, progress.advance) for entry in entries]
+    finally:
+        progress.end()
+
+
+def _shapes_by_name(
+    contents: CheckpointContents, *, as_hf_tensors: bool
+) -> dict[str, ShapeAndDtype]:
+    """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
+        return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
+    located = replace(locate(str(contents.folder)), display_name=contents.display_name)
+    source = open_source(located)
+    return {
+        source.names.full_name(tensor.name): (tensor.shape, tensor.dtype)
+        for tensor in source.tensors
+    }

@@ -1,0 +1,138 @@
+"""The options of the operations that read a checkpoint and write no other one.
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypedDict
+
+from prepcli.operations.option_spec import Minimum, OptionSpec, PathLike
+from prepcli.operations.options import SourceOptions
+
+Seconds = Annotated[float, Minimum(0.01)]
+
+
+class VerifyOptions(SourceOptions, total=False):
+    """Options of `verify`."""
+
+    quick: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Compare names, shapes and dtypes; read no values.",
+            "Compare names, shapes and dtypes only. No value is read; default: False.",
+            default=False,
+            position=21,
+        ),
+    ]
+    accept: Annotated[
+        Sequence[PathLike],
+        OptionSpec(
+            "FILE",
+            "Record the new digest of a settings or tokenizer file that you changed; repeatable.",
+            "Settings or tokenizer files of the checkpoint that you changed. Their new digests are"
+            " recorded if nothing else differs.",
+            default=(),
+            position=21,
+        ),
+    ]
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options of `plan`."""
+
+    overrides: Annotated[
+        str | Sequence[str],
+        OptionSpec(
+            "KEY=VALUE",
+            "Override a key, for example data.seq_length=8192.",
+            'Values in place of those of the recipe, such as "data.seq_length=8192".',
+            default=(),
+            flag="--set",
+            position=1,
+        ),
+    ]
+    mesh: Annotated[
+        str | None,
+        OptionSpec(
+            "DP,FSDP,MP",
+            "Plan for this device mesh; default: the recipe's.",
+            "Mesh of the devices; default: the recipe's.",
+            position=1,
+        ),
+    ]
+    devices: Annotated[
+        str | None,
+        OptionSpec(
+            "KIND[:N]",
+            "Plan for N devices of KIND, for example v5p:256; N alone: of any kind; default: all"
+            " kinds.",
+            'Kind and number of the devices, such as "v5p", "v5p:256" or "256"; default: all kinds.',
+            position=1,
+        ),
+    ]
+    html: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write a page with charts.",
+            "File of a page with charts; default: none.",
+            position=3,
+        ),
+    ]
+    config: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "PATH",
+            "Read config.json from PATH, for a checkpoint without one.",
+            "config.json, or its folder, in place of the checkpoint's.",
+            position=4,
+        ),
+    ]
+    offline: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Use only the hub's cache.",
+            "Use only the hub's cache; default: False.",
+            default=False,
+            position=5,
+        ),
+    ]
+    compile: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Compile the step for --devices; show XLA's memory and collectives.",
+            "Compile the step for `devices`, for the memory and the collectives of XLA; default:"
+            " False.",
+            default=False,
+            position=6,
+        ),
+    ]
+    compile_timeout: Annotated[
+        Seconds | None,
+        OptionSpec(
+            "SECONDS",
+            "End the compilation after SECONDS; default: no limit.",
+            "Time limit of the compilation in seconds; default: none.",
+            position=7,
+        ),
+    ]
+
+
+class MeshSearchOptions(TypedDict, total=False):
+    """The option with which `prep plan` calls another operation."""
+
+    search: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "List the meshes on which the step fits.",
+            "Search the meshes on which the step fits; default: False.",
+            default=False,
+            position=2,
+        ),
+    ]

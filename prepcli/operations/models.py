@@ -1,0 +1,23 @@
+"""List the aliases of checkpoints."""
+
+from __future__ import annotations
+
+from prepcli.errors import usage_error
+from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
+from trainer.models.suggest import did_you_mean
+
+
+def list_aliases(family: str | None = None) -> list[Alias]:
+    """Return the aliases of one family, or of all families.
+
+    Args:
+        family: Family to list; None lists all.
+
+    Raises:
+        UsageError: No alias has this family.
+    """
+    if family is not None and family not in ALIAS_FAMILIES:
+        why = f"known: {', '.join(ALIAS_FAMILIES)}"
+        hint = did_you_mean(family, ALIAS_FAMILIES)
+        raise usage_error(f"no aliases of family `{family}`", why, hint)
+    return [alias for alias in ALIASES if family in (None, alias.family)]

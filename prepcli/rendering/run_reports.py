@@ -1,0 +1,26 @@
+"""Reports on training runs as text and JSON."""
+
+from __future__ import annotations
+
+from prepcli.console.ui import Report, format_table
+from prepcli.operations.results import RunsReport
+from prepcli.pages.report_page import summary_cells
+
+
+def runs_report(result: RunsReport, columns: int | None) -> Report:
+    """Return the table of the runs' main numbers.
+
+    Args:
+        result: Result of the operation.
+        columns: Width of the terminal. None means unlimited.
+    """
+    cells = [summary_cells(summary) for summary in result.runs]
+    header = [*cells[0]]
+    rows = [[name, *row.values()] for name, row in zip(result.names, cells)]
+    table = format_table(rows, ["run", *header], right_aligned=header, width=columns)
+    fields = {
+        "output": str(result.path),
+        "runs": result.runs,
+        "changed_keys": result.changed_keys,
+    }
+    return Report(table, fields)

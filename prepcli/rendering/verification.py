@@ -1,0 +1,86 @@
+"""Comparisons of checkpoints as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prepcli.console.lists import MAX_NAMES
+from prepcli.console.observer import LEAVES
+from prepcli.console.ui import Report, Ui
+from prepcli.errors import PrepError
+from prepcli.operations.results import Verification
+from prepcli.sources.tensor_labels import TensorLabel
+
+
+def verification_report(verification: Verification, ui: Ui) -> Report:
+    """Return the report of a comparison. It has an error if there are differences.
+
+    Args:
+        verification: Result of the operation.
+        ui: Receives one line per difference.
+    """
+    if verification.is_equal:
+        text = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
+        return Report(text, _equal_fields(verification))
+    _note_differences(verification, ui)
+    fields = {
+        "differences": verification.differences,
+        "ignored_padding_rows": verification.ignored_padding_rows,
+    }
+    return Report(fields=fields, error=_difference_error(verification))
+
+
+def _checked_text(verification: Verification) -> str:
+    """Describe what was found equal."""
+    padding_rows = verification.ignored_padding_rows
+    padding = f"; {padding_rows:,} padding rows ignored" if padding_rows else ""
+    if not verification.checked:
+        return (
+            f"{verification.tensors} tensors, {verification.values:,} values, 0 different{padding}"
+        )
+    *first_checks, last_check = verification.checked
+    text = f"{', '.join(first_checks)} and {last_check} of {verification.tensors} tensors"
+    if verification.against is None:
+        return f"{text}, no values read, no digests checked"
+    return f"{text} equal, no values read{padding}"
+
+
+def _equal_fields(verification: Verification) -> dict[str, Any]:
+    fields: dict[str, Any] = {"tensors": verification.tensors, "values": verification.values}
+    if verification.checked:
+        fields["checked"] = list(verification.checked)
+    else:
+        fields["differences"] = []
+    # A quick check of one checkpoint reads no vocabulary.
+    if verification.against is not None or not verification.checked:
+        fields["ignored_padding_rows"] = verification.ignored_padding_rows
+    if verification.accepted:
+        fields["accepted"] = verification.accepted
+    return fields
+
+
+def _note_differences(verification: Verification, ui: Ui) -> None:
+    """Print one line per difference, and at the normal verbosity the number of omitted ones."""
+    differences = verification.differences
+    num_shown = len(differences) if ui.level >= LEAVES else MAX_NAMES
+    for difference in differences[:num_shown]:
+        ui.note(f"differs  {_label(difference)}  {difference['what']}")
+    if len(differences) > num_shown:
+        ui.note(f"and {len(differences) - num_shown:,} more; `-v` or `--json` lists all")
+
+
+def _difference_error(verification: Verification) -> PrepError:
+    if verification.against is None:
+        what = f"{verification.checkpoint} is damaged"
+    else:
+        what = f"{verification.checkpoint} is not the same as {verification.against}"
+    # A tensor may have several differences, e.g. one for each range of rows with a digest.
+    labels = {_label(difference) for difference in verification.differences}
+    counts = f"{len(labels)} of {verification.total_tensors} tensors"
+    first = verification.differences[0]
+    return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}")
+
+
+def _label(difference: Mapping[str, Any]) -> TensorLabel:
+    return TensorLabel(difference["leaf"], difference["tensor"])
