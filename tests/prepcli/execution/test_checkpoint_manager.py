@@ -148,12 +148,10 @@ def test_save_supports_other_tree_layouts(tmp_path: Path, name: str, scan: bool,
         tmp_path / "run",
         tmp_path / "init",
         {1: state},
-        manifest_changes={
-            "mesh": "1,2,1",
-            "rules": ("embed=none",),
-            "scan": scan,
-            "scan_axis": axis,
-        },
+        mesh="1,2,1",
+        rules=("embed=none",),
+        scan=scan,
+        scan_axis=axis,
     )
     with CheckpointManager(tmp_path / "run", tmp_path / "init", name="tuned").open(1) as reader:
         assert same_state(read_leaves(reader), state)
