@@ -168,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=100, help="Draw this many mutants.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the draw.")
     parser.add_argument("--timeout", type=float, default=60, help="Seconds for each mutant.")
-    parser.add_argument("--tests", nargs="+", default=[], help="Record only these test files.")
+    parser.add_argument(
+        "--tests", action="append", default=[], help="Record only this path of tests."
+    )
     parser.add_argument("--reach", type=Path, help="Keep the records of reached lines here.")
     options = parser.parse_args(arguments)
     outcomes: list[tuple[Mutant, str]] = []
