@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from tools import reach
@@ -45,9 +46,8 @@ def worktree() -> Iterator[Path]:
 
 def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float | None = None) -> int | None:
     """Run pytest in a tree. Return its exit status, or None if the time limit ended it and its children."""
-    # Python compares a cached module with its source by size and second of change. Two mutants may agree in both.
     search_path = os.pathsep.join([str(root), str(Path(__file__).parents[1])])
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": search_path}
+    environment = os.environ | {"PYTHONPATH": search_path}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=root,
@@ -130,6 +130,8 @@ def run_mutant(root: Path, mutant: Mutant, tests: Sequence[str], timeout_s: floa
     arguments = root.parent / "arguments"  # the names of many tests are too long for a command
     arguments.write_text("\n".join(tests))
     path.write_bytes(mutant.apply(source))
+    # Python compares a cached module with its source by size and second of change. Two mutants may agree in both.
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
     try:
         status = run_pytest(root, ["-x", "-n", "0", f"@{arguments}"], timeout_s)
     finally:

@@ -25,6 +25,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, str, str]] = {
 }
 # Annotations and decorators run at import. No test that reaches the function sees them.
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list")
+COMMUTATIVE = ("min", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class _Finder:
                 yield self._mutant(statement, node, "removed not", b"(" + operand + b")")
             case ast.Constant(value=int() as value) if not isinstance(value, bool):
                 yield self._mutant(statement, node, "off by one", str(value + 1).encode())
+            case ast.Call(func=ast.Name(id=name)) if name in COMMUTATIVE:
+                pass
             case ast.Call(args=[first, second, *_]) if not isinstance(first, ast.Starred):
                 yield from self._swapped_arguments(statement, first, second)
             case _:
