@@ -51,7 +51,14 @@ def test_positions_count_bytes():
 
 @pytest.mark.parametrize(
     "source",
-    ["x = y", "x: f(1, 2)", "def f(a: f(1, 2)) -> f(1, 2): ...", "x = f'{a + b}'", "x = True"],
+    [
+        "x = y",
+        "x: f(1, 2)",
+        "def f(a: f(1, 2)) -> f(1, 2): ...",
+        "x = f'{a + b}'",
+        "x = True",
+        "x = min(a, b)",
+    ],
 )
 def test_source_without_mutants(source: str):
     assert results(source) == set()
