@@ -91,7 +91,9 @@ def draw_mutants(root: Path, modules: Sequence[str], count: int, seed: int) -> l
         paths = [root / module] if module.endswith(".py") else sorted((root / module).rglob("*.py"))
         for path in paths:
             sources[str(path.relative_to(root))] = path.read_bytes()
-    mutants = [m for path, source in sources.items() for m in find_mutants(path, source)]
+    mutants: list[Mutant] = []
+    for path, source in sources.items():
+        mutants += find_mutants(path, source)
     random.Random(seed).shuffle(mutants)
     drawn: list[Mutant] = []
     for mutant in mutants:
