@@ -54,7 +54,7 @@ def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, n
         expected[path] = leaves
     assert expected["raw"] == expected["packed"]
     (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
-    run_orbax("compare", tmp_path / "expected.json", tmp_path / "packed")
+    assert not run_orbax("compare", tmp_path / "expected.json", tmp_path / "packed")
 
 
 CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]

@@ -88,6 +88,7 @@ def test_easylm_part_prefix_must_match_the_file(
     if part in right.get(name, ("trainstate", "trainstate_params")):
         run_ok(*args)
         run_ok("verify", "init", str(LLAMA / "hf"))
+        assert_same(exported_tensors("init"), read_tensors(LLAMA / "hf"))
         return
     suggestions = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
     assert suggestions == [
@@ -200,22 +201,31 @@ def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: st
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
 def test_flax_export_keeps_padding(family: str, layout: str):
-    make_checkpoint(Path("m"), BASES[family])
+    tensors = make_checkpoint(Path("m"), BASES[family])
     run_ok("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
     run_ok("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
     assert json.loads(Path("there/config.json").read_text())["vocab_size"] == 136
     run_ok("verify", "there")
     run_ok("verify", "there", "./m")
     run_ok("verify", "there", "init")
+    run_ok("export", "there", "--keep-padding", "--out", "back")
+    actual = read_tensors(Path("back"))
+    assert actual.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert len(actual[name]) == (136 if len(tensor) == 131 else len(tensor))
+        assert same_bits(actual[name][: len(tensor)], tensor)
 
 
 def test_hf_folder_exports_to_flax_without_init():
-    make_checkpoint(Path("m"), GPT_NEO)
+    tensors = make_checkpoint(Path("m"), GPT_NEO)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("export", "there", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
     run_ok("pad-vocab", "there", "--multiple", "8", "--out", "padded")
     for name in ("there", "back", "padded"):
         run_ok("verify", name, "./m")
+    padded = read_tensors(Path("padded"))
+    assert all(same_bits(padded[name][: len(value)], value) for name, value in tensors.items())
     assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
 
 

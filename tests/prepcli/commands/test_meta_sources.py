@@ -214,6 +214,7 @@ def test_config_json_overrides_params_json(meta: MetaModel) -> None:
     (folder / "config.json").write_text(json.dumps(meta.config | {"rope_theta": 7.5}))
     run_ok("save-init", "./meta")
     run_ok("verify", "meta-init", "./m")
+    assert_same(exported_tensors("meta-init"), read_tensors(Path("m")))
     assert json.loads(Path("meta-init/hf/config.json").read_text())["rope_theta"] == 7.5
 
 

@@ -74,4 +74,4 @@ def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, sca
         name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()
     }
     Path("expected.json").write_text(json.dumps(expected))
-    run_orbax("compare", tmp_path / "expected.json", tmp_path / "m-init")
+    assert not run_orbax("compare", tmp_path / "expected.json", tmp_path / "m-init")

@@ -207,6 +207,7 @@ def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], shari
     assert rules["lm_head.weight"] == "equal to wte.weight"
     assert len(dropped) == sharing - 1
     run_ok("verify", "b-init", "./m")
+    assert_same(exported_tensors("b-init"), tensors)
 
 
 def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +297,8 @@ def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files:
     assert {key.rpartition(".")[2] for key in tensors.keys() - actual} <= BUFFERS
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
+    padded = read_tensors(Path("b-padded"))
+    assert all(same_bits(padded[key][: len(array)], array) for key, array in actual.items())
     assert len(list(Path("b-padded").glob("*.safetensors"))) == files
 
 

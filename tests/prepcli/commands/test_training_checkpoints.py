@@ -324,8 +324,8 @@ def test_orbax_restores_a_step(work_dir: Path):
             for name, v in read_state(str(step)).items()
         }
         Path("expected.json").write_text(json.dumps(leaves))
-        run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
+        assert not run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
-    run_orbax("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")
+    assert not run_orbax("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")

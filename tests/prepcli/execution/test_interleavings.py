@@ -137,10 +137,10 @@ class Depth:
     eager: bool = False
 
 
-def explore_lives(
+def check_lives(
     tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[World], None], depth: Depth
 ) -> int:
-    """Explore the lives of processes; return the number of states."""
+    """Explore all orders of the lives, and check the world at the end of each. Return the number of states."""
 
     def make(folder: Path) -> World:
         simulated_processes = processes(folder / "out", lives(), eager=depth.eager)
@@ -201,12 +201,12 @@ FAILS = [(fails, restart) for fails in range(2) for restart in (False, True)]
 
 
 def test_processes_started_together_all_succeed(tmp_path: Path):
-    assert explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
+    assert check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
 
 
 @pytest.mark.parametrize(("fails", "restart"), slow_except(FAILS, ((0, False), (1, True))))
 def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool):
-    explore_lives(
+    check_lives(
         tmp_path,
         lambda: attempt(2, fails=fails, restart=restart),
         check_failure_reaches_all,
@@ -216,7 +216,7 @@ def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool
 
 @pytest.mark.parametrize("switches", slow_except((1, ANY), (1,)))
 def test_killed_process_is_reported_as_missing(tmp_path: Path, switches: int):
-    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1, switches=switches))
+    check_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1, switches=switches))
 
 
 @pytest.mark.slow
@@ -226,13 +226,13 @@ def test_failure_does_not_end_the_next_attempt(tmp_path: Path, fails: int, resta
     def lives() -> list[Life]:
         return [*attempt(2, fails=fails), *attempt(2, 1, restart=restart)]
 
-    explore_lives(tmp_path, lives, check_last_attempt_ends_well, Depth())
+    check_lives(tmp_path, lives, check_last_attempt_ends_well, Depth())
 
 
 @pytest.mark.slow
 def test_failed_process_may_return_at_any_moment(tmp_path: Path):
     lives = [*attempt(2, fails=1), Life(Share(2, 1), attempt=1)]
-    explore_lives(
+    check_lives(
         tmp_path,
         lambda: [replace(life) for life in lives],
         check_failed_one_ends_well,
@@ -243,7 +243,7 @@ def test_failed_process_may_return_at_any_moment(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: int):
-    explore_lives(
+    check_lives(
         tmp_path,
         lambda: [*attempt(2), *attempt(count, 1)],
         check_last_attempt_ends_well,
@@ -254,28 +254,28 @@ def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: i
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 2])
 def test_failure_reaches_all_three_processes(tmp_path: Path, fails: int):
-    explore_lives(
+    check_lives(
         tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3)
     )
 
 
 @pytest.mark.slow
 def test_three_processes_started_together_all_succeed(tmp_path: Path):
-    explore_lives(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
+    check_lives(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
 
 
 @pytest.mark.slow
 def test_processes_succeed_interrupted_at_any_operation(tmp_path: Path):
-    explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
+    check_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fails", "restart"), FAILS)
 def test_failure_reaches_all_at_any_operation(tmp_path: Path, fails: int, restart: bool):
     lives = partial(attempt, 2, fails=fails, restart=restart)
-    explore_lives(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
+    check_lives(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
 
 
 @pytest.mark.slow
 def test_killed_process_is_reported_at_any_operation(tmp_path: Path):
-    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))
+    check_lives(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))

@@ -37,7 +37,8 @@ def start_oracle() -> subprocess.Popen[str]:
     )
 
 
-def run_orbax(command: str, *paths: Path) -> None:
+def run_orbax(command: str, *paths: Path) -> str:
+    """Run a command of orbax_oracle.py. Return the traceback of its failure, or an empty string."""
     oracle = start_oracle()
     assert oracle.stdin
     assert oracle.stdout
@@ -45,7 +46,7 @@ def run_orbax(command: str, *paths: Path) -> None:
     oracle.stdin.flush()
     answer = oracle.stdout.readline()
     assert answer, "the oracle has ended"
-    assert not json.loads(answer), json.loads(answer)
+    return json.loads(answer)
 
 
 def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
@@ -61,7 +62,7 @@ def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return checkpoints that Orbax wrote; see `save` in orbax_oracle.py."""
     folder = tmp_path_factory.mktemp("saved")
-    run_orbax("save", folder)
+    assert not run_orbax("save", folder)
     return folder
 
 
@@ -83,7 +84,7 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
     (tmp_path / "item/hf").mkdir()
     (tmp_path / "item/hf/config.json").write_text("{}")
     (tmp_path / "item/prep-manifest.json").write_text("{}")
-    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    assert not run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_orbax_restores_item_with_multi_node_index(tmp_path):
@@ -95,7 +96,7 @@ def test_orbax_restores_item_with_multi_node_index(tmp_path):
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
     assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
-    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    assert not run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_item_saved_by_orbax_round_trips(saved, tmp_path):
@@ -110,7 +111,7 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
             data += chunk
     (tmp_path / "d/data").write_bytes(data)
     write_item_metadata(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.non_arrays)
-    run_orbax("same", saved / "raw", tmp_path)
+    assert not run_orbax("same", saved / "raw", tmp_path)
 
 
 def _range(item: OrbaxItem, stored: StoredRange) -> bytes:

@@ -16,6 +16,7 @@ from prepcli.planning.plan import (
     Contiguous,
     EqualityCheck,
     Fill,
+    OutputFile,
     OutputLeaf,
     PlacedChunks,
     Plan,
@@ -68,6 +69,25 @@ def padded_vocab_plan(rows: int = 12) -> Plan:
 def test_check_accepts_padding_to_whole_chunks():
     check(padded_vocab_plan())
     check_fails(padded_vocab_plan(11), "bytes written: file 0")
+
+
+@pytest.mark.parametrize(
+    ("file", "spans"),
+    [
+        (OutputFile("d/data", 192), []),
+        (OutputFile("d/data", 200), [(0, 192, 200)]),
+        (
+            OutputFile("d/data", 200, constant_ranges=((194, b"ab"),)),
+            [(0, 192, 194), (0, 196, 200)],
+        ),
+    ],
+)
+def test_unwritten_spans_are_the_gaps_of_the_files(
+    file: OutputFile, spans: list[coverage.FileSpan]
+):
+    """The chunks of `padded_vocab_plan` fill the first 192 bytes."""
+    plan = replace(padded_vocab_plan(), files=(file,))
+    assert [*coverage.unwritten_spans(plan)] == spans
 
 
 def test_check_accepts_padding_of_contiguous_tensor():

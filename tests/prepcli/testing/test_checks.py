@@ -62,7 +62,8 @@ def test_family_passes_check(name: str, family: str, subject):
     if check.needs_torch:
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
-    check.run(subject(family))
+    (result,) = run_checks(subject(family), [check])
+    assert result.outcome == "passed", result.text
 
 
 def test_configs_cover_all_families_with_odd_sizes():
