@@ -253,7 +253,8 @@ def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rul
             for name, dim in zip(_dim_names(dims), choices)
             if name == "vocab"
         ]
-    # Embedding and head may be split over different axes, and one padded size has to suit both.
+    # Embedding and head may be split over different axes, and one padded size has to suit both: 4 and 6
+    # shards need a multiple of 12.
     return math.lcm(*counts)
 
 

@@ -78,6 +78,7 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
 def _second_moments(
     table: AdafactorTable | PalmTable, leaf: ParamLeaf
 ) -> Iterator[tuple[int, ...]]:
+    # A factored moment is two means, which lack the axes that they are over.
     axes = None
     if isinstance(table, AdafactorTable) and table.factored:
         axes = factored_axes(leaf, table.min_factored_size)

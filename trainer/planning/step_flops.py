@@ -166,6 +166,7 @@ def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int
     # Each token passes `experts_per_token` experts, and the whole router.
     if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
         size = size * inputs.arch_config.experts_per_token // leaf.extent(EXPERTS)
+    # A multiplication and an addition per element of the weight and token.
     return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
 
 
