@@ -142,7 +142,9 @@ def broadcast_program(
 
 def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
     """Return the dtype of the exchanged parts: bfloat16 values are widened to float32 after the exchange."""
-    return jnp.dtype(jnp.bfloat16) if (stored, target) == ("bfloat16", jnp.float32) else target
+    if (stored, target) == ("bfloat16", jnp.float32):
+        return jnp.dtype(jnp.bfloat16)
+    return target
 
 
 def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

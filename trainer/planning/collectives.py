@@ -166,6 +166,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
     # Devices are in row-major order of the mesh: with (dp, fsdp, mp) = (2, 4, 8) neighbours along
     # mp are 1 apart, along fsdp 8, along dp 32.
     stride = 1
-    for axis in reversed(inputs.mesh.names if inputs.mesh else ()):
+    if inputs.mesh is None:
+        return
+    for axis in reversed(inputs.mesh.names):
         yield axis, stride
         stride *= inputs.axis_size(axis)
