@@ -78,12 +78,19 @@ def _describe_differences(texts: list[str]) -> tuple[str, str]:
         texts: Host and facts of each process, as JSON.
     """
     reports = [json.loads(text) for text in texts]
-    names = list(dict.fromkeys(name for report in reports for name in report["facts"]))
-    lines = {name: line for name in names if (line := _values_by_process(name, reports))}
+    # A fact may be missing in some processes. A dict keeps the order of the first report of each.
+    names: dict[str, None] = {}
+    for report in reports:
+        names |= dict.fromkeys(report["facts"])
+    lines: dict[str, str] = {}
+    for name in names:
+        if line := _values_by_process(name, reports):
+            lines[name] = line
     shown = list(lines)[:MAX_NAMED_FACTS]
-    rest = f" and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
-    why = "\n".join(f"{name}: {lines[name]}" for name in shown)
-    return f"the processes differ in {', '.join(f'`{name}`' for name in shown)}{rest}", why
+    what = f"the processes differ in {', '.join(f'`{name}`' for name in shown)}"
+    if len(lines) > len(shown):
+        what += f" and {len(lines) - len(shown)} more"
+    return what, "\n".join(f"{name}: {lines[name]}" for name in shown)
 
 
 def _values_by_process(name: str, reports: list[dict[str, dict[str, str]]]) -> str:

@@ -43,9 +43,9 @@ def arrange_devices(
         grids[number] = _arrange_slice(inner, group, plain_order=mesh.plain_order)
     # Put each inner axis after its outer one: along an axis, a slice ends before the next begins.
     # E.g. the mesh dp 4, mp 2 over 2 slices along dp: [2, 1, 2, 2] -> [2, 2, 1, 2] -> [4, 2].
-    axes = [
-        axis for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for axis in pair
-    ]
+    axes: list[int] = []
+    for axis in range(len(outer)):
+        axes += [axis, len(outer) + axis]
     return grids.reshape(*outer, *inner).transpose(axes).reshape(mesh.sizes)
 
 
@@ -57,6 +57,8 @@ def _arrange_slice(
     `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
     therefore refuses 64,4. Shapes that need no split get the same order from both functions.
     """
+    # The network of a slice is a torus, e.g. [16, 16]. Without a split each mesh axis is a product of
+    # whole physical axes. The mesh 64,4 needs 64 = 16 * 4: one physical axis and a part of the other.
     if plain_order:
         return np.array(devices).reshape(shape)
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -87,7 +89,9 @@ def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
     """Divide devices in order into groups of whole hosts, or the devices of one host into equal groups."""
     size = len(devices) // count
     groups = [list(devices[start : start + size]) for start in range(0, len(devices), size)]
-    hosts = [{device.process_index for device in group} for group in groups]
+    hosts: list[set[int]] = []
+    for group in groups:
+        hosts.append({device.process_index for device in group})
     num_hosts = len(set().union(*hosts))
     # The sum counts a host once per group, e.g. 4 for the groups {0, 1} and {1, 2} of 3 hosts. It
     # equals the number of hosts only if no host is in two groups.

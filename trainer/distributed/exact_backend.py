@@ -53,7 +53,9 @@ def start_exact_backend() -> None:
 
 def xla_flags() -> str:
     """Return the flags in force: the flags set by `start_exact_backend`, or the environment's."""
-    return os.environ.get(FLAGS, "") if _flags_of_start is None else _flags_of_start
+    if _flags_of_start is None:
+        return os.environ.get(FLAGS, "")
+    return _flags_of_start
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from trainer.distributed.tree_sum import dim_axes
 from trainer.models.mesh import MeshAxes
 from trainer.models.read_plan import ReadPlan, ShardedLeaf
 
@@ -19,14 +20,11 @@ SlabUpdate = Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
 
 def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf:
     """Return the mesh axes that split each dim of a leaf."""
-    entries = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
     sizes = sharding.mesh.shape
-    axes = (
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        for entry in entries
-    )
-    split_axes = tuple(tuple(axis for axis in names if sizes[axis] > 1) for names in axes)
-    return ShardedLeaf(shape, split_axes, tuple(sizes.items()))
+    split_axes: list[MeshAxes] = []
+    for axes in dim_axes(sharding.spec, len(shape)):
+        split_axes.append(tuple(axis for axis in axes if sizes[axis] > 1))
+    return ShardedLeaf(shape, tuple(split_axes), tuple(sizes.items()))
 
 
 @lru_cache(maxsize=1024)
@@ -144,7 +142,9 @@ def broadcast_program(
 
 def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
     """Return the dtype of the exchanged parts: bfloat16 values are widened to float32 after the exchange."""
-    return jnp.dtype(jnp.bfloat16) if (stored, target) == ("bfloat16", jnp.float32) else target
+    if (stored, target) == ("bfloat16", jnp.float32):
+        return jnp.dtype(jnp.bfloat16)
+    return target
 
 
 def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

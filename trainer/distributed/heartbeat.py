@@ -81,7 +81,10 @@ def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEn
         beat: Its last heartbeat, with count 0 if none has arrived. None if its place is also unknown.
         silent_s: Seconds since the last heartbeat. 0 if its connection broke.
     """
-    silence = f"no heartbeat for {silent_s:.0f} s" if silent_s else "its connection broke"
+    if silent_s:
+        silence = f"no heartbeat for {silent_s:.0f} s"
+    else:
+        silence = "its connection broke"
     phase = (
         f"its last phase was `{beat.phase}`"
         if beat and beat.count
@@ -153,7 +156,9 @@ class HeartbeatMonitor:
         index = min(self._observed, key=lambda index: self._observed[index].beat_s)
         seen = self._observed[index]
         silent_s = now_s - seen.beat_s
-        return lost_process(index, seen.beat, silent_s) if silent_s > self.timeout_s else None
+        if silent_s <= self.timeout_s:
+            return None
+        return lost_process(index, seen.beat, silent_s)
 
     def _find_stuck(self, now_s: float) -> JobEnd | None:
         beats = {
@@ -185,7 +190,8 @@ class HeartbeatMonitor:
                 f"no process has finished it in {overdue_s:.0f} s",
             )
         names = ", ".join(_name(index, beats[index]) for index in behind[:MAX_NAMED])
-        names += f" and {len(behind) - MAX_NAMED} more" if len(behind) > MAX_NAMED else ""
+        if len(behind) > MAX_NAMED:
+            names += f" and {len(behind) - MAX_NAMED} more"
         furthest = max(beats.values(), key=lambda beat: beat.num_phases).phase
         why = f"a step takes more than {self.step_timeout_s:g} s: it is in `{phase}`, others are in `{furthest}`"
         return JobEnd("stuck", first, f"{names} is stuck", why)
@@ -205,4 +211,6 @@ def _observe(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
 
 
 def _name(process: int, beat: Heartbeat | None) -> str:
-    return f"process {process} ({beat.place})" if beat else f"process {process}"
+    if beat is None:
+        return f"process {process}"
+    return f"process {process} ({beat.place})"

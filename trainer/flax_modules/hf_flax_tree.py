@@ -6,7 +6,8 @@ exist in between, so that a conversion takes twice the memory of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 from jax import Array
@@ -74,7 +75,8 @@ def from_hf_flax_tree(tree: Tree, family: Family, config: HFConfig) -> Tree:
     """
     rows = parameter_rows(family, config)
     sizes = family.sizes(config)
-    sizes, padded = sizes | {"vocab": _true_vocab_size(family, config)}, {"vocab": sizes["vocab"]}
+    padded = {"vocab": sizes["vocab"]}
+    sizes = sizes | {"vocab": _true_vocab_size(family, config)}
     head_leaf = family.tying.head_leaf
     head_tensor = family.tying.head_tensor
     leaves = flatten_tree(tree)
@@ -83,29 +85,22 @@ def from_hf_flax_tree(tree: Tree, family: Family, config: HFConfig) -> Tree:
     for path, row in _flax_rows(family, config).items():
         axis_map = bind_row(row, sizes)
         for unscanned in _unscanned_indices(axis_map):
-            flax_maps[path.format(**unscanned)] = (axis_map, unscanned)
-    if family.is_tied(config):
-        flax_maps = {
-            path: use
-            for path, use in flax_maps.items()
-            # Every row but the head, and the head if the tree has it: for booleans a <= b means a
-            # implies b.
-            if _has_head(use, head_tensor) <= (path in leaves)
-        }
+            leaf_path = path.format(**unscanned)
+            is_head = axis_map.tensor_name(unscanned) == head_tensor
+            # Some Flax classes with tied embeddings store the head a second time, others do not.
+            if is_head and family.is_tied(config) and leaf_path not in leaves:
+                continue
+            flax_maps[leaf_path] = (axis_map, unscanned)
     _check_leaves(leaves, flax_maps, "the Flax tree")
     for path, (axis_map, unscanned) in flax_maps.items():
         _scatter_leaf(leaves[path], axis_map, tensors, unscanned)
     if family.is_tied(config):
         _check_tied(tensors, head_tensor, family.tying.embedding_tensor)
         rows.pop(head_leaf, None)
-    return unflatten_tree(
-        {path: _gather_leaf(tensors, bind_row(row, sizes, padded)) for path, row in rows.items()}
-    )
-
-
-def _has_head(use: tuple[AxisMap, Mapping[str, int]], head_tensor: str) -> bool:
-    axis_map, unscanned = use
-    return axis_map.tensor_name(unscanned) == head_tensor
+    params: dict[str, Array] = {}
+    for path, row in rows.items():
+        params[path] = _gather_leaf(tensors, bind_row(row, sizes, padded))
+    return unflatten_tree(params)
 
 
 def _flax_rows(family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
@@ -128,10 +123,16 @@ def _check_leaves(
         ("lacks", expected.keys() - leaves.keys()),
         ("has unknown", leaves.keys() - expected.keys()),
     ):
-        if names:
-            listed = ", ".join(sorted(names)[:MAX_NAMES])
-            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-            raise PrepError(f"{tree_name} does not fit the config", f"it {verb} {listed}{more}")
+        if not names:
+            continue
+        listed = ", ".join(sorted(names)[:MAX_NAMES])
+        if len(names) > MAX_NAMES:
+            listed += f" and {len(names) - MAX_NAMES} more"
+        raise PrepError(
+            f"{tree_name} does not fit the config",
+            f"it {verb} {listed}",
+            "the config.json of the model with these parameters",
+        )
 
 
 def _check_tied(tensors: Tensors, head_tensor: str, embedding_tensor: str) -> None:
@@ -162,67 +163,100 @@ def _scatter_leaf(
     leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None
 ) -> None:
     """Write a leaf to its places in its tensors."""
-    leaf_factors = [factor for dim in axis_map.leaf_dims for factor in dim]
+    # Example: layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed, with the sizes
+    # 2, 4, 8 and 16. The leaf [2, 4, 8, 16] has one dim per atom. Index 1 of `layers` selects the
+    # tensor h.1.q, and the piece [4, 8, 16] becomes its rows: [4 * 8, 16].
+    leaf_factors = _leaf_factors(axis_map)
     if leaf.shape != axis_map.leaf_shape:
         raise PrepError(
-            f"a leaf of `{axis_map.text}` has shape {leaf.shape}", f"expected {axis_map.leaf_shape}"
+            f"a leaf of `{axis_map.text}` has shape {leaf.shape}",
+            f"expected {axis_map.leaf_shape}",
+            "the config.json of the model with these parameters",
         )
-    split = leaf.reshape([factor.extent for factor in leaf_factors])
-    for name, indices in axis_map.tensors():
-        if any(indices[atom] != index for atom, index in (unscanned or {}).items()):
-            continue
+    split = leaf.reshape(_extents(leaf_factors))
+    free = _free_factors(axis_map)
+    region = _region(axis_map)
+    for name, indices in _tensors_of_leaf(axis_map, unscanned or {}):
+        piece_index = tuple(indices.get(factor.atom, slice(None)) for factor in leaf_factors)
         atoms = [factor.atom for factor in leaf_factors if factor.atom not in indices]
-        piece = split[tuple(indices.get(factor.atom, slice(None)) for factor in leaf_factors)]
-        free = _free_factors(axis_map)
-        piece = piece.transpose([atoms.index(factor.atom) for factor in free])
-        piece = piece[tuple(slice(factor.extent) for factor in free)]  # without padding
+        piece = split[piece_index].transpose([atoms.index(factor.atom) for factor in free])
+        # Padding is only in the leaf, e.g. the rows of the vocabulary beyond the tensor's.
+        piece = piece[tuple(map(slice, _extents(free)))]
         tensor = tensors.get(name, jnp.zeros(axis_map.source_shape, leaf.dtype))
-        region = _region(axis_map)
-        parts = (
-            tensor[region].reshape(_factor_extents(axis_map)).at[_fixed_index(axis_map)].set(piece)
-        )
-        selected_shape = [dim.selected_extent for dim in axis_map.source_dims]
-        tensors[name] = tensor.at[region].set(parts.reshape(selected_shape))
+        parts = tensor[region].reshape(_extents(_source_factors(axis_map)))
+        parts = parts.at[_fixed_index(axis_map)].set(piece)
+        # A tensor may have parts of several leaves, e.g. fused q, k and v.
+        tensors[name] = tensor.at[region].set(parts.reshape(tensor[region].shape))
 
 
 def _gather_leaf(
     tensors: Mapping[str, Array], axis_map: AxisMap, unscanned: Mapping[str, int] | None = None
 ) -> Array:
     """Return a leaf from its places in its tensors, with zeros as padding."""
-    leaf_factors = [factor for dim in axis_map.leaf_dims for factor in dim]
-    free = [factor.atom for factor in _free_factors(axis_map)]
+    leaf_factors = _leaf_factors(axis_map)
     fixed = unscanned or {}
-    pieces = [
-        tensors[name][_region(axis_map)].reshape(_factor_extents(axis_map))[_fixed_index(axis_map)]
-        for name, indices in axis_map.tensors()
-        if all(indices[atom] == index for atom, index in fixed.items())
-    ]
+    pieces: list[Array] = []
+    for name, _ in _tensors_of_leaf(axis_map, fixed):
+        part = tensors[name][_region(axis_map)]
+        split = part.reshape(_extents(_source_factors(axis_map)))
+        pieces.append(split[_fixed_index(axis_map)])
+    # `tensors` yields the stacked atoms in row-major order, so the pieces are one dim per stacked
+    # atom, before the dims of a piece.
     stacked = [factor for factor in axis_map.stacked_factors if factor.atom not in fixed]
-    joined = jnp.stack(pieces).reshape([*(factor.extent for factor in stacked), *pieces[0].shape])
-    atoms = [*(factor.atom for factor in stacked), *free]
+    joined = jnp.stack(pieces).reshape([*_extents(stacked), *pieces[0].shape])
+    atoms = [factor.atom for factor in (*stacked, *_free_factors(axis_map))]
     leaf = joined.transpose([atoms.index(factor.atom) for factor in leaf_factors])
-    padding = [(0, factor.extent - extent) for factor, extent in zip(leaf_factors, leaf.shape)]
+    padding: list[tuple[int, int]] = []
+    for factor, extent in zip(leaf_factors, leaf.shape):
+        padding.append((0, factor.extent - extent))
     return jnp.pad(leaf, padding).reshape(axis_map.leaf_shape)
+
+
+def _tensors_of_leaf(
+    axis_map: AxisMap, unscanned: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the name and the stacked indices of each tensor of one leaf of a row.
+
+    Args:
+        axis_map: The row.
+        unscanned: Index of each atom with a leaf per index. It selects the leaf.
+    """
+    for name, indices in axis_map.tensors():
+        if unscanned.items() <= indices.items():
+            yield name, indices
+
+
+def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:
+    """Return the atoms of a leaf, without the dims that merge them."""
+    return list(itertools.chain.from_iterable(axis_map.leaf_dims))
 
 
 def _free_factors(axis_map: AxisMap) -> list[SizedAxis]:
     """Return the atoms of a tensor's dims that are dims of the leaf, in the order of the tensor."""
-    return [factor for factor in _factors(axis_map) if factor.fixed is None]
+    return [factor for factor in _source_factors(axis_map) if factor.fixed is None]
 
 
-def _factors(axis_map: AxisMap) -> list[SizedAxis]:
-    return [factor for dim in axis_map.source_dims for factor in dim.factors]
+def _source_factors(axis_map: AxisMap) -> list[SizedAxis]:
+    """Return the atoms of a tensor's part, without the dims that merge them."""
+    factors: list[SizedAxis] = []
+    for dim in axis_map.source_dims:
+        factors += dim.factors
+    return factors
 
 
-def _factor_extents(axis_map: AxisMap) -> Sequence[int]:
-    return [factor.extent for factor in _factors(axis_map)]
+def _extents(factors: Iterable[SizedAxis]) -> list[int]:
+    return [factor.extent for factor in factors]
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
     """Return the index that selects the row's part of a tensor, with a dim per atom."""
-    return tuple(
-        slice(None) if factor.fixed is None else factor.fixed for factor in _factors(axis_map)
-    )
+    index: list[int | slice] = []
+    for factor in _source_factors(axis_map):
+        if factor.fixed is None:
+            index.append(slice(None))
+        else:
+            index.append(factor.fixed)
+    return tuple(index)
 
 
 def _region(axis_map: AxisMap) -> tuple[slice, ...]:

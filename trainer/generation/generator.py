@@ -271,6 +271,7 @@ def check_prompts(
             raise usage_error(
                 f"{model.family.name} has no encoder",
                 "sources are supported only for encoder-decoder models",
+                "prompts without sources",
             )
         raise usage_error(
             f"{model.family.name} has an encoder", "a source is required for each prompt"
@@ -284,6 +285,7 @@ def check_prompts(
         raise usage_error(
             f"token id {token} is out of range",
             f"the vocabulary has {model.true_vocab_size:,} tokens",
+            "the tokenizer of this model",
         )
     if max(map(len, rows)) + max_new_tokens >= MAX_SLOTS:
         what = f"{max_new_tokens:,} new tokens are too many"

@@ -31,7 +31,10 @@ def score_texts(
         PrepError: The package of a metric is not installed.
     """
     check_metrics(names)
-    return {key: value for name in names for key, value in METRICS[name](texts, references).items()}
+    values: dict[str, float] = {}
+    for name in names:
+        values |= METRICS[name](texts, references)
+    return values
 
 
 def check_metrics(names: Sequence[str]) -> None:
@@ -57,7 +60,10 @@ def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     scores = [
         scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)
     ]
-    return {name: _mean([score[name].fmeasure for score in scores]) for name in ROUGE_TYPES}
+    values: dict[str, float] = {}
+    for name in ROUGE_TYPES:
+        values[name] = _mean([score[name].fmeasure for score in scores])
+    return values
 
 
 def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:

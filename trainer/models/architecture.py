@@ -362,5 +362,9 @@ def windows_by_layer_type(
 
 def window_period(windows: Sequence[int]) -> int:
     """Return the period of the pattern of windows, in layers. The last period may be incomplete."""
-    lengths = range(1, len(windows) + 1)
-    return next(n for n in lengths if all(a == b for a, b in zip(windows, windows[n:])))
+    # A pattern with period n equals itself shifted by n, e.g. [4, 0, 4, 0, 4]: its shift by 2 is
+    # [4, 0, 4], the first 3 windows. The shift by all windows is empty, so the loop finds one.
+    period = 1
+    while windows[period:] != windows[: len(windows) - period]:
+        period += 1
+    return period

@@ -390,6 +390,8 @@ def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
 
 
 def _split_dims(text: str, dims: str) -> list[str]:
+    # E.g. `heads (a b) 1` -> "heads", "(a b)" and "1". The pattern skips a lone parenthesis, so the items
+    # then lack a character of the text.
     items = re.findall(r"\([^()]*\)|[^\s()]+", dims)
     if re.sub(r"\s", "", "".join(items)) != re.sub(r"\s", "", dims):
         raise _row_error(text, "its parentheses do not match")
@@ -397,6 +399,7 @@ def _split_dims(text: str, dims: str) -> list[str]:
 
 
 def _parse_source_dim(text: str, item: str) -> SourceDim:
+    # E.g. `(>a b | c b)` has the parts `>a b` and `c b`. The first one is marked.
     parts = [part.strip() for part in item.strip("()").split("|")]
     marked = [i for i, part in enumerate(parts) if part.startswith(">")]
     # One part needs no mark, several need exactly one.

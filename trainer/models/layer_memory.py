@@ -108,6 +108,7 @@ class LayerStack:
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
             self._backward_inputs_nbytes()
+            # The other layers of a period of the window pattern: 5 for 5 sliding layers and 1 full.
             + (window_period(self.arch_config.sliding_windows) - 1) * self._overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
@@ -164,6 +165,7 @@ class LayerStack:
 
     def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
+        # Queries and the attention output, and keys and values, which `_kv_size` counts together.
         heads = (
             2
             * self.inputs.itemsize

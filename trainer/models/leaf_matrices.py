@@ -99,6 +99,10 @@ def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
     columns = _extent(leaf, axes.columns)
     if min(rows, columns) < min_dim_size:
         return None
+    # The second moment is approximated by v_ij = r_i * c_j / mean(r), for means r over the columns and
+    # c over the rows (Adafactor, arXiv:1804.04235, section 3). Example: the leaf [12, 16, 64, 1024] of
+    # layers, heads, head_dim and embed has matrices [1024, 1024]. `v_row` is a mean over axis 3, of
+    # shape [12, 16, 64, 1], and `v_col` a mean over the axes 1 and 2, of shape [12, 1, 1, 1024].
     # `v_row` is a mean over the larger dim, as in optax: it has as many values as the smaller one.
     if columns >= rows:
         return FactoredAxes(axes.columns, axes.rows)

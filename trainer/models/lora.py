@@ -308,12 +308,8 @@ def _module_pattern(module: str) -> str:
 
 def _shortest_suffix(module: str, others: Collection[str]) -> str:
     parts = module.split(".")
-    suffixes = (".".join(parts[-count:]) for count in range(1, len(parts)))
-    return next(
-        (
-            suffix
-            for suffix in suffixes
-            if not any(f".{other}".endswith(f".{suffix}") for other in others)
-        ),
-        module,
-    )
+    for count in range(1, len(parts)):
+        suffix = ".".join(parts[-count:])
+        if not any(f".{other}".endswith(f".{suffix}") for other in others):
+            return suffix
+    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,11 @@ def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -
         return [name not in STACKED_DIMS for name in names]
     else:
         choices = [rules.params.get(name, WHOLE) for name in names]
-    return [any({*choice} & {*axes} for choice in dim_choices) for dim_choices in choices]
+    is_split: list[bool] = []
+    for dim_choices in choices:
+        possible_axes = itertools.chain.from_iterable(dim_choices)
+        is_split.append(not {*axes}.isdisjoint(possible_axes))
+    return is_split
 
 
 def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[AxisChoices]:
@@ -248,7 +253,8 @@ def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rul
             for name, dim in zip(_dim_names(dims), choices)
             if name == "vocab"
         ]
-    # Embedding and head may be split over different axes, and one padded size has to suit both.
+    # Embedding and head may be split over different axes, and one padded size has to suit both: 4 and 6
+    # shards need a multiple of 12.
     return math.lcm(*counts)
 
 

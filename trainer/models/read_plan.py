@@ -56,6 +56,7 @@ class ShardedLeaf:
     def rank(self, axes: Iterable[str], coordinates: Mapping[str, int]) -> int:
         """Return the rank of a device among those that differ in `axes` only. The first axis is the major one."""
         sizes = dict(self.mesh_sizes)
+        # Row-major: the coordinates 1 and 3 on axes of sizes 2 and 4 have rank 1 * 4 + 3 = 7.
         rank = 0
         for axis in axes:
             rank = rank * sizes[axis] + coordinates[axis]
@@ -207,7 +208,8 @@ class ReadPlan:
             shard_start = self.leaf.shard_index(self.row_dim, coordinates) * self.num_rows
         else:
             shard_start = 0
-        # The last readers may begin beyond the slab. `min` makes their box empty.
+        # Example: 10 rows in parts of 3 are [0, 3), [3, 6), [6, 9) and [9, 10). A fifth reader would begin
+        # at row 12, beyond the slab: `min` makes its box [10, 10), which is empty.
         low = min(slab.rows, self.leaf.rank(self.reading_axes, coordinates) * slab.rows_per_device)
         high = min(slab.rows, low + slab.rows_per_device)
         box[self.row_dim] = (shard_start + first + low, shard_start + first + high)

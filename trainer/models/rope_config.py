@@ -111,15 +111,7 @@ def read_rope(
     if not isinstance(scaling, Mapping):
         raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
     rope_type = _read_rope_type(scaling, rope_types)
-    rotary_share = _read_number(
-        scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0)
-    )
-    if rotary_share != 1 and not allow_partial:
-        why = f"config.json has {rotary_share:g}; this family rotates whole heads"
-        raise PrepError("`partial_rotary_factor` is not supported for this family", why)
-    rotary_dim = check_rotary_dim(
-        int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}"
-    )
+    rotary_dim = _read_rotary_dim(config, scaling, head_dim, allow_partial=allow_partial)
     theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
     if rope_type == "default":
         return Rope(rotary_dim, theta, max_positions)
@@ -161,6 +153,22 @@ def read_rope(
         high_freq_factor=_read_number(scaling, "beta_fast", 32.0) or 32.0,
         attention_factor=_yarn_attention_factor(scaling, factor),
         truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _read_rotary_dim(
+    config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, *, allow_partial: bool
+) -> int:
+    """Read the number of rotated elements of a head."""
+    # transformers 5 writes the share into `rope_parameters`, older versions into the config.
+    rotary_share = _read_number(
+        scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0)
+    )
+    if rotary_share != 1 and not allow_partial:
+        why = f"config.json has {rotary_share:g}; this family rotates whole heads"
+        raise PrepError("`partial_rotary_factor` is not supported for this family", why)
+    return check_rotary_dim(
+        int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}"
     )
 
 

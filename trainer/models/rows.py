@@ -52,6 +52,9 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
             dims. They are the dims of the bias.
         bias: When the bias exists, or NEVER.
     """
+    # Example: `heads head_dim embed <- q.weight: (heads head_dim) embed`. The first atom of the leaf is
+    # in the dim (heads head_dim), so the row of the bias is
+    # `heads head_dim <- q.bias: (heads head_dim)`.
     leaf, name, dims = split_row(row)
     out_dim = _first_shared_dim(leaf, dims)
     bias_leaf = " ".join(
@@ -136,6 +139,8 @@ def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
             its dim first.
         layer: Parameters of one layer, with paths and tensor names relative to `path` and `name`.
     """
+    # Example with the name h.{layers}: `embed <- norm.weight: embed` becomes
+    # `layers embed <- h.{layers}.norm.weight: embed`.
     (atom,) = re.findall(r"{(\w+)}", name)
 
     def stacked_row(row: str) -> str:

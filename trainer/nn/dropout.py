@@ -91,6 +91,7 @@ class QueryDropout:
             x: Probabilities or their gradient [B, K, G, T, S].
             kv_positions: int32 [S], or [B or 1, S].
         """
+        # Keys [B, T, H] -> [B, H, T] -> [B, K, G, T, 1], one stream per query and head.
         keys = RandomKey(*(words.swapaxes(1, 2).reshape(*x.shape[:-1], 1) for words in self.keys))
         return drop(x, keys, kv_positions[..., None, None, None, :], self.rate)
 
@@ -146,6 +147,8 @@ class Dropout:
         """Return the key of each layer, site and row [num_layers, SITES_PER_LAYER, B]. None if layers need none."""
         if not (self.config.attention or self.config.residual):
             return None
+        # Site s of layer l has the number 16 l + s, e.g. the MLP residual (4) of layer 2 has
+        # 2 * 16 + 4 = 36.
         numbers = jnp.arange(num_layers * SITES_PER_LAYER).reshape(num_layers, SITES_PER_LAYER, 1)
         return derive_key(self.key, numbers, self.row_ids)
 
@@ -191,6 +194,7 @@ class Dropout:
         )
         # ratio * 2^32, where ratio = low + u (high - low) for u = (upper 16 bits) / 2^16
         threshold = uint32(low * UNIT_RATIO) + (ratio_bits >> 16) * (high - low)
+        # Bits are uniform in [0, 2^32): a key is visible if bits >= ratio * 2^32.
         row_keys = derive_key(self.key, DropoutSite.FORGOTTEN_KEYS, self.row_ids).reshape(-1, 1)
         if segment_positions is None:
             is_first = positions == 0

@@ -177,6 +177,7 @@ def experts_gradients(
 def _expert_mlp(x: Array, weights: Array, expert: Experts, arch_config: ArchConfig) -> Array:
     """Compute the MLP of one expert for rows [R, D], times their routing weights [R]."""
     matrices = {name: {"weight": matrix} for name, matrix in expert.items()}
+    # w * down(h) = down(w * h) with h: [1, R, F]. dw = dh . h then needs no product with `down` again.
     hidden = mlp_hidden(x[None], matrices, arch_config)
     return linear((hidden * weights[:, None]).astype(x.dtype), matrices["down"])[0]
 
@@ -214,6 +215,7 @@ def _each_expert(
 
     If devices exchange the shards of experts, all experts run, because devices differ in the experts with tokens.
     """
+    # Experts with tokens first, e.g. is_active = 0 1 1 -> indices = 1 2 0, and two steps.
     is_active = (jnp.diff(rows.bounds) > 0) | shards.gathers_experts
     indices = jnp.argsort(~is_active, stable=True)
 
@@ -237,6 +239,7 @@ def _each_block(
     run_block: Callable[[Carry, _Block], Carry], carry: Carry, rows: _SortedRows, index: Array
 ) -> Carry:
     """Run a function of the carry and a block for the blocks of an expert, in order."""
+    # `token_ids` has A + R rows and `row_ids` A assignments, so the difference is R.
     length = len(rows.token_ids) - rows.row_ids.size
     first = rows.bounds[index]
     end = rows.bounds[index + 1]
@@ -247,6 +250,7 @@ def _each_block(
         weights = lax.dynamic_slice_in_dim(rows.weights, start, length)
         return run_block(carry, _Block(start, token_ids, weights, start + jnp.arange(length) < end))
 
+    # Rounded up, e.g. 5 rows in blocks of 4 are 2 blocks: -(-5 // 4) = 2. Without rows there are none.
     return lax.fori_loop(0, -(-(end - first) // length), run_step, carry)
 
 

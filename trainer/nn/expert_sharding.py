@@ -145,15 +145,13 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
     if sharding.device_mesh is None:
         return ExpertSharding()
     row_axes, column_axes, _ = sharding.activation_axes(x.shape, "batch", "seq", "embed")
-    weight_axes = {
-        name: tuple(
-            _usable_axes(dim, axes, row_axes + column_axes)
-            for dim, axes in zip(
-                EXPERT_DIMS[name], sharding.weight_axes(matrix.shape, *EXPERT_DIMS[name])
-            )
-        )
-        for name, matrix in experts.items()
-    }
+    weight_axes: dict[str, tuple[MeshAxes, ...]] = {}
+    for name, matrix in experts.items():
+        dims = EXPERT_DIMS[name]
+        usable: list[MeshAxes] = []
+        for dim, axes in zip(dims, sharding.weight_axes(matrix.shape, *dims)):
+            usable.append(_usable_axes(dim, axes, row_axes + column_axes))
+        weight_axes[name] = tuple(usable)
     return ExpertSharding(sharding.device_mesh, row_axes, column_axes, weight_axes)
 
 
@@ -164,5 +162,9 @@ def _usable_axes(dim: str, axes: MeshAxes, token_axes: MeshAxes) -> MeshAxes:
     over devices with the same tokens.
     """
     if dim == "experts":
-        return () if {*axes} & {*token_axes} else axes
-    return axes if dim == "mlp" else tuple(axis for axis in axes if axis in token_axes)
+        if {*axes} & {*token_axes}:
+            return ()
+        return axes
+    if dim == "mlp":
+        return axes
+    return tuple(axis for axis in axes if axis in token_axes)

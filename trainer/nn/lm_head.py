@@ -59,6 +59,7 @@ def project_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | Non
 
 def _linear_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None) -> Array:
     """Compute float32 logits [B, T, V] before the softcap and the padding mask."""
+    # logit[v] = x . W[v] + b[v]. A bfloat16 sum over D would round away differences of logits.
     logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
     logits = head.sharding.constrain(logits, "batch", "seq", "vocab")
     if bias is not None:
@@ -69,6 +70,7 @@ def _linear_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | Non
 def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
     """Bound logits by the softcap and mask the padded rows of the vocabulary."""
     if head.logit_softcap != NO_SOFTCAP:
+        # c * tanh(x / c) stays in (-c, c) (Gemma 2, arXiv:2408.00118, section 2).
         logits = head.logit_softcap * jnp.tanh(logits / head.logit_softcap)
     vocab_rows = logits.shape[-1]
     if head.true_vocab_size == vocab_rows:
@@ -261,6 +263,8 @@ def _chunked_loss_fwd(
             dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
         else:
             sums, dlogits = _token_loss_gradients(linear_logits, chunk, head)
+        # logits = x W^T + b, so with g = dloss / dlogits [B, C, V] for each token t:
+        # dx = g W [B, C, D], dW^T = sum_t x^T g [D, V], db = sum_t g [V]
         if dbias is not None:
             dbias = dbias + dlogits.sum((0, 1))
         dlogits = dlogits.astype(x.dtype)
@@ -325,6 +329,7 @@ def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Arra
 
 def _z_loss_sum(log_z: Array, chunk: _Chunk, head: LMHead) -> Array | None:
     """Compute the weighted z-loss of a chunk. None if there is no such term."""
+    # z_loss * log_z^2 keeps log_z near 0 (PaLM, arXiv:2204.02311, section 5).
     if not head.loss_terms.has_z_loss:
         return None
     return _weighted_sum(head.loss_terms.z_loss * jnp.square(log_z), chunk, "z-loss")

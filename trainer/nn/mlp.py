@@ -23,6 +23,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu_new": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
     "gelu_fast": _TANH_GELU,
+    # The approximation x * sigmoid(1.702 x) of GELU (arXiv:1606.08415, section 2).
     "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
     "silu": nn.silu,
     "swish": nn.silu,
@@ -43,6 +44,7 @@ def mlp_hidden(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
 ) -> Array:
     """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
+    # up: [B, T, D] -> [B, T, F]. The gated form is GLU with any activation (arXiv:2002.05202).
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
     project = partial(linear, num_devices=num_devices)
     up = name_activation(project(x, weights["up"]), "mlp_hidden")

@@ -1,4 +1,12 @@
-"""Mixture-of-experts MLP with top-k routing and sparse dispatch."""
+"""Mixture-of-experts MLP with top-k routing and sparse dispatch (Mixtral, arXiv:2401.04088, section 2.1).
+
+p = softmax(x W_router)                      over all experts
+moe(x) = sum of p_e * expert_e(x)            over the k experts e of largest p, for each token
+
+With `norm_topk_prob` the k weights are divided by their sum. For k = 2 and p = 0.5 0.3 0.2 they are 0.625 and 0.375.
+
+Axes: B rows of the batch, T tokens, K experts of a token, D model width.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +58,7 @@ def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertShardi
         arch_config: `experts_per_token`, and `norm_topk_prob` to divide the weights of a token by their sum.
         shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
     """
+    # [B, T, experts] in float32: rounding to bfloat16 could change the order of two experts.
     scores = jnp.einsum("btd,nd->btn", x, router, preferred_element_type=jnp.float32)
     probabilities = nn.softmax(scores, axis=-1)
 
@@ -59,6 +68,8 @@ def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertShardi
     experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
         lax.stop_gradient(probabilities)
     )
+    # p at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
+    # its gradient is a product too, and no scatter.
     weights = (probabilities[..., None, :] * nn.one_hot(experts, router.shape[0])).sum(-1)
     if arch_config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdims=True)

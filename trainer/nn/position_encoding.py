@@ -75,6 +75,8 @@ def rotary_cos_sin_at(
     shortest = rope.original_max_positions
     # frequencies are constant from this length on
     longest = {"longrope": shortest + 1, "dynamic": max_length}.get(rope.rope_type, 0)
+    # Lengths up to `shortest` share one row of the table, e.g. shortest = 4 and longest = 6: rows of
+    # the lengths 4, 5 and 6, and a row of 5 tokens takes row 5 - 4 = 1. [lengths, R / 2]
     by_length = np.stack(
         [
             inverse_frequencies(rope, length)
@@ -188,6 +190,8 @@ def _theta_powers(theta: float, dim: int) -> np.ndarray:
 
 def _dynamic(rope: Rope, length: int) -> np.ndarray:
     """Scale theta with the length beyond the positions of pretraining (dynamic NTK)."""
+    # theta' = theta * (s * length / original - (s - 1))^(R / (R - 2)), as in transformers. The exponent
+    # stretches the slowest pair by the parenthesis and leaves the fastest unchanged.
     longest = max(length, rope.original_max_positions)
     stretch = np.float64(rope.factor * longest / rope.original_max_positions - (rope.factor - 1))
     theta = rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
@@ -199,6 +203,8 @@ def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     positions = rope.original_max_positions
     low = rope.low_freq_factor
     high = rope.high_freq_factor
+    # Wavelength w of a pair, in positions. smooth = (original / w - low) / (high - low) is 0 at
+    # w = original / low and 1 at w = original / high: f' = (1 - smooth) * f / s + smooth * f.
     wavelength = 2 * math.pi / default_frequencies
     smooth = (positions / wavelength - low) / (high - low)
     interpolated = (1 - smooth) * default_frequencies / rope.factor + smooth * default_frequencies
@@ -208,6 +214,8 @@ def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
 
 def _yarn(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
     """Interpolate on a ramp from kept to divided frequencies (YaRN, arXiv:2309.00071)."""
+    # Pair i turns original * theta^(-2i / R) / (2 pi) times. Solved for i, a number of turns is at
+    # i = R * log(original / (turns * 2 pi)) / (2 * log(theta)) (section 3.2).
     low, high = (
         rope.rotary_dim
         * math.log(rope.original_max_positions / (turns * 2 * math.pi))

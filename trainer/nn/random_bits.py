@@ -49,6 +49,8 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
     Distinct pairs of integers have distinct keys. The rounds are a loop: they compile fast, and the compiler does not
     fuse them with the use of the key, where it would compute them for each element.
     """
+    # The key schedule has three words k0, k1 and k2 = k0 ^ k1 ^ parity. They enter in turn: group g adds
+    # the next two, and g + 1. Groups then differ even if all words are equal.
     parity = key.first ^ key.second ^ KEY_PARITY
     x = uint32(first) + key.first
     y = uint32(second) + key.second
@@ -57,6 +59,7 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
     def run_group(group: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         x, y, last, next_x, next_y = carry
         for rotation in jnp.asarray(ROTATIONS)[group % 2]:
+            # One round: add, rotate y to the left, exclusive or.
             x = x + y
             y = (y << rotation | y >> (32 - rotation)) ^ x
         return x + next_x, y + next_y + uint32(group + 1), next_x, next_y, last

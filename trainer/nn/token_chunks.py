@@ -17,6 +17,7 @@ from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 TokenFunction = Callable[[Any, Any, Any], Any]
+# A product with a weight has no batch dims in JAX's terms, because all tokens share one matrix.
 save_products = partial(
     jax.checkpoint,
     policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -86,6 +87,8 @@ def _forward(
 def _backward(
     function: TokenFunction, saved: tuple[Any, Any, Any], gradient: Any
 ) -> tuple[Any, Any, None]:
+    # y = f(x, W) with f applied to each token by itself: dx of a chunk depends on that chunk alone, and
+    # dW is the sum over all chunks. Only one chunk's activations exist at a time.
     chunks, weights, constants = saved
 
     def run_chunk(sums: Any, inputs: tuple[Any, Any, Any]) -> tuple[Any, Any]:

@@ -124,6 +124,8 @@ def _mp_nbytes(inputs: MemoryInputs) -> int:
 def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the elements that the layers of a stack gather and scatter."""
     num_blocks = 1 if stack.arch_config.block_type in PARALLEL_BLOCKS else 1 + len(stack.kv_lengths)
+    # Passes: forward, backward, and the forward pass again if the layer is rematerialized. Each has a
+    # gather and a scatter per block.
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
     return (
         2
@@ -164,6 +166,8 @@ def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
     # Devices are in row-major order of the mesh: with (dp, fsdp, mp) = (2, 4, 8) neighbours along
     # mp are 1 apart, along fsdp 8, along dp 32.
     stride = 1
-    for axis in reversed(inputs.mesh.names if inputs.mesh else ()):
+    if inputs.mesh is None:
+        return
+    for axis in reversed(inputs.mesh.names):
         yield axis, stride
         stride *= inputs.axis_size(axis)

@@ -150,9 +150,12 @@ def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
     if plan.inputs.local_batch_size == 1:
         return
+    # E.g. 2 micro-batches of 4 sequences per replica become 8 of 1.
     batch = plan.recipe.batch
     size = plan.inputs.micro_batch_size * plan.inputs.accumulate
-    values: dict[str, Any] = {} if batch.size else {"batch.size": size}
+    values: dict[str, Any] = {}
+    if not batch.size:
+        values["batch.size"] = size
     if batch.per_device:
         yield {**values, "batch.per_device": 1}
     elif batch.per_replica:

@@ -62,7 +62,9 @@ def search_meshes(
             refusals[error.what] += 1
             continue
         estimate = plan.on(kind)
-        options += [MeshOption(plan, estimate)] if estimate.fits else []
-        num_too_large += not estimate.fits
+        if estimate.fits:
+            options.append(MeshOption(plan, estimate))
+        else:
+            num_too_large += 1
     options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
     return MeshSearch(tuple(options), num_too_large, refusals)

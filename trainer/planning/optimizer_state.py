@@ -64,13 +64,17 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
         case LionTable():
             yield NO_AXES
         case SGDTable():
-            yield from (NO_AXES,) if table.momentum else ()
+            if table.momentum:
+                yield NO_AXES
         case MuonTable():
             # Muon keeps one momentum for matrices of layers, and two moments for all other leaves.
-            yield from (NO_AXES,) if is_layer_matrix(leaf) else (NO_AXES, NO_AXES)
+            yield NO_AXES
+            if not is_layer_matrix(leaf):
+                yield NO_AXES
         case AdafactorTable() | PalmTable():
             yield from _second_moments(table, leaf)
-            yield from (NO_AXES,) if table.momentum else ()
+            if table.momentum:
+                yield NO_AXES
         case _:
             raise AssertionError(table)
 
@@ -78,7 +82,12 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
 def _second_moments(
     table: AdafactorTable | PalmTable, leaf: ParamLeaf
 ) -> Iterator[tuple[int, ...]]:
+    # A factored moment is two means, which lack the axes that they are over.
     axes = None
     if isinstance(table, AdafactorTable) and table.factored:
         axes = factored_axes(leaf, table.min_factored_size)
-    yield from (axes.row_mean, axes.col_mean) if axes else (NO_AXES,)
+    if axes is None:
+        yield NO_AXES
+        return
+    yield axes.row_mean
+    yield axes.col_mean

@@ -166,7 +166,11 @@ def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int
     # Each token passes `experts_per_token` experts, and the whole router.
     if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
         size = size * inputs.arch_config.experts_per_token // leaf.extent(EXPERTS)
-    return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
+    # A multiplication and an addition per element of the weight and token.
+    length = row_length(inputs, stack)
+    if is_of_source:
+        length = inputs.source_length
+    return 2 * size * length
 
 
 def _visible_pairs(length: int, window: int) -> int:
@@ -216,9 +220,12 @@ def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
     is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length
     # Chunks of tokens compute their products again even if the policy saves them.
-    recomputed = 0 if saves_projections and not is_chunked else stack.projections
+    recomputed = 0
+    if is_chunked or not saves_projections:
+        recomputed += stack.projections
     is_saved = "attention_output" in saved_activations(inputs.remat_policy, has_experts=False)
-    recomputed += 0 if is_saved or inputs.remat_policy in SAVES_ALL else attention
+    if not is_saved and inputs.remat_policy not in SAVES_ALL:
+        recomputed += attention
     # Tiled kernels save no scores: the backward pass computes q k^T again, half of attention.
     if inputs.attention_tile:
         recomputed += attention // 2

@@ -113,6 +113,7 @@ def forward(
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep
     # them: an array [T, S], which blockwise attention exists to avoid.
     tiled_q, labels = lax.optimization_barrier((q, constants))
+    # q_tiles: [N, B, t, K, G, E], kv_tiles: [N, B, K, s, E]
     cut_q = partial(split_chunks, chunk_size=config.q_size)
     cut_kv = partial(split_chunks, chunk_size=config.kv_size)
     q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
@@ -122,9 +123,11 @@ def forward(
         jax.tree.map(cut_kv, labels.kv_labels),
     )
 
+    # Ring attention adds outputs of several shards, so it rounds to `v.dtype` only after the last.
     dtype = jnp.float32 if config.is_partial else v.dtype
 
     def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
+        # [B, t, K, G, E] -> [B, K, G, t, E]
         queries = _head_major(q_tile[0], 1)
         q_labels = q_tile[1]
         maximum = jnp.full(queries.shape[:-1], LOWEST, jnp.float32)
@@ -150,7 +153,9 @@ def forward(
         # A query without visible keys has a sum of 0 and a normalizer of 0: its output is 0 / 1.
         normalizer = jnp.where(state.normalizer == 0, 1.0, state.normalizer)
         output = (state.weighted_sum / normalizer[..., None]).astype(dtype)
+        # L = log sum_s exp(score_s) = m + log sum_s exp(score_s - m), for the maximum m
         log_normalizer = state.maximum + jnp.log(normalizer)
+        # [B, K, G, t, E] -> [B, t, K, G, E]
         return None, (jnp.moveaxis(output, 3, 1), jnp.moveaxis(log_normalizer, 3, 1))
 
     _, tiles = lax.scan(run_q_tile, None, q_tiles)
@@ -166,6 +171,8 @@ def _update_softmax(
     """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]. `drop` applies dropout to weights."""
     # Online softmax (arXiv:2205.14135, algorithm 1): with a new maximum m', earlier terms
     # exp(score - m) become exp(score - m') by a factor exp(m - m'). No exponent is above 0.
+    # Example: the scores 1 and then 3, each in a tile. After the first m = 1 and the normalizer is
+    # exp(0) = 1. After the second m' = 3 and the normalizer is 1 * exp(-2) + exp(0) = 1.135.
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
@@ -173,6 +180,7 @@ def _update_softmax(
     return _SoftmaxState(
         state.weighted_sum * rescale[..., None] + _einsum("bkgts,bkse->bkgte", kept, values),
         maximum,
+        # Without dropout: it acts on the probabilities, which the normalizer defines.
         state.normalizer * rescale + weights.sum(-1),
     )
 
@@ -220,11 +228,13 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
                     config, queries, keys, saved.bias_table, mask
                 )
                 # arXiv:2307.08691, algorithm 2, with the dropout of the module's docstring:
-                # P = exp(scores - L), dP = (dO V^T) * M, dS = P * (dP - r)
+                # P = exp(scores - L), dP = (dO V^T) * M, dS = P * (dP - r)   [B, K, G, t, s]
                 probabilities = jnp.exp(scores - log_normalizer)
                 drop = partial(_drop, q_labels, kv_labels)
                 d_probabilities = drop(_einsum("bkgte,bkse->bkgts", d_output, values))
                 d_scores = probabilities * (d_probabilities - row_dot)
+                # scores = f(q k^T) with the scale and the softcap in f: d_dots = dS * f'(q k^T),
+                # dQ = d_dots K, dK = d_dots^T Q, dV = (P * M)^T dO
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
                 d_values = _einsum(
                     "bkgte,bkgts->bske", d_output, drop(probabilities).astype(d_output.dtype)
@@ -242,6 +252,8 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
                 has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients
             )
 
+        # The gradient of a tile of queries is complete after its keys. The gradients of keys, values
+        # and the table are sums over all tiles of queries, so they are the carry of the outer scan.
         initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)

@@ -38,12 +38,15 @@ def reference_attention(
     k, v = kv
     # [B, T, H, E] -> [B, T, K, G, E]: head h is query head h % G of group h // G
     grouped_q = q.reshape(b, t, k.shape[2], num_heads // k.shape[2], head_dim)
+    # scores = softcap(q k^T * attn_scale * layer_score_scale) + bias: [B, K, G, T, S]
     scores = jnp.einsum("btkge,bske->bkgts", grouped_q, k, preferred_element_type=jnp.float32)
     scores = scores * arch_config.attn_scale
     if mask.layer_score_scale is not None:
         scores = scores * mask.layer_score_scale
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        # c * tanh(x / c) is x for small x, and stays in (-c, c) (Gemma 2, arXiv:2408.00118, section 2).
         scores = arch_config.attn_logit_softcap * jnp.tanh(scores / arch_config.attn_logit_softcap)
+    # [H, T, S] or [B, H, T, S] -> [1 or B, K, G, T, S]
     if (bias := mask.score_bias()) is not None:
         scores = scores + bias.reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
