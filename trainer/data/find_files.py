@@ -177,7 +177,9 @@ def _is_data(name: str, *, data_type: DataType) -> bool:
 
 
 def _readers(data_type: DataType) -> Sequence[Reader]:
-    return [*READERS.values()] if data_type == "auto" else [READERS[data_type]]
+    if data_type == "auto":
+        return [*READERS.values()]
+    return [READERS[data_type]]
 
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
