@@ -66,14 +66,19 @@ class ChatBuilder:
 
     def _spans_by_prefix(self, messages: list[dict[str, Any]], text: str, place: str) -> Spans:
         """Return start and end of each assistant turn, found by rendering ever longer prefixes."""
-        return tuple(
-            self._turn_span(messages[: number + 1], text, place)
-            for number, message in enumerate(messages)
-            if message["role"] == ASSISTANT
-        )
+        # A conversation of n messages is rendered up to n times, so the time is quadratic. The limits
+        # of the template hold for each rendering.
+        spans: list[tuple[int, int]] = []
+        for number, message in enumerate(messages, start=1):
+            if message["role"] == ASSISTANT:
+                spans.append(self._turn_span(messages[:number], text, place))
+        return tuple(spans)
 
     def _turn_span(self, messages: list[dict[str, Any]], text: str, place: str) -> tuple[int, int]:
         """Return start and end of the text added by the last message to the messages before it."""
+        # E.g. messages [user "Hi", assistant "Hello"] of a template `<role>text</s>`: before is
+        # `<user>Hi</s><assistant>`, after is `<user>Hi</s><assistant>Hello</s>`. The span is
+        # `Hello</s>`: the prompt of the turn has no loss, its end token has.
         before, _ = self._renderer.render(messages[:-1], place, add_generation_prompt=True)
         after, _ = self._renderer.render(messages, place)
         if not (after.startswith(before) and text.startswith(after)):

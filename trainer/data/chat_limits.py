@@ -21,7 +21,8 @@ STEP_WORK = 64
 CALL_WORK = 256
 # An element of a container counts as this many characters.
 ELEMENT_SIZE = 16
-# Constant parts of the limits on work and on the size of a value.
+# Constant parts of the limits on work and on the size of a value. Work of 2^26 is a million steps of
+# loops.
 BASE_WORK = 1 << 26
 BASE_SIZE = 1 << 20
 # Parts of the limits that grow with the characters of the messages.
@@ -171,8 +172,13 @@ class RenderLimits:
         """Check the result of `template.format(*values)` except its widths: see `check_field`."""
         num_fields = template.count("{")
         is_each_used_once = num_fields == template.count("{}")
-        repeats = 1 if is_each_used_once else num_fields
-        width = 10**MAX_WIDTH_DIGITS if ":" in template else 0
+        # `{0}{0}{0}` repeats a value as often as there are fields.
+        repeats = num_fields
+        if is_each_used_once:
+            repeats = 1
+        width = 0
+        if ":" in template:
+            width = 10**MAX_WIDTH_DIGITS
         self.check(len(template) + repeats * self.size(list(values)) + num_fields * width)
 
     def check_field(self, format_spec: str) -> None:
@@ -190,7 +196,9 @@ class RenderLimits:
 
     def check_join(self, separator: Any, values: Any) -> None:
         """Check the size of joined values."""
-        num_values = len(values) if isinstance(values, Sized) else 1
+        num_values = 1
+        if isinstance(values, Sized):
+            num_values = len(values)
         self.check(self.size(values) + self.size(str(separator)) * num_values)
 
     def check_width(self, text: Any, width: Any) -> None:

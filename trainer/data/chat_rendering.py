@@ -45,9 +45,8 @@ class ChatRenderer:
             self._template = self._environment.compile_template(template.text)
         except Exception as error:
             # Jinja and Python's compiler raise errors of many types.
-            raise PrepError(
-                f"{template.file} is not a valid chat template", _error_text(error)
-            ) from None
+            what = f"{template.file} is not a valid chat template"
+            raise PrepError(what, _error_text(error), "correct the template") from None
 
     def render(
         self, messages: Sequence[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
@@ -71,7 +70,10 @@ class ChatRenderer:
             raise PrepError(
                 f"{place}: a message is not text",
                 "it has U+FDD0 or U+FDD1, which are no characters",
+                "remove them",
             )
+        # The limits grow with the messages: a template may repeat a long conversation, and a short
+        # one gives no template a reason to make megabytes.
         self._environment.limits.start(len(messages_text))
         try:
             text = self._template.render(
@@ -84,7 +86,9 @@ class ChatRenderer:
             raise PrepError(
                 what, _error_text(error), "correct the messages or the template"
             ) from None
-        return _split_marks(text) if self._has_markers else (text, None)
+        if self._has_markers:
+            return _split_marks(text)
+        return text, None
 
 
 def _error_text(error: Exception) -> str:

@@ -214,6 +214,9 @@ def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:
 
 def _best_fit(order: list[int], lengths: list[int], seq_length: int) -> Int64Array:
     """Put each piece into the row with the least room for it, or into a new row."""
+    # E.g. rows of 8 and pieces of 5, 3, 6 and 2 tokens, longest first: 6 opens row 0 (2 free), 5 opens
+    # row 1 (3 free), 3 fills row 1, and 2 fills row 0. The rows of the pieces are [1, 1, 0, 0], and
+    # numbered by their first pieces [0, 0, 1, 1].
     rows = np.empty(len(order), np.int64)
     n_rows = 0
     shortest = lengths[order[-1]]

@@ -312,4 +312,5 @@ def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
 
 
 def _damaged_rows_error(folder: Path, why: str) -> DamagedStoreError:
-    return DamagedStoreError(f"the rows in {folder} are damaged", why)
+    hint = f"`rm -r {folder}`: the next run makes them again"
+    return DamagedStoreError(f"the rows in {folder} are damaged", why, hint)

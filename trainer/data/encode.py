@@ -18,7 +18,8 @@ from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
 
-# Bytes of text of a batch: a chunk for every core. Encoding takes about 100 times as much memory.
+# Bytes of text of a batch: a chunk for every core, also on a machine with fewer than 4. Encoding takes
+# about 100 times as much memory, so 64 chunks of 256 KiB are 1.6 GB.
 ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 4), 64)
 NO_IDS = np.array([], np.uint32)
 
@@ -158,10 +159,8 @@ def _join_weights(pairs: Sequence[tuple[TokenIds, Weights]]) -> npt.NDArray[np.u
 # ids are converted and the next texts are read. A second batch is therefore encoded at the same
 # time.
 ENCODE_THREADS = 2
-BATCHES_AHEAD = (
-    # Batches that are read before the first of them is written: two encode, one waits.
-    3
-)
+# Batches that are read before the first of them is written: two encode, one waits.
+BATCHES_AHEAD = 3
 
 Batch: TypeAlias = list[Example]
 
@@ -245,6 +244,7 @@ def fill_store(
             writer.append(document.ids, document.weights)
             if document.ends_document:
                 writer.end_document()
+        # Before the commit: no journal records tokens that the model does not have.
         tokenizer.check_in_vocab(writer.max_id, vocab)
         position = _position_after(position, batch, starts)
         writer.commit(position)

@@ -31,6 +31,8 @@ from trainer.recipe.field_grammar import (
     split_fields,
 )
 
+FIELDS_HINT = 'such as "[question], answer"'
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -102,9 +104,10 @@ class CompiledFields:
     def build(self, piece: DataPiece) -> Example:
         """Return the example of a record. Raise PrepError if a column is missing or invalid."""
         assert isinstance(piece, Record)
-        hint = "`--set data.fields='[SOURCE], TARGET'`"
-        if self.source is None:
-            hint = Text(Key("data.fields", "COLUMN", is_override=True))
+        fields = "COLUMN"
+        if self.source is not None:
+            fields = "[SOURCE], TARGET"
+        hint = Text(Key("data.fields", fields, is_override=True))
         check_columns(piece, self.columns, hint=hint)
         source = None
         if self.source is not None:
@@ -131,7 +134,10 @@ def compile_list(fields: FieldList, settings: ExampleSettings, *, vocab: int) ->
     if not settings.has_encoder:
         weighted: list[tuple[Field, int]] = []
         for field, is_bracketed in fields.items:
-            weighted.append((field, 0 if is_bracketed else 1))
+            weight = 1
+            if is_bracketed:
+                weight = 0
+            weighted.append((field, weight))
         target = _compile_parts(weighted, settings, vocab=vocab, prefix=settings.prepend_text)
         return CompiledFields(target, None, fields.columns)
     if not fields.source:
@@ -147,7 +153,9 @@ def _join_texts(fields: tuple[Field, ...]) -> list[tuple[Field, int]]:
     """Join adjacent text fields, to tokenize them as one text. All fields have weight 1."""
     joined: list[tuple[Field, int]] = []
     for field in fields:
-        before = joined[-1][0] if joined else None
+        before: Field | None = None
+        if joined:
+            before = joined[-1][0]
         if isinstance(field, TextField) and isinstance(before, TextField):
             joined[-1] = TextField((*before.columns, *field.columns)), 1
         else:
@@ -242,7 +250,7 @@ def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
         return compile_list(parse_fields(settings.fields), settings, vocab=vocab)
     except FieldsError as error:
         what = Text(Key("data.fields"), f' is "{settings.fields:.60}"')
-        raise usage_error(what, str(error)) from None
+        raise usage_error(what, str(error), FIELDS_HINT) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +307,7 @@ class _RecordFieldsBuilder:
             return _compile_text(text, self.settings, self.vocab).build(piece)
         except FieldsError as error:
             what = f'{piece.place}: column `{column}` is "{text:.60}"'
-            raise PrepError(what, str(error), 'such as "[question], answer"') from None
+            raise PrepError(what, str(error), FIELDS_HINT) from None
 
 
 @lru_cache(maxsize=COMPILED_LISTS)

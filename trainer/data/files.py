@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import xxhash
 
-from trainer.files.reading import open_regular_file
+from trainer.files.reading import ACCESS_HINT, open_regular_file
 from trainer.models.errors import RERUN_HINT, PrepError
 
 if TYPE_CHECKING:
@@ -139,4 +139,4 @@ def empty_file_error(path: Path | str) -> EmptyFileError:
 
 def io_error(path: Path | str, error: OSError) -> PrepError:
     """Return an operating system error as a PrepError that names the file."""
-    return PrepError(f"cannot read or write {path}", error.strerror or str(error))
+    return PrepError(f"cannot read or write {path}", error.strerror or str(error), ACCESS_HINT)

@@ -125,10 +125,8 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
             key for key, reader in READERS.items() if reader.reads_named(name)
         ]
         if not matching:
-            known = ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
-            raise usage_error(
-                f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT
-            )
+            why = f"known suffixes: {', '.join(_suffixes('auto'))}"
+            raise usage_error(f"the type of {name} is unknown", why, TYPE_HINT)
         types.setdefault(matching[0], name)
     if len(types) > 1:
         why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
@@ -177,7 +175,9 @@ def _is_data(name: str, *, data_type: DataType) -> bool:
 
 
 def _readers(data_type: DataType) -> Sequence[Reader]:
-    return [*READERS.values()] if data_type == "auto" else [READERS[data_type]]
+    if data_type == "auto":
+        return [*READERS.values()]
+    return [READERS[data_type]]
 
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
@@ -191,10 +191,15 @@ def _raise_io_error(error: OSError) -> None:
     raise io_error(Path(error.filename), error)
 
 
+def _suffixes(data_type: DataType) -> list[str]:
+    suffixes: list[str] = []
+    for reader in _readers(data_type):
+        suffixes += reader.suffixes
+    return suffixes
+
+
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
-    suffixes = ", ".join(
-        f"*{suffix}" for reader in _readers(data_type) for suffix in reader.suffixes
-    )
+    suffixes = ", ".join(f"*{suffix}" for suffix in _suffixes(data_type))
     why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))

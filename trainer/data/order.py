@@ -61,9 +61,12 @@ class SampleOrder:
             stop = self.batch_size
         # Position b of step s is number s * batch_size + b of the whole run. Its epoch and its row
         # are the quotient and the remainder of a division by n_rows, so they do not depend on
-        # batch_size.
+        # batch_size. E.g. with 5 rows and a batch of 2, unshuffled step 2 has the positions 4 and 5:
+        # row 4 of epoch 0, then row 0 of epoch 1.
         positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-        seed = str(self.seed) if self.shuffle else None
+        seed: str | None = None
+        if self.shuffle:
+            seed = str(self.seed)
         return permute_epochs(positions, self.n_rows, seed)
 
     def epochs(self, step: int) -> Int64Array:
@@ -100,6 +103,8 @@ class Mixture:
 
     def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the source of each position, and the number of its earlier positions."""
+        # E.g. pattern [0, 1, 0], ranks [0, 0, 1] and counts [2, 1]: position 5 is phase 2 of period 1,
+        # so it is of source 0, after 1 * 2 + 1 = 3 earlier positions (0, 2 and 3).
         periods, phases = np.divmod(positions, len(self.pattern))
         sources = self.pattern[phases]
         return sources, periods * self.counts[sources] + self.ranks[phases]
@@ -242,7 +247,11 @@ class MixedOrder:
         first_row = 0
         for source, n_rows in enumerate(self.source_rows):
             mask = sources == source
-            seed = f"{self.seed} source {source}" if self.shuffle else None
+            # Each source has its own permutations, so that two sources of equal size are not read in
+            # the same order.
+            seed: str | None = None
+            if self.shuffle:
+                seed = f"{self.seed} source {source}"
             rows[mask] = first_row + permute_epochs(indices[mask], n_rows, seed)
             first_row += n_rows
         return rows
@@ -327,6 +336,8 @@ def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int6
     epochs, rows = np.divmod(positions, n_rows)
     if seed is None:
         return rows
+    # A batch spans few epochs. Each of them has its own permutation, e.g. "order 42 0" is the first
+    # epoch of seed 42.
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
         rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {seed} {epoch}"))

@@ -103,16 +103,16 @@ class SpanCorruptionDataset:
         """Return the source and the target of a block of the store."""
         low = row * self.sizes.block_length
         block = self.tokens.ids[low : low + self.sizes.block_length].astype(np.int32)
+        # The row is its index in the store, so a held-out row has the same spans in every split.
         is_noise = noise_mask(self.sizes, f"{self.seed} {epoch} {row}")
         # In the source the noise is replaced, in the target everything else (figure 2 of the T5
-        # paper).
-        source, target = (
-            replace_runs(block, where, self.special_ids.sentinels)
-            for where in (is_noise, ~is_noise)
-        )
-        return np.append(source, np.int32(self.special_ids.eos)), np.append(
-            target, np.int32(self.special_ids.eos)
-        )
+        # paper). E.g. block [5, 6, 7, 8], noise [0, 1, 0, 1] and sentinels [99, 98]: the source is
+        # [5, 99, 7, 98, eos], the target [99, 6, 98, 8, eos].
+        sentinels = self.special_ids.sentinels
+        eos = np.int32(self.special_ids.eos)
+        source = np.append(replace_runs(block, is_noise, sentinels), eos)
+        target = np.append(replace_runs(block, ~is_noise, sentinels), eos)
+        return source, target
 
 
 def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
@@ -129,12 +129,12 @@ def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
         sizes: Numbers of tokens of the block.
         name: Text that determines the lengths.
     """
-    n_others = sizes.block_length - sizes.n_noise
-    lengths = [
-        _split_randomly(n_tokens, sizes.n_spans, f"{label} {name}")
-        for label, n_tokens in (("others", n_others), ("noise", sizes.n_noise))
-    ]
-    return np.repeat(np.tile([False, True], sizes.n_spans), np.stack(lengths, axis=1).reshape(-1))
+    n_kept = sizes.block_length - sizes.n_noise
+    kept_lengths = _split_randomly(n_kept, sizes.n_spans, f"others {name}")
+    noise_lengths = _split_randomly(sizes.n_noise, sizes.n_spans, f"noise {name}")
+    # Kept [2, 1] and noise [1, 2] become the run lengths [2, 1, 1, 2].
+    run_lengths = np.stack([kept_lengths, noise_lengths], axis=1).reshape(-1)
+    return np.repeat(np.tile([False, True], sizes.n_spans), run_lengths)
 
 
 def _split_randomly(total: int, n_parts: int, name: str) -> npt.NDArray[np.int64]:

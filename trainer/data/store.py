@@ -31,6 +31,7 @@ TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.bin"
 WEIGHTS_FILE = "weights.bin"
 META_FILE = "meta.json"
+# uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_NBYTES = 8
 DIGEST_READ_NBYTES = 4 << 20
 # The file names that `digests` may have: of an earlier version, without and with loss weights.
@@ -146,6 +147,7 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     except OSError as error:
         raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
     meta = _parse_meta(folder, data)
+    # Sizes come first: they find a file cut short without reading it.
     try:
         expected_nbytes = file_sizes(meta)
         sizes = {name: (folder / name).stat().st_size for name in expected_nbytes}
@@ -221,6 +223,8 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
 
 def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
     """Map the files of a nonempty store into memory, without reading them."""
+    # A map costs no memory of its own: the pages belong to the page cache, all processes of a host
+    # share them, and the system may drop them at any time. The digests were checked on opening.
     ids = np.memmap(folder / TOKENS_FILE, little_endian(meta.dtype), "r", shape=(meta.n_tokens,))
     ends = np.memmap(folder / DOCUMENTS_FILE, "<u8", "r", shape=(meta.n_documents,))
     weights = None

@@ -198,6 +198,8 @@ def _replace_journal(path: Path, state: SavedState) -> BinaryIO:
     new = path.with_suffix(".new")
     journal = new.open("wb")
     _write_line(journal, state)
+    # The folder is not synced. A power failure may undo the rename, and the old journal is valid too:
+    # each of its states is compared with the digests of the files.
     new.replace(path)
     return journal
 

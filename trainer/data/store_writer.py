@@ -105,6 +105,8 @@ class TokenWriter:
             self._files[WEIGHTS_FILE].write(weights.tobytes())
         else:
             assert weights is None
+        # A document may be appended in many parts. Only `end_document` makes it one, so a store that is
+        # cut off between two parts continues the document.
         self.n_tokens += len(ids)
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
@@ -360,6 +362,8 @@ def _write_store(
         )
         writer = TokenWriter(files, restored, journal)
         fill(writer)
+        # The last state, so that a kill during the writing of the metadata loses no token. Leaving
+        # the block waits for it, then closes the files.
         writer.start_save()
     # The files are synced before the folder gets its final name, and the folder itself last, so
     # that the names of the files in it are durable too.

@@ -251,7 +251,10 @@ def _check_eos_id(config: TokenizeConfig) -> None:
     eos_id = config.examples.eos_id
     if eos_id is not None and not 0 <= eos_id < config.vocab:
         why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why)
+        hint = (
+            "correct eos_token_id in the config.json of the source checkpoint, and convert it again"
+        )
+        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why, hint)
 
 
 def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_digest: str) -> str:
@@ -362,6 +365,7 @@ def _check_has_pairs(meta: store.StoreMeta) -> None:
         raise PrepError(
             "the data has no source-target pair",
             "all lines are blank, or all their texts are empty",
+            text("another {}", Key("data.path")),
         )
 
 
@@ -421,4 +425,6 @@ def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
 
 
 def _count_text(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"

@@ -5,6 +5,8 @@ A tokenizer is a tokenizer.json, a SentencePiece model, or a folder that transfo
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Tokenizer
 
+from trainer.data import text_cuts
 from trainer.data.codecs import (
     Codec,
     FastCodec,
@@ -33,6 +36,7 @@ from trainer.models.errors import Key, Option, PrepError, Text
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
+FILE_HINT = "correct it, or get the files of the tokenizer again"
 # Far above any tokenizer, and below what a small machine can hold.
 MAX_TOKENIZER_NBYTES = 1_000_000_000
 SENTENCEPIECE_SUFFIX = ".model"
@@ -51,6 +55,9 @@ TRANSFORMERS_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
 
+# Parts of a long text that are encoded at once: one for every core.
+PARTS_AT_ONCE = min(max(os.cpu_count() or 1, 4), 64)
+
 EncodedT = TypeVar("EncodedT")
 
 
@@ -65,6 +72,7 @@ class TextTokenizer:
         codec: Its library.
         growth: Upper bound of the bytes that its normalizer makes of one byte (see
             `normalizer_growth`).
+        allows_cuts: Whether the parts of `cut_text` have the tokens of the whole text.
     """
 
     path: Path
@@ -72,6 +80,7 @@ class TextTokenizer:
     max_id: int
     codec: Codec
     growth: float = 1.0
+    allows_cuts: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode each text by itself, without adding special tokens.
@@ -89,7 +98,21 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
+        if not self.allows_cuts or all(len(text) <= text_cuts.PART_CHARS for text in texts):
+            return self._encode_at_once(texts)
+        return [self._encode_in_parts(text) for text in texts]
+
+    def _encode_at_once(self, texts: Sequence[str]) -> list[TokenIds]:
         return [np.array(ids, np.uint32) for ids in self._encode(self.codec.encode_batch, texts)]
+
+    def _encode_in_parts(self, text: str) -> TokenIds:
+        """Encode a long text with the memory of a few of its parts."""
+        # The first array is for a text without tokens.
+        ids = [np.array([], np.uint32)]
+        parts = text_cuts.cut_text(text)
+        while group := list(itertools.islice(parts, PARTS_AT_ONCE)):
+            ids += self._encode_at_once(group)
+        return np.concatenate(ids)
 
     def encode_with_offsets(
         self, texts: Sequence[str]
@@ -193,8 +216,14 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = _load_fast(found, data)
         digest = xxhash.xxh3_128_hexdigest(data)
-        growth = normalizer_growth(data)
-        return TextTokenizer(found, digest, codec.max_id, codec, growth)
+        return TextTokenizer(
+            found,
+            digest,
+            codec.max_id,
+            codec,
+            growth=normalizer_growth(data),
+            allows_cuts=text_cuts.allows_cuts(data),
+        )
 
 
 def find_tokenizer(path: Path) -> Path | None:
@@ -210,7 +239,9 @@ def find_tokenizer(path: Path) -> Path | None:
     files = (path / name for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES))
     if (file := next((file for file in files if file.is_file()), None)) is not None:
         return file
-    return path if any((path / name).is_file() for name in VOCABULARY_FILES) else None
+    if any((path / name).is_file() for name in VOCABULARY_FILES):
+        return path
+    return None
 
 
 def check_tokenizer_exists(path: Path) -> None:
@@ -281,11 +312,13 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     text = read_text_file(path, MAX_SETTINGS_NBYTES)
     try:
-        value = {} if text is None else load_json(text.encode())
+        value = {}
+        if text is not None:
+            value = load_json(text.encode())
     except ValueError as error:
-        raise PrepError(f"{path} is not JSON", str(error)) from None
+        raise PrepError(f"{path} is not JSON", str(error), FILE_HINT) from None
     if not isinstance(value, dict):
-        raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}")
+        raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}", FILE_HINT)
     return cast(dict[str, Any], value)
 
 
@@ -302,4 +335,4 @@ def read_text_file(path: Path, max_nbytes: int) -> str | None:
     except OSError as error:
         raise io_error(path, error) from error
     except UnicodeDecodeError as error:
-        raise PrepError(f"{path} is not UTF-8", str(error)) from None
+        raise PrepError(f"{path} is not UTF-8", str(error), FILE_HINT) from None

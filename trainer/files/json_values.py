@@ -43,12 +43,17 @@ def load_json(data: bytes) -> Any:
 
 def check_depth(value: Any) -> None:
     """Raise ValueError if objects or lists are nested too deeply."""
-    pending = [(value, 1)] if isinstance(value, dict | list) else []
+    # A stack of (value, depth) instead of recursion, which would end at Python's own limit.
+    pending: list[tuple[Any, int]] = []
+    if isinstance(value, dict | list):
+        pending.append((value, 1))
     while pending:
         container, depth = pending.pop()
         if depth > MAX_DEPTH:
             raise _depth_error()
-        children = container.values() if isinstance(container, dict) else container
+        children = container
+        if isinstance(container, dict):
+            children = container.values()
         pending += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
 
 

@@ -14,6 +14,8 @@ from typing import BinaryIO
 
 from trainer.models.errors import PrepError
 
+# Hint for an error of the operating system about a file.
+ACCESS_HINT = "check its permissions, and the free space of its disk"
 MAX_SMALL_FILE_NBYTES = 100_000_000
 MAX_LINE_NBYTES = 1 << 20
 # Bytes read at once of a line that is too long, and skipped.
@@ -32,6 +34,8 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
         OSError: The system refuses to open it.
     """
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
+    # The file is opened first and checked after: between a check by name and an opening, the name
+    # could be given to a FIFO. O_CLOEXEC: no child process inherits the file.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -54,13 +58,14 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
     with open_regular_file(path, buffering=0) as file:
         nbytes = os.fstat(file.fileno()).st_size
         # `read(max_nbytes)` would allocate that many bytes, also for a file of ten.
-        content = file.read() if nbytes <= max_nbytes else b""
+        content = b""
+        if nbytes <= max_nbytes:
+            content = file.read()
     # The file may have grown meanwhile.
     nbytes = max(nbytes, len(content))
     if nbytes > max_nbytes:
-        raise PrepError(
-            f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
-        )
+        why = f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}"
+        raise PrepError(f"{path} is too large", why, "check that it is the right file")
     return content
 
 

@@ -51,15 +51,22 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         OSError: The system refuses to write.
     """
     check_replaceable(path, overwrite=overwrite)
+    # The temporary file is in the same folder, because a rename cannot cross file systems. A kill
+    # leaves it: its name begins with a dot and is random, so no later write meets it.
     temporary = path.with_name(_temporary_name(path.name))
     try:
+        # O_EXCL creates the file or fails. With O_NOFOLLOW, nobody who can write to the folder makes
+        # this process write elsewhere through a prepared link.
         fd = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
         )
         with open(fd, "wb") as file:
             yield file
             file.flush()
+            # Before the rename: a rename may reach the disk earlier than the bytes, and a power
+            # failure between the two would leave an empty file under the final name.
             os.fsync(fd)
+        # A rename replaces a link of this name, not the file that the link points to.
         if overwrite:
             os.replace(temporary, path)
         else:
@@ -67,11 +74,13 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+    # The name is an entry of the folder, which has its own blocks on the disk.
     fsync_path(path.parent)
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
     """Give a file its name only if the name is free, even if another process takes it just now."""
+    # `link` fails if the name exists, `rename` replaces it. The caller removes the temporary name.
     try:
         os.link(temporary, path)
         return

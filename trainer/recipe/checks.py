@@ -93,7 +93,10 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
             key in INT32_KEYS or key.startswith(("batch.", "optimizer.", "loss."))
         ):
             continue
-        maximum = MAX_INT32 if isinstance(value, int) else MAX_FLOAT32
+        # The step computes in int32 and float32: a larger number would wrap around or be infinite.
+        maximum = MAX_FLOAT32
+        if isinstance(value, int):
+            maximum = MAX_INT32
         if value > maximum:
             why = f"out of range: the maximum is {maximum:,}"
             hint = f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
@@ -170,12 +173,13 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield settings of adapters that another key determines, or that have no effect without adapters."""
     lora = recipe.lora
     default = Lora()
-    settings = {
-        key: getattr(lora, key) != getattr(default, key)
-        for key in ("rank", "alpha", "targets", "use_rslora")
-    }
-    for key, is_set in settings.items():
-        if lora.path is not None and is_set:
+    changed: list[str] = []
+    for key in ("rank", "alpha", "targets", "use_rslora", "base_dtype"):
+        if getattr(lora, key) != getattr(default, key):
+            changed.append(key)
+    for key in changed:
+        # The dtype of the base is a choice of the run, not of the adapter's files.
+        if lora.path is not None and key != "base_dtype":
             why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
             yield Problem(
                 (f"lora.{key}",),
@@ -191,9 +195,6 @@ def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
             why,
             "remove [lora], or set `model.path`",
         )
-    changed = [
-        key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)
-    ]
     if not lora.is_enabled and changed:
         what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"
         yield Problem(
@@ -297,9 +298,10 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
         yield _exclusive_keys(recipe, *warmup_keys, "both set the length of warm-up")
         return
     # The number of steps of a run by epochs is unknown here: that schedule is checked again when the data is known.
-    n_steps = recipe.train.steps or (
-        optimizer.decay_steps if optimizer.warmup_ratio is None else None
-    )
+    # Steps of warm-up and decay can be compared without it, a ratio cannot.
+    n_steps = recipe.train.steps
+    if not n_steps and optimizer.warmup_ratio is None:
+        n_steps = optimizer.decay_steps
     if n_steps:
         yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 

@@ -35,11 +35,10 @@ def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
     Returns:
         The first accepted candidate, or "" if there is none.
     """
-    candidates = (value, *_candidate_values(value))
-    accepted = (
-        to_toml(candidate) for candidate in candidates if is_accepted(candidate, key_schema)
-    )
-    return next(accepted, "")
+    for candidate in (value, *_candidate_values(value)):
+        if is_accepted(candidate, key_schema):
+            return to_toml(candidate)
+    return ""
 
 
 def _candidate_values(value: Any) -> Iterator[Any]:
@@ -82,6 +81,7 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
         maximum = alternative.get("maxItems", math.inf)
         has_valid_length = isinstance(value, list) and minimum <= len(value) <= maximum
         return has_valid_length and all(_is_accepted_by(item, items) for item in value)
+    # In Python a bool is an int, in JSON schema it is not.
     if isinstance(value, bool) != (alternative["type"] == "boolean"):
         return False
     if not isinstance(value, _PYTHON_TYPES.get(alternative["type"], ())):

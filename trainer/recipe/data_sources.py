@@ -32,11 +32,16 @@ def _as_in_data(key: str, example: str = "") -> Any:
     field = Data.model_fields[key]
     # A source without a key has the value of `[data]`, except for the keys that name a
     # dataset: with sources, `[data]` cannot have them.
-    absent = field.json_schema_extra if key in DATASET_KEYS else None
+    absent = None
+    if key in DATASET_KEYS:
+        absent = field.json_schema_extra
+    examples = field.examples
+    if example:
+        examples = [example]
     return Field(
         default=None,
         description=f"as `data.{key}`",
-        examples=[example] if example else field.examples,
+        examples=examples,
         json_schema_extra=absent,
     )
 
@@ -102,10 +107,14 @@ def source_data(data: Data, source: DataSource) -> Data:
     """Return the data of a recipe with one source of its mixture, as if it were the only dataset."""
     keys = source.model_dump(exclude={"name", "weight"}, exclude_none=True)
     data_type = source.type or data.type
-    from_example = data.fields_from_example if data_type in DEFAULT_FIELDS else None
-    fields = data.fields if data_type in DEFAULT_FIELDS else None
-    if from_example is None and data_type in DEFAULT_FIELDS:
-        fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
+    # A source of texts or token ids has no columns, whatever `[data]` says about them.
+    from_example = None
+    fields = None
+    if data_type in DEFAULT_FIELDS:
+        from_example = data.fields_from_example
+        fields = data.fields
+        if from_example is None:
+            fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
     columns = {"fields": fields, "fields_from_example": from_example}
     return data.model_copy(update={**columns, **keys, "sources": None})
 
@@ -137,7 +146,9 @@ def _key_error(number: int, key: str, error_type: str, table: Mapping[str, Any])
     place = f"table {number} of `{SOURCES_KEY}`"
     if key not in SOURCE_SCHEMAS:
         similar = suggest(key, SOURCE_SCHEMAS)
-        hint = f"did you mean `{similar}`?" if similar else f"known: {', '.join(SOURCE_SCHEMAS)}"
+        hint = f"known: {', '.join(SOURCE_SCHEMAS)}"
+        if similar:
+            hint = f"did you mean `{similar}`?"
         return usage_error(f"{place}: unknown key `{key}`", "", hint)
     schema = SOURCE_SCHEMAS[key]
     if error_type == "missing" and key not in table:

@@ -106,7 +106,9 @@ def split_fields(text: str) -> FieldList:
         if match is None:
             raise FieldsError("brackets must enclose whole fields, and commas must separate them")
         bracket = match["bracket"]
-        bodies = [match["field"]] if bracket is None else bracket.split(",")
+        bodies = [match["field"]]
+        if bracket is not None:
+            bodies = bracket.split(",")
         items += [(_parse_field(body.strip()), bracket is not None) for body in bodies]
         position = match.end()
         has_next = match["end"] == ","

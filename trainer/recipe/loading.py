@@ -85,11 +85,9 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
     if isinstance(recipe, Recipe):
         # An unknown key may be the cause of a conflict in the table of the key that it stands for.
         affected_tables = {_table_name(key) for key in intended_keys}
-        diagnostics += [
-            _locate_problem(problem, raw)
-            for problem in find_problems(recipe)
-            if affected_tables.isdisjoint(_problem_tables(problem))
-        ]
+        for problem in find_problems(recipe):
+            if affected_tables.isdisjoint(map(_table_name, problem.keys)):
+                diagnostics.append(_locate_problem(problem, raw))
     else:
         diagnostics += recipe
     if diagnostics or not isinstance(recipe, Recipe):
@@ -101,19 +99,16 @@ def _table_name(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _problem_tables(problem: Problem) -> set[str]:
-    return {_table_name(key) for key in problem.keys}
-
-
 def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
+    # The first key that the user wrote has a line. If all are defaults, the file is named.
     key = next(filter(raw.has, problem.keys), problem.keys[0])
     return raw.diagnostic(key, problem.what, problem.why, problem.hint)
 
 
 def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
     """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
-    diagnostics = []
-    intended_keys = set()
+    diagnostics: list[Diagnostic] = []
+    intended_keys: set[str] = set()
     hinted, others = find_unknown_keys(raw.tables)
     for path, value in hinted:
         diagnostics.append(
@@ -123,7 +118,8 @@ def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
         if isinstance(value, dict):
             table = suggest(path, TABLE_NAMES)
             intended_keys |= {f"{table}.{key}" for key in value}
-    diagnostics += [raw.diagnostic(path, f"unknown key `{path}`") for path in others]
+    for path in others:
+        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`"))
     return diagnostics, intended_keys - {""}
 
 
@@ -137,8 +133,13 @@ def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagn
 
 
 def _origins(raw: RawRecipe) -> dict[str, str]:
-    defaults = {key: "default" for key in KEY_SCHEMAS if not raw.has(key)}
-    return defaults | {key: f"--set {key}" for key in raw.overridden_keys}
+    origins: dict[str, str] = {}
+    for key in KEY_SCHEMAS:
+        if not raw.has(key):
+            origins[key] = "default"
+    for key in raw.overridden_keys:
+        origins[key] = f"--set {key}"
+    return origins
 
 
 def _validate(
@@ -154,28 +155,32 @@ def _validate(
     try:
         return Recipe.model_validate(_with_dependent_defaults(raw))
     except ValidationError as error:
+        # A key with a union of types has one error per type. The dict keeps one of them per key.
         error_types = {
             _schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)
         }
-    # A list with too few items has an error of type "missing" too, but its key is there.
-    missing_keys = {
-        key
-        for key, error_type in error_types.items()
-        if error_type == "missing" and not raw.has(key)
-    }
-    return [
-        _missing_key(key, unexpanded) if key in missing_keys else _invalid_value(key, unexpanded)
-        for key in error_types
-        if key not in missing_keys or key not in intended_keys
-    ]
+    diagnostics: list[Diagnostic] = []
+    for key, error_type in error_types.items():
+        # A list with too few items has an error of type "missing" too, but its key is there.
+        is_missing = error_type == "missing" and not raw.has(key)
+        if not is_missing:
+            diagnostics.append(_invalid_value(key, unexpanded))
+        elif key not in intended_keys:
+            diagnostics.append(_missing_key(key, unexpanded))
+    return diagnostics
 
 
 def _schema_key(location: tuple[int | str, ...]) -> str:
     """Return the key that contains a location of a pydantic error, which includes the tag of a union's member."""
+    # E.g. ("optimizer", "adamw", "lr") -> `optimizer.lr`, ("data", "path", 0) -> `data.path`.
     table, *rest = location
-    is_tagged = table == "optimizer" and rest[:1] and rest[0] in OPTIMIZER_TABLES
-    path = ".".join(map(str, (table, *rest[1:]) if is_tagged else location))
-    return next((key for key in KEY_SCHEMAS if path == key or path.startswith(f"{key}.")), path)
+    if table == "optimizer" and rest[:1] and rest[0] in OPTIMIZER_TABLES:
+        location = (table, *rest[1:])
+    path = ".".join(map(str, location))
+    for key in KEY_SCHEMAS:
+        if path == key or path.startswith(f"{key}."):
+            return key
+    return path
 
 
 def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
@@ -196,8 +201,10 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
         and data_type in DEFAULT_FIELDS
         and not raw.has("data.fields_from_example")
     ):
-        data_format = raw.get("data.format") if raw.has("data.format") else None
-        fields = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[data_type])
+        # The default columns depend on the type, and on the format, e.g. `messages` for chats.
+        fields = DEFAULT_FIELDS[data_type]
+        if raw.has("data.format"):
+            fields = FORMAT_FIELDS.get(str(raw.get("data.format")), fields)
         tables["data"] = {"fields": fields} | tables["data"]
     if raw.has(SOURCES_KEY):
         tables["data"] = {"path": None} | tables["data"]
@@ -206,23 +213,22 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
 
 def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables without unknown keys."""
-    known = {
-        name: value
-        for name, value in tables.items()
-        if name in TABLE_NAMES or (name in KEY_SCHEMAS and "." not in name)
-    }
-    for name in TABLE_NAMES:
-        if isinstance(values := known.get(name), dict):
+    known: dict[str, Any] = {}
+    for name, values in tables.items():
+        if name in TABLE_NAMES and isinstance(values, dict):
             known[name] = {
                 key: value for key, value in values.items() if is_known(name, key, values)
             }
+        # A quoted key `"data.path"` above the first table has a dot, but is no key of a recipe.
+        elif name in TABLE_NAMES or (name in KEY_SCHEMAS and "." not in name):
+            known[name] = values
     return known
 
 
 def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
     """Expand `~` and `${NAME}` in all paths. Return the recipe, and the diagnostics of paths that cannot be."""
     tables = raw.copy_tables()
-    diagnostics = []
+    diagnostics: list[Diagnostic] = []
     for key in KEY_SCHEMAS:
         if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
             table, _, name = key.partition(".")
@@ -273,9 +279,13 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
         return raw.diagnostic(key, what, "it takes a table", f"`[{key}]`, and its keys below")
     key_schema = KEY_SCHEMAS[key]
     # Among the defaults only the name, taken from the file, can be invalid.
-    value = raw.get(key) if raw.has(key) else raw.path.stem
+    value = raw.path.stem
+    if raw.has(key):
+        value = raw.get(key)
     corrected = correct_value(value, key_schema)
-    similar_choice = "" if corrected else _similar_choice(value, key_schema)
+    similar_choice = ""
+    if not corrected:
+        similar_choice = _similar_choice(value, key_schema)
     if similar_choice:
         hint = f"did you mean `{similar_choice}`?"
     else:
@@ -286,19 +296,21 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
 def _similar_choice(value: Any, key_schema: Mapping[str, Any]) -> str:
     """Return the choice of a key, or of its lists, that is similar to an invalid text, or "" if there is none."""
     is_list = isinstance(value, list)
-    schemas = [
-        alternative.get("items", {}) if is_list else alternative
-        for alternative in alternatives(key_schema)
-    ]
+    items = [value]
+    if is_list:
+        items = value
     choices: list[str] = []
-    for schema in schemas:
+    for alternative in alternatives(key_schema):
+        schema = alternative
+        if is_list:
+            schema = alternative.get("items", {})
         choices += map(str, schema.get("enum", ()))
-    texts = [
-        item
-        for item in (value if is_list else [value])
-        if isinstance(item, str) and item not in choices
-    ]
-    return next(filter(None, (suggest(text, choices) for text in texts)), "")
+    for item in items:
+        if isinstance(item, str) and item not in choices:
+            similar = suggest(item, choices)
+            if similar:
+                return similar
+    return ""
 
 
 def _describe_key(key: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.models.errors import Command, PrepError, text, usage_error
+from trainer.models.errors import Command, Option, PrepError, text, usage_error
 from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
 from trainer.recipe.line_numbers import KeyPath, key_line_numbers
 from trainer.recipe.override_values import parse_override_value
@@ -60,6 +60,7 @@ _YAML_WORDS = {
     "off": "false",
 }
 JSON_HINT = text("{} lists recipes in TOML", Command("recipes"))
+RECIPES_HINT = text("{} lists recipes", Command("recipes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,11 @@ class RawRecipe:
 
     def copy_tables(self) -> dict[str, Any]:
         """Return a copy of the tables that may be changed."""
-        return {
-            name: dict(value) if isinstance(value, dict) else value
-            for name, value in self.tables.items()
-        }
+        tables = dict(self.tables)
+        for name, value in tables.items():
+            if isinstance(value, dict):
+                tables[name] = dict(value)
+        return tables
 
     def line_number(self, key: str) -> int:
         """Return the line of a key, else of its table, or 0 for overridden keys and keys absent from the file."""
@@ -149,16 +151,19 @@ def read_recipe(path: Path) -> RawRecipe:
         if similar_name:
             hint = f"did you mean `{path.parent / similar_name}`?"
         else:
-            hint = text("{} lists recipes", Command("recipes"))
+            hint = RECIPES_HINT
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
         raise _folder_error(path) from None
     except OSError as error:
-        raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
+        raise PrepError(
+            f"{path} cannot be read",
+            error.strerror or str(error),
+            "check the path and its permissions",
+        ) from None
     if len(data) > MAX_RECIPE_NBYTES:
-        raise usage_error(
-            f"{path} is not a recipe", f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
-        )
+        why = f"it has more than {MAX_RECIPE_NBYTES:,} bytes"
+        raise usage_error(f"{path} is not a recipe", why, RECIPES_HINT)
     content = _decode(data, path)
     return RawRecipe(path, _parse_toml(content, path), line_numbers=key_line_numbers(content))
 
@@ -166,10 +171,13 @@ def read_recipe(path: Path) -> RawRecipe:
 def _folder_error(folder: Path) -> PrepError:
     recipes = sorted(folder.glob("*.toml"))[:MAX_LISTED_RECIPES]
     if recipes or not any((folder / name).exists() for name in CHECKPOINT_FILES):
-        hint = f"recipes in it: {', '.join(map(str, recipes))}" if recipes else ""
+        hint = RECIPES_HINT
+        if recipes:
+            hint = f"recipes in it: {', '.join(map(str, recipes))}"
         return usage_error(f"{folder} is a folder", "a recipe is a TOML file", hint)
-    hint = f"`prep train RECIPE.toml --set model.path={folder}`; `prep recipes` lists recipes"
-    return usage_error(f"{folder} is a checkpoint", "prep train takes a recipe, a TOML file", hint)
+    train = Command("train", "RECIPE.toml", Option("overrides", f"model.path={folder}"))
+    hint = text("{}; {}", train, RECIPES_HINT)
+    return usage_error(f"{folder} is a checkpoint", "a recipe is a TOML file", hint)
 
 
 def _decode(data: bytes, path: Path) -> str:
@@ -194,15 +202,17 @@ def _parse_toml(text: str, path: Path) -> dict[str, Any]:
         # "line 3, column 7)" or "end of document)".
         message, _, location = str(error).rpartition(" (at ")
         line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
-        hint = 'text needs quotes: `mesh = "1,1,8"`' if message == "Invalid value" else ""
-        column_text = f" (column {column})" if column else ""
-        raise usage_error(
-            f"{path}:{line}: invalid TOML", f"{_syntax_message(message)}{column_text}", hint
-        ) from None
+        hint = ""
+        if message == "Invalid value":
+            hint = 'text needs quotes: `mesh = "1,1,8"`'
+        why = _syntax_message(message)
+        if column:
+            why += f" (column {column})"
+        raise usage_error(f"{path}:{line}: invalid TOML", why, hint) from None
     # tomllib recurses for nested lists, and `int` raises ValueError above its limit of digits.
     except (RecursionError, ValueError):
         why = "lists or tables are nested too deeply, or a number has too many digits"
-        raise usage_error(f"{path}: not a recipe", why) from None
+        raise usage_error(f"{path}: not a recipe", why, RECIPES_HINT) from None
 
 
 def _syntax_message(message: str) -> str:
@@ -233,7 +243,9 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
             continue
         key, value = override
         table, _, name = key.rpartition(".")
-        values = tables.setdefault(table, {}) if table else tables
+        values = tables
+        if table:
+            values = tables.setdefault(table, {})
         is_unset = value == "" and "absent" in KEY_SCHEMAS[key]
         if isinstance(values, dict) and is_unset:
             values.pop(name, None)
@@ -297,27 +309,29 @@ def find_other_format(text: str) -> OtherFormat | None:
     matches = [_YAML_LINE.fullmatch(line) for _, line in lines[:2]]
     if not matches or matches[0] is None:
         return None
-    shown = [_as_toml(match) for match in matches if match is not None]
+    shown = [f"`{_as_toml(match)}`" for match in matches if match is not None]
+    # A key without a value begins a table, which is shown with its first key.
     is_table = not matches[0][3]
-    toml = ", then ".join(f"`{line}`" for line in (shown if is_table else shown[:1]))
-    return OtherFormat("YAML", lines[0][0], f"in TOML: {toml}")
+    if not is_table:
+        shown = shown[:1]
+    return OtherFormat("YAML", lines[0][0], f"in TOML: {', then '.join(shown)}")
 
 
 def _content_lines(text: str) -> list[tuple[int, str]]:
     """Return the first lines with their numbers, without empty lines and comments."""
     # Only the first lines decide on the format. A long comment ends the search after 1,000 lines.
-    numbered = enumerate(text.split("\n")[:1000], 1)
-    content = [
-        (number, line)
-        for number, line in numbered
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+    content: list[tuple[int, str]] = []
+    for number, line in enumerate(text.split("\n")[:1000], 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            content.append((number, line))
     return content[:3]
 
 
 def _as_toml(match: re.Match[str]) -> str:
     """Return a line of YAML, a key with or without a value, as TOML."""
-    key = match[2] if BARE_KEY.fullmatch(match[2]) else to_toml(match[2])
+    key = match[2]
+    if not BARE_KEY.fullmatch(key):
+        key = to_toml(key)
     value = _COMMENT.sub("", match[3] or "").strip()
     if not value:
         return f"[{key}]"

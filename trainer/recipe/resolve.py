@@ -44,6 +44,8 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
         UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not
             divide among the replicas.
     """
+    # E.g. per_device 2 on 8 devices is a micro-batch of 16. With size 64 it is accumulated 4 times,
+    # and with accumulate 4 the size is 64.
     size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
     shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
     if remainder := shape.micro_batch_size % n_replicas:
@@ -67,7 +69,11 @@ def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int
     if size % divisor:
         what = f"`batch.size` {size} is not a whole number of micro-batches"
         why = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {divisor} = {size % divisor}"
-        better_size = _round_up(size, divisor if micro_size else divisor * n_replicas)
+        # Each of `accumulate` micro-batches needs a row per replica.
+        multiple = divisor * n_replicas
+        if micro_size:
+            multiple = divisor
+        better_size = _round_up(size, multiple)
         raise usage_error(what, why, _set_hint("batch.size", better_size))
     if micro_size:
         return size // micro_size
@@ -126,7 +132,9 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
             end = f"`optimizer.decay_steps` is {decay_steps}"
         else:
             end = f"the run has {n_steps} steps"
-        key = "warmup_steps" if optimizer.warmup_steps else "warmup_ratio"
+        key = "warmup_ratio"
+        if optimizer.warmup_steps:
+            key = "warmup_steps"
         raise usage_error(
             f"`optimizer.{key}` leaves no steps for the decay",
             f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",

@@ -193,12 +193,13 @@ def schema() -> dict[str, Any]:
 def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     """Return the JSON schemas of a table: one, or those of each member of a tagged union. Empty for a key."""
     property_schema = recipe_schema["properties"][name]
-    references = [
-        member["$ref"]
-        for member in (property_schema, *property_schema.get("oneOf", ()))
-        if "$ref" in member
-    ]
-    return [recipe_schema["$defs"][reference.rpartition("/")[2]] for reference in references]
+    members: list[Mapping[str, Any]] = []
+    for schema_or_reference in (property_schema, *property_schema.get("oneOf", ())):
+        # E.g. "#/$defs/AdamWTable".
+        reference = schema_or_reference.get("$ref")
+        if reference is not None:
+            members.append(recipe_schema["$defs"][reference.rpartition("/")[2]])
+    return members
 
 
 def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -207,13 +208,12 @@ def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mappi
         members = [member["properties"] for member in table_members(recipe_schema, name)]
         if not members:
             yield name, property_schema
-        elif "oneOf" in property_schema:
-            yield from (
-                (f"{name}.{key}", leaf_schema)
-                for key, leaf_schema in merge_members(members).items()
-            )
-        else:
-            yield from ((f"{name}.{key}", leaf_schema) for key, leaf_schema in members[0].items())
+            continue
+        leaf_schemas = members[0]
+        if "oneOf" in property_schema:
+            leaf_schemas = merge_members(members)
+        for key, leaf_schema in leaf_schemas.items():
+            yield f"{name}.{key}", leaf_schema
 
 
 def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -239,15 +239,18 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 # Dotted key -> JSON schema.
 KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))
-OPTIMIZER_SCHEMAS: Mapping[
-    str, Mapping[str, Mapping[str, Any]]
-] = {  # type -> name of a key -> JSON schema
-    name: {
-        key: KEY_SCHEMAS["optimizer.type"] if key == "type" else item
-        for key, item in member["properties"].items()
-    }
-    for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
-}
+
+
+def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+    """Yield the type of each optimizer, and the JSON schema of each of its keys by name."""
+    members = table_members(schema(), "optimizer")
+    for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
+        # The schema of a member allows its own type only, the schema of the key allows all.
+        yield name, {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
+
+
+# Type -> name of a key -> JSON schema.
+OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, Mapping[str, Any]]] = dict(_optimizer_schemas())
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
@@ -260,14 +263,14 @@ def is_path(key: str) -> bool:
 
 def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
     """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
-    optimizer_schemas = {
-        f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()
-    }
-    return {
-        key: optimizer_schemas.get(key, item)
-        for key, item in KEY_SCHEMAS.items()
-        if key in optimizer_schemas or not key.startswith("optimizer.")
-    }
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for key, item in KEY_SCHEMAS.items():
+        table, _, name = key.rpartition(".")
+        if table != "optimizer":
+            schemas[key] = item
+        elif name in OPTIMIZER_SCHEMAS[optimizer]:
+            schemas[key] = OPTIMIZER_SCHEMAS[optimizer][name]
+    return schemas
 
 
 def keys_of(recipe: Recipe) -> Iterator[str]:

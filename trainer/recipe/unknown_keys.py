@@ -38,7 +38,10 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]],
     for path, value in unknown[:MAX_HINTED]:
         # A quoted key may contain a dot.
         is_table = "." not in path or path in tables
-        hinted += _unknown_table_keys(path, value) if is_table else _unknown_leaves(path, value)
+        if is_table:
+            hinted += _unknown_table_keys(path, value)
+        else:
+            hinted += _unknown_leaves(path, value)
     return hinted, [path for path, _ in unknown[MAX_HINTED:]]
 
 
@@ -46,10 +49,11 @@ def _unknown_items(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each unknown table, and of each unknown key of a known table."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
-            items = value.items() if isinstance(value, dict) else ()
-            yield from (
-                (f"{name}.{key}", item) for key, item in items if not is_known(name, key, value)
-            )
+            # Validation reports a value that is no table.
+            if isinstance(value, dict):
+                for key, item in value.items():
+                    if not is_known(name, key, value):
+                        yield f"{name}.{key}", item
         elif name not in KEY_SCHEMAS or "." in name:
             yield name, value
 
@@ -62,10 +66,9 @@ def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
         key: Name of the key in it.
         values: Values of the table.
     """
-    known = OPTIMIZER_SCHEMAS[optimizer_type(values)] if table == "optimizer" else None
-    if known is None:
-        return f"{table}.{key}" in KEY_SCHEMAS
-    return key in known
+    if table == "optimizer":
+        return key in OPTIMIZER_SCHEMAS[optimizer_type(values)]
+    return f"{table}.{key}" in KEY_SCHEMAS
 
 
 def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -91,7 +94,10 @@ def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     leaves = dict(islice(_flatten(path, value), MAX_HINTED))
     has_hint = any(advice_for(leaf) or guess_key(leaf) for leaf in leaves)
-    yield from leaves.items() if has_hint else [(path, value)]
+    if has_hint:
+        yield from leaves.items()
+    else:
+        yield path, value
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -111,17 +117,19 @@ def _closest_key_in_table(path: str) -> str:
     table, _, name = path.rpartition(".")
     if "." in table:
         return suggest(path, KEY_SCHEMAS)
-    table = suggest(table, TABLE_NAMES) if table else ""
-    keys_by_name = {
-        key.rpartition(".")[2]: key for key in KEY_SCHEMAS if key.rpartition(".")[0] == table
-    }
+    if table:
+        table = suggest(table, TABLE_NAMES)
+    keys_by_name: dict[str, str] = {}
+    for key in KEY_SCHEMAS:
+        key_table, _, key_name = key.rpartition(".")
+        if key_table == table:
+            keys_by_name[key_name] = key
     return keys_by_name.get(suggest(name, keys_by_name), "")
 
 
 def _same_name_in_any_table(path: str) -> str:
-    return next(
-        (key for key in KEY_SCHEMAS if key.rpartition(".")[2] == path.rpartition(".")[2]), ""
-    )
+    name = path.rpartition(".")[2]
+    return next((key for key in KEY_SCHEMAS if key.rpartition(".")[2] == name), "")
 
 
 def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
@@ -168,7 +176,9 @@ def option_hint(option: str, value_text: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     if advice := advice_for(name):
         return advice
-    key = name if name in KEY_SCHEMAS else key_for_synonym(name) or _same_name_in_any_table(name)
+    key = name
+    if name not in KEY_SCHEMAS:
+        key = key_for_synonym(name) or _same_name_in_any_table(name)
     if not key:
         return ""
     value = translate_value(name, value_text or True)
@@ -189,21 +199,31 @@ def set_option_text(key: str, toml_value: str) -> Text:
 
 def _assignment_text(key: str, toml_value: str, current: str) -> str:
     table, _, name = key.rpartition(".")
-    place = "" if table == current else f" in [{table}]" if table else ", above the first table"
-    return f"`{name} = {toml_value}`{place}"
+    assignment = f"`{name} = {toml_value}`"
+    if table == current:
+        return assignment
+    if table:
+        return f"{assignment} in [{table}]"
+    return f"{assignment}, above the first table"
 
 
 def _other_optimizers_text(path: str) -> str:
     """Return a hint for a key that only optimizers of other types have."""
-    name = path.rpartition(".")[2]
+    table, _, name = path.rpartition(".")
+    # A quoted key `"model.path"` above the first table has the name of a key, and is none.
+    if table != "optimizer":
+        return f"`{name}` in [{table}], without quotes"
     types = [key for key, names in OPTIMIZER_SCHEMAS.items() if name in names]
-    return f"`{name}` is a key of {' and '.join([', '.join(types[:-1]), types[-1]] if types[1:] else types)}"
+    listing = types[-1]
+    if len(types) > 1:
+        listing = f"{', '.join(types[:-1])} and {types[-1]}"
+    return f"`{name}` is a key of {listing}"
 
 
 def _known_keys_text(table: str) -> str:
-    known = [
-        key.removeprefix(f"{table}.") for key in KEY_SCHEMAS if key.rpartition(".")[0] == table
-    ]
     if table not in TABLE_NAMES:
-        known = [*(key for key in KEY_SCHEMAS if "." not in key), *TABLE_NAMES]
-    return f"known{f' in [{table}]' if table in TABLE_NAMES else ''}: {', '.join(known)}"
+        top_level_keys = [key for key in KEY_SCHEMAS if "." not in key]
+        return f"known: {', '.join([*top_level_keys, *TABLE_NAMES])}"
+    prefix = f"{table}."
+    known = [key.removeprefix(prefix) for key in KEY_SCHEMAS if key.startswith(prefix)]
+    return f"known in [{table}]: {', '.join(known)}"

@@ -13,12 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch, Schema
+    from pyarrow import Array, RecordBatch, Schema
     from pyarrow.parquet import FileMetaData
-
-if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch
-
 
 PARQUET = "Parquet"
 ARROW = "Arrow"
@@ -77,11 +73,10 @@ def read_parts(
         pyarrow.ArrowException: The file is malformed.
         ValueError: The schema is not supported.
     """
-    batches = (
-        _parquet_batches(stream, nbytes)
-        if table_format == PARQUET
-        else _arrow_batches(stream, nbytes)
-    )
+    if table_format == PARQUET:
+        batches = _parquet_batches(stream, nbytes)
+    else:
+        batches = _arrow_batches(stream, nbytes)
     first_row = 1
     for batch, share in batches:
         if first_row == 1:
@@ -132,8 +127,13 @@ def _valid_pieces(
     pending = [(batch, first_row, False)]
     while pending:
         piece, row, is_valid = pending.pop()
-        why = "" if is_valid else _fault(piece)
-        nbytes = 0 if why else row_nbytes(piece)
+        why = ""
+        if not is_valid:
+            why = _fault(piece)
+        # The offsets of an invalid piece may point anywhere, so its size is not computed.
+        nbytes = 0
+        if not why:
+            nbytes = row_nbytes(piece)
         if not why and nbytes <= part_nbytes:
             yield piece, row
         elif piece.num_rows > 1:

@@ -43,13 +43,8 @@ class _Worker:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "trainer.tables.worker",
-                # Without -P, a file `json.py` in the current folder would be imported.
-            ],
+            # Without -P, a file `json.py` in the current folder would be imported.
+            [sys.executable, "-P", "-m", "trainer.tables.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -94,6 +89,9 @@ def read_table(
     Raises:
         TableError: The file is malformed, or needs too much memory.
     """
+    # A file states the sizes of its pages and dictionaries, and pyarrow allocates what it states. Only
+    # the system can limit that, and only for a whole process: the worker fails, and the run goes on
+    # to report the file. E.g. rows of 64 MiB give 1 GiB + 8 * 64 MiB = 1.5 GiB.
     max_nbytes = DECODING_NBYTES + ROW_COPIES * max_row_nbytes
     worker = _take_worker()
     is_done = False
@@ -113,6 +111,8 @@ def read_table(
     except (EOFError, BrokenPipeError):
         raise TableError(_describe_end(worker.wait())) from None
     finally:
+        # A worker in the middle of a file, e.g. of a caller that stops early, still sends rows. After
+        # a failed allocation its heap may be full. Neither is used again.
         if is_done:
             _idle.append(worker)
         else:

@@ -108,7 +108,9 @@ def first_correct(
     """
     failures: list[str] = []
     for choice in choices:
-        failure = "" if choice.name == UNCHECKED else find_mismatch(choice.name, needs, device)
+        failure = ""
+        if choice.name != UNCHECKED:
+            failure = find_mismatch(choice.name, needs, device)
         if not failure:
             return KernelChoice(choice.name, "; ".join([choice.reason, *failures]))
         what = f"attention kernel `{choice.name}` failed its numeric check"

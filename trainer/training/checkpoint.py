@@ -33,32 +33,30 @@ def host_leaves(
         frozen: Paths of parameters to leave out.
         saved_dtype: Dtype to which the parameters are cast on the host. None means no cast.
     """
-    kept = (
-        state
-        if optimizer_state
-        else {name: value for name, value in state.items() if name != OPT_STATE}
-    )
+    kept = dict(state)
+    if not optimizer_state:
+        del kept[OPT_STATE]
     excluded = {f"{PARAMS}.{path}" for path in frozen}
-    named = [
-        (leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(kept)[0]
-    ]
-    leaves = [(name, leaf) for name, leaf in named if name not in excluded]
-    host = {name: _host_leaf(leaf, number) for number, (name, leaf) in enumerate(leaves)}
-    if saved_dtype is None:
-        return host
-    return {
-        name: _cast(leaf, saved_dtype) if name.startswith(f"{PARAMS}.") else leaf
-        for name, leaf in host.items()
-    }
+    host: dict[str, HostLeaf] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(kept)[0]:
+        name = leaf_name(path)
+        if name in excluded:
+            continue
+        # The number of a leaf chooses the replica that saves it. All processes count the same
+        # leaves in the same order, so they agree without a message.
+        host[name] = _host_leaf(leaf, number=len(host))
+        if saved_dtype is not None and name.startswith(f"{PARAMS}."):
+            host[name] = _cast(host[name], saved_dtype)
+    return host
 
 
 def _cast(leaf: HostLeaf, dtype: str) -> HostLeaf:
     """Return a leaf with shards that are cast when they are fetched."""
     to_dtype = jax.numpy.dtype(dtype)
-    shards = tuple(
-        HostShard(shard.box, partial(_fetch_cast, shard, to_dtype)) for shard in leaf.shards
-    )
-    return HostLeaf(leaf.shape, dtype, shards)
+    shards: list[HostShard] = []
+    for shard in leaf.shards:
+        shards.append(HostShard(shard.box, partial(_fetch_cast, shard, to_dtype)))
+    return HostLeaf(leaf.shape, dtype, tuple(shards))
 
 
 def _fetch_cast(shard: HostShard, dtype: np.dtype[Any]) -> np.ndarray:
@@ -69,16 +67,16 @@ def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:
     """Return leaf `number` of a state. Replicas take turns, leaf by leaf, so that all processes save a part."""
     # Number of shards per axis. For shape [8, 6] and shards [2, 6] the counts are 4 and 1. On 8
     # devices that leaves 8 / 4 = 2 replicas of each shard.
-    shard_counts = (
-        -(-n // max(1, m)) for n, m in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape))
-    )
-    num_replicas = len(leaf.sharding.device_set) // max(1, math.prod(shard_counts))
-    shards = tuple(
-        HostShard(index_box(shard.index, leaf.shape), partial(_fetch_shard, shard))
-        for shard in leaf.addressable_shards
-        if shard.replica_id == number % num_replicas
-    )
-    return HostLeaf(leaf.shape, leaf.dtype.name, shards)
+    num_shards = 1
+    for extent, shard_extent in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
+        num_shards *= math.ceil(extent / max(1, shard_extent))
+    num_replicas = len(leaf.sharding.device_set) // max(1, num_shards)
+    shards: list[HostShard] = []
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == number % num_replicas:
+            box = index_box(shard.index, leaf.shape)
+            shards.append(HostShard(box, partial(_fetch_shard, shard)))
+    return HostLeaf(leaf.shape, leaf.dtype.name, tuple(shards))
 
 
 def _fetch_shard(shard: jax.Shard) -> np.ndarray:

@@ -79,10 +79,14 @@ def compiled_plan(
     }
     # With a topology, libtpu describes the devices of the mesh, and JAX itself needs one CPU device
     # only.
-    num_cpu_devices = 1 if topology else mesh.n_devices
+    num_cpu_devices = mesh.n_devices
+    if topology:
+        num_cpu_devices = 1
     answer = json.loads(run_compile_process(__name__, json.dumps(request), num_cpu_devices, watch))
     if error := answer.get("error"):
-        raise (UsageError if error["code"] == USAGE else PrepError)(**error)
+        if error["code"] == USAGE:
+            raise UsageError(**error)
+        raise PrepError(**error)
     return CompiledPlan.from_json(answer)
 
 
@@ -90,15 +94,20 @@ def _compile(
     recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None
 ) -> CompiledPlan:
     """Compile the step in this process."""
-    report_phase("libtpu describes the devices" if topology else "JAX starts")
     slices = parse_slice_counts(recipe.cluster.dcn_mesh)
-    devices = tpu_devices(topology, num_slices(slices)) if topology else None
+    devices = None
+    if topology:
+        report_phase("libtpu describes the devices")
+        devices = tpu_devices(topology, num_slices(slices))
+    else:
+        report_phase("JAX starts")
     sharding = make_sharding_context(
         mesh, partition_rules(recipe, manifest), devices=devices, slices=slices
     )
-    device = (
-        device_kind(sharding) if topology else ANY_ACCELERATOR
-    )  # simulated devices stand for accelerators
+    # Simulated devices stand for accelerators.
+    device = ANY_ACCELERATOR
+    if topology:
+        device = device_kind(sharding)
     model = model_from_manifest({**manifest, **_lora_entry(recipe)})
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
@@ -130,7 +139,9 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
         hint = "`lora.rank` instead of `lora.path`"
         raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
     lora = recipe.lora.new_adapters
-    return {} if lora is None else {"lora": asdict(lora)}
+    if lora is None:
+        return {}
+    return {"lora": asdict(lora)}
 
 
 def _columns(recipe: Recipe) -> ColumnSpecs:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.data.chat_template import load_chat_template
+from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import Note
@@ -38,6 +38,7 @@ from trainer.training.source_datasets import (
 )
 
 CHAT = "chat"
+CONFIG_HINT = "correct the config.json of the source checkpoint, and convert it again"
 
 
 def build_datasets(
@@ -142,16 +143,19 @@ def _tokenize_config(
     is_mixed: bool,
 ) -> TokenizeConfig:
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
-    tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
-    is_corrupted = data.objective == SPAN_CORRUPTION
+    tokenizer = Path(data.tokenizer or folders["tokenizer"])
+    # A block of span corruption is longer than its target: only the noise goes there.
+    seq_length = data.seq_length
+    if data.objective == SPAN_CORRUPTION:
+        seq_length = recipe_span_sizes(data).block_length
     return TokenizeConfig(
         type=data.type,
         paths=data.path or (),
         examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
-        seq_length=recipe_span_sizes(data).block_length if is_corrupted else data.seq_length,
+        seq_length=seq_length,
         tokenizer=tokenizer,
         vocab=model.true_vocab_size,
-        cache=Path(data.cache) if data.cache else folders["cache"],
+        cache=Path(data.cache or folders["cache"]),
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         max_examples=data.max_examples,
@@ -173,16 +177,22 @@ def _example_settings(
     Raises:
         PrepError: The fields do not fit the model, or the model has no special token of a kind that the recipe needs.
     """
+    chat_template: ChatTemplate | None = None
+    add_eos = data.add_eos
     is_chat = data.format == CHAT
+    if is_chat:
+        chat_template = load_chat_template(tokenizer)
+        # A template ends each turn itself, usually with the end token.
+        add_eos = bool(add_eos)
     settings = ExampleSettings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
-        chat_template=load_chat_template(tokenizer) if is_chat else None,
+        chat_template=chat_template,
         has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
         add_bos=data.add_bos,
-        add_eos=False if is_chat and data.add_eos is None else data.add_eos,
+        add_eos=add_eos,
         source_prefix=data.source_prefix or "",
         prepend_text=data.prepend_text,
         subfield_separator=data.subfield_separator,
@@ -191,7 +201,8 @@ def _example_settings(
     if data.objective != SPAN_CORRUPTION:
         _check_encoder(data, settings, model.family.name)
     if not is_chat:
-        compile_fields(settings, vocab=model.true_vocab_size)  # fails before all files are read
+        # Invalid fields fail here, before all files are read for their digests.
+        compile_fields(settings, vocab=model.true_vocab_size)
     return settings
 
 
@@ -214,7 +225,9 @@ def _build_dataset(
         return seq2seq_dataset(
             tokens, config.source_length, decoder_start_id=start_id, eos_id=settings.end_id
         )
-    first_input = settings.bos_id if data.always_start_with_bos else None
+    first_input: int | None = None
+    if data.always_start_with_bos:
+        first_input = settings.bos_id
     if config.has_blocks:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
     dataset = document_dataset(tokens, data.packing, first_input=first_input)
@@ -222,6 +235,9 @@ def _build_dataset(
         raise PrepError(
             "the data has no token to train on",
             "each document has one token, which no token precedes",
+            text(
+                "another {}, or {}", Key("data.path"), Key("data.add_bos", "true", is_override=True)
+            ),
         )
     note(_packing_summary(dataset))
     return dataset
@@ -262,9 +278,8 @@ def _span_special_ids(
         return None
     eos_id = config.examples.eos_id
     if eos_id is None:
-        raise PrepError(
-            "config.json has no eos_token_id", "span corruption ends each source and target with it"
-        )
+        why = "span corruption ends each source and target with it"
+        raise PrepError("config.json has no eos_token_id", why, CONFIG_HINT)
     return SpanCorruptionTokenIds(
         sentinel_ids(
             load_tokenizer(config.tokenizer), recipe_span_sizes(data).n_spans, config.vocab
@@ -281,11 +296,13 @@ def _check_special_ids(data: Data, settings: ExampleSettings, vocab: int) -> Non
         ("always_start_with_bos", data.always_start_with_bos, settings.bos_id),
         ("add_eos", data.add_eos, settings.eos_id),
     ):
-        name = "eos_token_id" if key == "add_eos" else "bos_token_id"
         if needs_it and (token_id is None or not 0 <= token_id < vocab):
-            what = (
-                f"no {name}" if token_id is None else f"{name} {token_id:,}, but {vocab:,} tokens"
-            )
+            name = "bos_token_id"
+            if key == "add_eos":
+                name = "eos_token_id"
+            what = f"no {name}"
+            if token_id is not None:
+                what = f"{name} {token_id:,}, but {vocab:,} tokens"
             raise usage_error(
                 f"`data.{key}` is true",
                 f"the model has {what}",
@@ -305,14 +322,14 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
                     "remove it",
                 )
         return
-    keys = {"always_start_with_bos": data.always_start_with_bos, "prepend_text": data.prepend_text}
-    for key in (key for key, value in {**keys, "format": data.format == CHAT}.items() if value):
-        hint = "remove it"
-        if key == "prepend_text":
-            hint = text("{}", Key("data.source_prefix"))
-        raise usage_error(
-            f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint
-        )
+    for key, is_set, hint in (
+        ("always_start_with_bos", data.always_start_with_bos, "remove it"),
+        ("prepend_text", bool(data.prepend_text), text("{}", Key("data.source_prefix"))),
+        ("format", data.format == CHAT, "remove it"),
+    ):
+        if is_set:
+            what = f"`data.{key}` is {getattr(data, key)!r:.60}"
+            raise usage_error(what, f"{name} has an encoder", hint)
     if not (
         settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)
     ):
@@ -338,15 +355,17 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
         PrepError: The config has neither id, or the id is not in the vocabulary.
     """
     what = "config.json has no valid decoder_start_token_id"
-    key = next(
-        (key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None),
-        None,
-    )
-    if key is None:
-        raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
-    token_id = config[key]
+    # T5 starts with its padding token, and older configs of T5 have no other key for it.
+    key = "decoder_start_token_id"
+    if config.get(key) is None:
+        key = "pad_token_id"
+    token_id = config.get(key)
+    if token_id is None:
+        why = "it has neither decoder_start_token_id nor pad_token_id"
+        raise PrepError(what, why, CONFIG_HINT)
     if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
-        raise PrepError(what, f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens")
+        why = f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens"
+        raise PrepError(what, why, CONFIG_HINT)
     return token_id
 
 
@@ -356,5 +375,9 @@ def _special_id(config: Mapping[str, Any], key: str) -> int | None:
     None if the config has none.
     """
     value = config.get(key)
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, int) else None
+    # E.g. Llama 3 has a list of end tokens. The first one ends a document.
+    if isinstance(value, list) and value:
+        value = value[0]
+    if isinstance(value, int):
+        return value
+    return None

@@ -66,14 +66,14 @@ def jit_eval_step(
 
     def sum_batch(params: Tree, batch: TokenBatch) -> dict[str, Array]:
         sums, metrics = transformer.evaluation_sums(params, batch, model, forward_config, metric_fn)
-        if reserved := [name for name in metrics if name in RESERVED_NAMES]:
-            what = f"`metric_fn` returned the name {reserved[0]!r}"
-            why = "evaluations have a value of this name"
-            raise usage_error(what, why, "another name")
-        return {
-            **sums._asdict(),
-            **{f"{METRIC_PREFIX}{name}": value for name, value in metrics.items()},
-        }
+        named_sums: dict[str, Array] = sums._asdict()
+        for name, value in metrics.items():
+            if name in RESERVED_NAMES:
+                what = f"`metric_fn` returned the name {name!r}"
+                why = "evaluations have a value of this name"
+                raise usage_error(what, why, "another name")
+            named_sums[f"{METRIC_PREFIX}{name}"] = value
+        return named_sums
 
     return jax.jit(sum_batch)
 
@@ -165,18 +165,22 @@ def evaluate(
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         for name, sums in eval_step(params, load_batch(dataset, rows, sharding)).items():
             values.setdefault(name, []).extend(np.ravel(sums).tolist())
-    totals = {name: _exact_sum(sums) for name, sums in values.items()}
-    weight = totals["weight"]
-    means = {name: total / weight if weight else math.nan for name, total in totals.items()}
+    weight = _exact_sum(values["weight"])
+    means: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for name, sums in values.items():
+        # Without a token there is no mean.
+        mean = math.nan
+        if weight:
+            mean = _exact_sum(sums) / weight
+        means[name] = mean
+        if name.startswith(METRIC_PREFIX):
+            metrics[name.removeprefix(METRIC_PREFIX)] = mean
     return EvaluationResult(
         mean_loss=means["loss"],
         accuracy=means["correct"],
         num_tokens=int(weight),
-        metrics={
-            name.removeprefix(METRIC_PREFIX): mean
-            for name, mean in means.items()
-            if name.startswith(METRIC_PREFIX)
-        },
+        metrics=metrics,
     )
 
 
@@ -185,15 +189,20 @@ def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
 
     Datasets without tokens do not count.
     """
-    counted = [result for result in results if result.num_tokens]
-    num_tokens = sum(result.num_tokens for result in counted)
+    num_tokens = 0
+    loss_sums: list[float] = []
+    correct_sums: list[float] = []
+    for result in results:
+        # The means of a dataset without tokens are NaN.
+        if result.num_tokens:
+            num_tokens += result.num_tokens
+            loss_sums.append(result.mean_loss * result.num_tokens)
+            correct_sums.append(result.accuracy * result.num_tokens)
+    if not num_tokens:
+        return EvaluationResult(mean_loss=math.nan, accuracy=math.nan, num_tokens=0)
     return EvaluationResult(
-        mean_loss=math.fsum(r.mean_loss * r.num_tokens for r in counted) / num_tokens
-        if counted
-        else math.nan,
-        accuracy=math.fsum(r.accuracy * r.num_tokens for r in counted) / num_tokens
-        if counted
-        else math.nan,
+        mean_loss=math.fsum(loss_sums) / num_tokens,
+        accuracy=math.fsum(correct_sums) / num_tokens,
         num_tokens=num_tokens,
     )
 
@@ -203,4 +212,7 @@ def _exact_sum(values: list[float]) -> float:
 
     Infinite and NaN values are added too.
     """
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    if all(map(math.isfinite, values)):
+        return math.fsum(values)
+    # `fsum` raises an error for inf - inf, where a sum is NaN.
+    return sum(values)

@@ -105,14 +105,12 @@ class ExactReduction:
         def sum_local(params: Tree, rows: TokenBatch) -> tuple[Tree, Any, Array]:
             (_, sums), gradients = self._sum_device(value_and_grad, params, rows)
             sums = jax.tree.map(lambda x: fixed_order_psum(x, REPLICATED, self._batch_axes), sums)
-            leaves = {
-                path: fixed_order_psum(gradient, specs[path], self._batch_axes)
-                for path, gradient in flatten_tree(gradients).items()
-            }
-            blocks = [
-                self._block_sums(path, leaf, specs[path], one=_one(rows))
-                for path, leaf in leaves.items()
-            ]
+            leaves: dict[str, Array] = {}
+            blocks: list[Array] = []
+            for path, gradient in flatten_tree(gradients).items():
+                leaf = fixed_order_psum(gradient, specs[path], self._batch_axes)
+                leaves[path] = leaf
+                blocks.append(self._block_sums(path, leaf, specs[path], one=_one(rows)))
             return unflatten_tree(leaves), sums, call_in_loop(_norm_of_blocks, blocks, _one(rows))
 
         out_specs = (unflatten_tree(specs), REPLICATED, REPLICATED)
@@ -129,7 +127,9 @@ class ExactReduction:
 
     def _param_spec(self, leaf: ParamLeaf) -> PartitionSpec:
         spec = self.sharding.param_spec(leaf)
-        return REPLICATED if spec is None else jax_partition_spec(spec)
+        if spec is None:
+            return REPLICATED
+        return jax_partition_spec(spec)
 
     def _map_devices(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """Map a function of full parameters and the rows of a device over the mesh."""
@@ -158,15 +158,16 @@ class ExactReduction:
     def _block_sums(self, path: str, shard: Array, spec: PartitionSpec, *, one: Array) -> Array:
         """Compute the sums of squares of all blocks of a gradient."""
         leaf = self.leaves[path]
-        counts = [
-            # Blocks per dim on this device. With 8 logical shards, a dim of 12 has gcd(12, 8) = 4
-            # blocks of 3. A device with 6 of the 12 has 4 * 6 // 12 = 2 of them. The number 4 does
-            # not depend on the mesh.
-            (math.gcd(extent, self.num_shards) if is_split else 1) * local // extent
-            for extent, local, is_split in zip(
-                leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf)
-            )
-        ]
+        # Blocks per dim on this device. With 8 logical shards, a dim of 12 has gcd(12, 8) = 4 blocks
+        # of 3. A device with 6 of the 12 has 4 * 6 // 12 = 2 of them. The number 4 does not depend
+        # on the mesh.
+        counts: list[int] = []
+        may_split = self.sharding.may_split_over_batch_axes(leaf)
+        for extent, local, is_split in zip(leaf.shape, shard.shape, may_split):
+            num_blocks = 1
+            if is_split:
+                num_blocks = math.gcd(extent, self.num_shards)
+            counts.append(num_blocks * local // extent)
         sums = square_sums(_split_blocks(shard, counts), one=one).reshape(counts)
         for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
             if axes:
@@ -176,16 +177,19 @@ class ExactReduction:
 
 def _one(rows: TokenBatch) -> Array:
     """Return 1 as min(token id, 0) + 1. Token ids are never negative."""
+    # XLA cannot fold a number that depends on the input, so a loop with this number of iterations
+    # stays a loop. Its body is compiled alone, the same on every mesh.
     return 1 + jnp.minimum(rows["tokens"][0, 0], 0)
 
 
 def _split_blocks(x: Array, counts: Sequence[int]) -> Array:
     """Split an array into blocks, `counts` per dim, and return them as [blocks, elements of a block]."""
-    split = x.reshape(
-        # [4, 6] with counts [2, 3] becomes [2, 2, 3, 2]: count and extent of a block, per dim. The
-        # transpose with order (0, 2, 1, 3) puts the counts first: [2, 3, 2, 2], then [6, 4].
-        [n for count, extent in zip(counts, x.shape) for n in (count, extent // count)]
-    )
+    # [4, 6] with counts [2, 3] becomes [2, 2, 3, 2]: count and extent of a block, per dim. The
+    # transpose with order (0, 2, 1, 3) puts the counts first: [2, 3, 2, 2], then [6, 4].
+    extents: list[int] = []
+    for count, extent in zip(counts, x.shape):
+        extents += [count, extent // count]
+    split = x.reshape(extents)
     order = (*range(0, split.ndim, 2), *range(1, split.ndim, 2))
     return split.transpose(order).reshape(math.prod(counts), -1)
 

@@ -7,7 +7,7 @@ columns of a batch are in its `zigzag_order`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -45,27 +45,24 @@ def column_shapes(
         UsageError: The mesh does not divide the batch.
     """
     first_device = local_device_sharding()
-    shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in columns.items()}
-    return {
-        name: jax.ShapeDtypeStruct(
-            shape,
-            dtype,
-            sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device,
-        )
-        for name, (shape, dtype) in shapes.items()
-    }
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, (length, dtype) in columns.items():
+        shape = (batch_size, length)
+        column_sharding = sharding.activation_sharding(shape, "batch", "seq") or first_device
+        shapes[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=column_sharding)
+    return shapes
 
 
 def place_batch(rows: Arrays, sharding: ShardingContext) -> dict[str, Array]:
     """Place the columns of a whole batch, which all processes have, on the devices of a mesh without sp."""
     columns = {name: (array.shape[1], array.dtype) for name, array in rows.items()}
     shapes = column_shapes(columns, len(rows["tokens"]), sharding)
-    return {
-        name: jax.make_array_from_callback(
-            shape.shape, shape.sharding, lambda index, name=name: rows[name][index]
+    batch: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        batch[name] = jax.make_array_from_callback(
+            shape.shape, shape.sharding, rows[name].__getitem__
         )
-        for name, shape in shapes.items()
-    }
+    return batch
 
 
 def load_batch(
@@ -93,23 +90,25 @@ def load_batch(
     # for all of them.
     @cache
     def read_rows(start: int, stop: int) -> Arrays:
-        return dataset.get_batch(rows[start:stop], None if epochs is None else epochs[start:stop])
+        if epochs is None:
+            return dataset.get_batch(rows[start:stop])
+        return dataset.get_batch(rows[start:stop], epochs[start:stop])
 
     orders = {name: zigzag_order(length, sharding) for name, (length, _) in dataset.columns.items()}
 
     def read_shard(name: str, index: Index | None) -> np.ndarray:
         row_slice, column_slice = index or (slice(None), slice(None))
         start, stop, _ = row_slice.indices(len(rows))
-        columns = (
-            # A slice of a NumPy array is a view. The zigzag order is an index array, which copies,
-            # and is therefore used only on a mesh that splits tokens.
-            column_slice if sharding.sequence_parallel_size == 1 else orders[name][column_slice]
-        )
-        return read_rows(start, stop)[name][:, columns]
+        column = read_rows(start, stop)[name]
+        # A slice of a NumPy array is a view. The zigzag order is an index array, which copies, and
+        # is therefore used only on a mesh that splits tokens.
+        if sharding.sequence_parallel_size == 1:
+            return column[:, column_slice]
+        return column[:, orders[name][column_slice]]
 
-    return {
-        name: jax.make_array_from_callback(
-            target.shape, target.sharding, lambda index, name=name: read_shard(name, index)
+    batch: dict[str, Array] = {}
+    for name, target in batch_shapes(dataset, len(rows), sharding).items():
+        batch[name] = jax.make_array_from_callback(
+            target.shape, target.sharding, partial(read_shard, name)
         )
-        for name, target in batch_shapes(dataset, len(rows), sharding).items()
-    }
+    return batch

@@ -37,6 +37,7 @@ from trainer.training import shard_filling
 ALIGNMENT_NBYTES = 4096
 # Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
 MAX_READ_RATIO = 1.01
+CHECKPOINT_HINT = "a checkpoint of the model and the optimizer of this run"
 
 
 def exchange_is_faster(reader: CheckpointReader) -> bool:
@@ -53,9 +54,9 @@ def exchange_is_faster(reader: CheckpointReader) -> bool:
 
 def _layout_digest(reader: CheckpointReader) -> int:
     """Return a digest of the shape, dtype and read unit of each leaf, which choose the loading programs."""
-    leaves = sorted(
-        (name, spec.shape, spec.dtype, spec.read_unit) for name, spec in reader.leaves.items()
-    )
+    leaves: list[tuple[str, tuple[int, ...], str, tuple[int, ...]]] = []
+    for name, spec in sorted(reader.leaves.items()):
+        leaves.append((name, spec.shape, spec.dtype, spec.read_unit))
     return zlib.crc32(repr(leaves).encode())
 
 
@@ -142,8 +143,9 @@ class LeafLoader:
         distinct_boxes = dict.fromkeys(boxes.values())
         buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in distinct_boxes}
         self.reader.read(name, buffers)
-        shards = [jax.device_put(buffers[box], device) for device, box in boxes.items()]
-        return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
+        return _from_shards(
+            target.shape, sharding, {device: buffers[box] for device, box in boxes.items()}
+        )
 
     def _read_parts(
         self, name: str, plan: ReadPlan, *, slab: RowSlab, sharding: NamedSharding, dtype: np.dtype
@@ -151,10 +153,14 @@ class LeafLoader:
         """Read the parts of a slab for the devices of this process."""
         shape = plan.part_shape(slab)
         coordinates = local_coordinates(sharding)
-        boxes = {device: plan.box(slab, position) for device, position in coordinates.items()}
-        buffers = {device: _empty_aligned(shape, dtype) for device in boxes}
+        boxes: dict[Any, Box] = {}
+        buffers: dict[Any, np.ndarray] = {}
         arrays: dict[Box, np.ndarray] = {}
-        for device, box in boxes.items():
+        for device, position in coordinates.items():
+            box = plan.box(slab, position)
+            boxes[device] = box
+            buffers[device] = _empty_aligned(shape, dtype)
+            # A slab may have fewer rows than devices that read it.
             if volume(box):
                 arrays[box] = _part_of(buffers[device], _extents(box))
         if arrays:
@@ -162,7 +168,7 @@ class LeafLoader:
         for device, box in boxes.items():
             # A part that is smaller than its buffer may have been read to another array.
             if volume(box) and arrays[box].shape != shape:
-                buffers[device][tuple(slice(extent) for extent in arrays[box].shape)] = arrays[box]
+                buffers[device][_start_slices(arrays[box].shape)] = arrays[box]
         source = part_sharding(plan, sharding)
         return _from_shards(plan.parts_shape(slab), source, buffers)
 
@@ -189,18 +195,20 @@ class LeafLoader:
 
 
 def _from_shards(
-    shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Any, np.ndarray]
+    shape: tuple[int, ...], sharding: Sharding, buffers: Mapping[Any, np.ndarray]
 ) -> jax.Array:
+    """Copy the host buffer of each device to it, and return them as one array."""
     shards = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _checked_spec(name: str, spec: LeafSpec | None, shape: tuple[int, ...]) -> LeafSpec:
     if spec is None:
-        raise PrepError(f"the checkpoint has no {name}", "the model or the optimizer needs it")
+        why = "the model or the optimizer needs it"
+        raise PrepError(f"the checkpoint has no {name}", why, CHECKPOINT_HINT)
     if spec.shape != shape:
         why = f"its shape is {list(spec.shape)}, the model has {list(shape)}"
-        raise PrepError(f"the checkpoint's {name} has another shape", why)
+        raise PrepError(f"the checkpoint's {name} has another shape", why, CHECKPOINT_HINT)
     return spec
 
 
@@ -213,8 +221,14 @@ def _part_of(buffer: np.ndarray, extents: tuple[int, ...]) -> np.ndarray:
 
     A new array if it is not contiguous.
     """
-    view = buffer[tuple(slice(extent) for extent in extents)]
-    return view if view.flags.c_contiguous else np.empty(extents, buffer.dtype)
+    view = buffer[_start_slices(extents)]
+    if view.flags.c_contiguous:
+        return view
+    return np.empty(extents, buffer.dtype)
+
+
+def _start_slices(extents: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(extent) for extent in extents)
 
 
 def _empty_aligned(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:

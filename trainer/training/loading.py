@@ -34,12 +34,16 @@ def restore_state(
         PrepError: A leaf is missing in the checkpoint, or has another shape.
     """
     loader = make_loader(reader)
-    base_loader = loader if base is None else make_loader(base)
+    base_loader = loader
+    if base is not None:
+        base_loader = make_loader(base)
     frozen = {f"params.{path}" for path in setup.model.frozen_paths}
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = leaf_name(path)
-        return (base_loader if name in frozen else loader).load(name, leaf)
+        if name in frozen:
+            return base_loader.load(name, leaf)
+        return loader.load(name, leaf)
 
     return jax.tree_util.tree_map_with_path(load, _sharded_shapes(setup))
 
@@ -70,8 +74,12 @@ def init_state(
         lambda params: _without_params(init_train_state(params, setup)),
         out_shardings=_without_params(shardings),
     )
-    trained_reader = reader if setup.model.adapters is None else adapters
-    loader = None if trained_reader is None else RoundingLoader(make_loader(trained_reader))
+    trained_reader = adapters
+    if setup.model.adapters is None:
+        trained_reader = reader
+    loader: RoundingLoader | None = None
+    if trained_reader is not None:
+        loader = RoundingLoader(make_loader(trained_reader))
     params = _initial_params(reader, setup, loader, shapes["params"])
     if loader is not None and (counts := loader.counts())["values"]:
         on_rounding(counts)
@@ -96,11 +104,9 @@ def _initial_params(
     sharding = setup.sharding
     dtype_of = setup.param_dtype_of
     frozen = {path: model.leaves[path] for path in model.frozen_paths}
-    base = (
-        load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of)
-        if frozen
-        else {}
-    )
+    base: Tree = {}
+    if frozen:
+        base = load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of)
     if trained_loader is not None:
         trained = load_leaves(
             trained_loader, model.trained_leaves, sharding=sharding, dtype_of=dtype_of

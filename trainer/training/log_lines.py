@@ -19,7 +19,9 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
         tokens: Tokens of all steps so far.
     """
     weight = max(values["weight"], 1e-9)
-    z_loss = {"z_loss": finite_or_none(values["z_loss"] / weight)} if "z_loss" in values else {}
+    z_loss: dict[str, float | None] = {}
+    if "z_loss" in values:
+        z_loss["z_loss"] = finite_or_none(values["z_loss"] / weight)
     return {
         "step": step,
         "loss": finite_or_none(values["loss"] / weight),
@@ -47,7 +49,9 @@ def speed_fields(
     if not step_s:
         return {}
     fields = {"seconds": round(step_s, 4), "tokens_per_s": round(tokens_per_step / step_s, 1)}
-    return fields if peak_step_s is None else {**fields, "mfu": round(peak_step_s / step_s, 4)}
+    if peak_step_s is not None:
+        fields["mfu"] = round(peak_step_s / step_s, 4)
+    return fields
 
 
 def evaluation_line(step: int, result: EvaluationResult) -> dict[str, Any]:
@@ -70,4 +74,6 @@ def sample_lines(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any
 
 def finite_or_none(value: float) -> float | None:
     """Return the value, or None if it is infinite or NaN, which JSON does not have."""
-    return value if math.isfinite(value) else None
+    if math.isfinite(value):
+        return value
+    return None

@@ -277,8 +277,9 @@ class Loop:
     def _run_due_events(self) -> None:
         """Evaluate, sample and save, each if it is due after this step."""
         config = self.config
+        # `run` does all three after the last step, whether they are due or not.
         if self.step == config.steps:
-            return  # `run` does this after the last step
+            return
         if is_due(self.step, config.eval_every):
             self._evaluate()
         if is_due(self.step, config.recipe.log.sample_every):
@@ -300,7 +301,8 @@ class Loop:
         config = self.config
         while len(self.pending_metrics) > lag:
             step, metrics = self.pending_metrics.popleft()
-            consecutive_skips = int(metrics["in_row"])  # blocks until the step is done
+            # The conversion waits until the step is done on the device.
+            consecutive_skips = int(metrics["in_row"])
             self.stop_signals.read(metrics)
             self.timer.count_step()
             self.callbacks.on_step(step)
@@ -439,7 +441,9 @@ class Loop:
 
     def _recovery_hint(self) -> str:
         steps = self.store.steps()
-        start = f" from step {steps[-1]}" if steps else ""
+        start = ""
+        if steps:
+            start = f" from step {steps[-1]}"
         return f"a new run{start}, with a lower `optimizer.lr` or more warm-up"
 
 

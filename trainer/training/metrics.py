@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.files.reading import read_complete_lines
+from trainer.files.reading import ACCESS_HINT, read_complete_lines
 from trainer.files.writing import replacing_file
 from trainer.models.errors import PrepError
 
@@ -59,7 +59,9 @@ class MetricsFile:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise PrepError(f"cannot read {self._path}", error.strerror or str(error)) from error
+            raise PrepError(
+                f"cannot read {self._path}", error.strerror or str(error), ACCESS_HINT
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -78,7 +80,9 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    if isinstance(values, dict) and isinstance(values.get("step"), int):
+        return values
+    return None
 
 
 def _line_step(line: bytes) -> int | None:
@@ -91,12 +95,16 @@ def _line_step(line: bytes) -> int | None:
     if match and line.endswith(b"}"):
         return int(match[1])
     values = _parse_line(line)
-    return None if values is None else values["step"]
+    if values is None:
+        return None
+    return values["step"]
 
 
 def metrics_file(process: int) -> str:
     """Return the name of the metrics file of a process."""
-    return f"metrics.{process}.jsonl" if process else METRICS_FILE
+    if process:
+        return f"metrics.{process}.jsonl"
+    return METRICS_FILE
 
 
 def remove_other_metrics(folder: Path, num_processes: int) -> None:
@@ -115,7 +123,9 @@ def remove_other_metrics(folder: Path, num_processes: int) -> None:
             try:
                 path.unlink()
             except OSError as error:
-                raise PrepError(f"cannot remove {path}", error.strerror or str(error)) from error
+                raise PrepError(
+                    f"cannot remove {path}", error.strerror or str(error), ACCESS_HINT
+                ) from error
 
 
 def metric_values(line: Mapping[str, Any]) -> dict[str, float]:
@@ -220,7 +230,7 @@ class MetricsWriter:
         os.close(self._fd)
 
     def _error(self, error: OSError) -> PrepError:
-        return PrepError(f"cannot write {self.path}", error.strerror or str(error))
+        return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
 
 
 def _to_json(line: Mapping[str, Any]) -> str:

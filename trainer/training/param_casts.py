@@ -11,11 +11,13 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.training.optimizers.rounding import LOW_BITS
 
-LOW_MASK = 2**LOW_BITS - 1  # of the bits that bfloat16 cuts off
+# The bits that bfloat16 cuts off.
+LOW_MASK = 2**LOW_BITS - 1
+# All bits but the sign. Without it, float32 values compare like their bits as integers.
 ABS_MASK = 0x7FFFFFFF
 INFINITY = 0x7F800000
 # The smallest float32 that rounds to an infinite bfloat16: halfway between the largest bfloat16,
@@ -39,23 +41,35 @@ def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ())
     Raises:
         PrepError: A finite value is too large for the dtype.
     """
-    leaves = {path: leaf for path, leaf in flatten_tree(params).items() if path not in frozen}
-    counts = {path: count_leaf_changes(leaf, dtype) for path, leaf in leaves.items()}
-    if overflowed := [path for path, (_, num_overflows) in counts.items() if num_overflows]:
-        raise PrepError(f"parameters cannot be saved in {dtype}", overflow_text(overflowed))
+    dtypes: set[str] = set()
+    num_values = 0
+    num_changed = 0
+    overflowed: list[str] = []
+    for path, leaf in flatten_tree(params).items():
+        if path in frozen:
+            continue
+        leaf_changed, leaf_overflows = count_leaf_changes(leaf, dtype)
+        dtypes.add(str(leaf.dtype))
+        num_values += leaf.size
+        num_changed += leaf_changed
+        if leaf_overflows:
+            overflowed.append(path)
+    if overflowed:
+        hint = text("{}", Key("checkpoint.dtype", "float32", is_override=True))
+        raise PrepError(f"parameters cannot be saved in {dtype}", overflow_text(overflowed), hint)
     return {
-        "from": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
+        "from": ", ".join(sorted(dtypes)),
         "to": dtype,
-        "values": sum(leaf.size for leaf in leaves.values()),
-        "changed": sum(num_changed for num_changed, _ in counts.values()),
+        "values": num_values,
+        "changed": num_changed,
     }
 
 
 def overflow_text(paths: Sequence[str]) -> str:
     """Return why the parameters with these paths cannot be cast."""
-    subject = (
-        f"{paths[0]} has" if len(paths) == 1 else f"{len(paths)} parameters, {paths[0]} first, have"
-    )
+    subject = f"{paths[0]} has"
+    if len(paths) > 1:
+        subject = f"{len(paths)} parameters, {paths[0]} first, have"
     return f"{subject} values that are too large for it"
 
 
@@ -65,16 +79,18 @@ def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
     NaN stays NaN.
     """
     sharding = leaf.sharding
-    replicated = (
-        NamedSharding(sharding.mesh, PartitionSpec())
-        if isinstance(sharding, NamedSharding)
-        else None
-    )
-    counts = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)(
-        leaf, dtype=dtype
-    )
-    num_changed, num_overflows = (int(np.asarray(count).sum(dtype=np.int64)) for count in counts)
-    return num_changed, num_overflows
+    # Replicated counts are addressable by every process of a run.
+    replicated: NamedSharding | None = None
+    if isinstance(sharding, NamedSharding):
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    count_rows = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)
+    changed, overflowed = count_rows(leaf, dtype=dtype)
+    return _total(changed), _total(overflowed)
+
+
+def _total(row_counts: Array) -> int:
+    # A leaf may have more than 2^32 values. JAX has no 64-bit integers by default, NumPy has.
+    return int(np.asarray(row_counts).sum(dtype=np.int64))
 
 
 def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
@@ -86,14 +102,14 @@ def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & ABS_MASK
     if dtype == "bfloat16":
-        masks = bits & LOW_MASK != 0, magnitude >= FIRST_OVERFLOW
+        changed = bits & LOW_MASK != 0
+        overflowed = magnitude >= FIRST_OVERFLOW
     else:
         cast = values.astype(dtype).astype(jnp.float32)
-        masks = lax.bitcast_convert_type(cast, jnp.uint32) != bits, jnp.isinf(cast)
-    changed = masks[0] & (magnitude <= INFINITY)
-    overflowed = masks[1] & (magnitude < INFINITY)
-    num_changed, num_overflows = (
-        mask.sum(axis=tuple(range(1, leaf.ndim)), dtype=jnp.uint32)
-        for mask in (changed, overflowed)
-    )
-    return num_changed, num_overflows
+        changed = lax.bitcast_convert_type(cast, jnp.uint32) != bits
+        overflowed = jnp.isinf(cast)
+    # Magnitudes above INFINITY are NaN. INFINITY itself is no overflow: it was infinite before.
+    changed &= magnitude <= INFINITY
+    overflowed &= magnitude < INFINITY
+    axes = tuple(range(1, leaf.ndim))
+    return changed.sum(axis=axes, dtype=jnp.uint32), overflowed.sum(axis=axes, dtype=jnp.uint32)

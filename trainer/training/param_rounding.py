@@ -69,9 +69,9 @@ class RoundingLoader:
 
 def round_params(params: Tree, setup: StepSetup) -> Tree:
     """Round random float32 parameters to the nearest values in the dtypes of the state."""
-    return unflatten_tree(
-        {
-            path: round_to_nearest(leaf) if setup.param_dtype_of(path) == "bfloat16" else leaf
-            for path, leaf in flatten_tree(params).items()
-        }
-    )
+    rounded: dict[str, Array] = {}
+    for path, leaf in flatten_tree(params).items():
+        if setup.param_dtype_of(path) == "bfloat16":
+            leaf = round_to_nearest(leaf)
+        rounded[path] = leaf
+    return unflatten_tree(rounded)

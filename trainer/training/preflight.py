@@ -115,7 +115,9 @@ def run_warnings(recipe: Recipe, config: LoopConfig, *, last_step: int = 0) -> I
         ("checkpoint.every", config.save_every),
     ):
         if interval > steps:
-            every = f"{interval:,}" if isinstance(interval, int) else f"{float(interval):,g} steps"
+            every = f"{float(interval):,g} steps"
+            if isinstance(interval, int):
+                every = f"{interval:,}"
             yield f"`{key}` is {every}, but the run has {steps:,} steps: it happens only at the end"
     if recipe.train.profile is not None:
         what = f"`train.profile` starts at step {recipe.train.profile['start']:,}"

@@ -108,21 +108,19 @@ def check_resumable(
         PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
             step.
     """
-    fixed = {
-        key: values
-        for key, values in changed.items()
-        if key not in CHANGEABLE_ON_RESUME and not (key == SOURCES_KEY and _have_moved(*values))
-    }
+    changes: list[str] = []
+    for key, values in sorted(changed.items()):
+        # The data is compared by content below, so its files may move.
+        has_moved = key == SOURCES_KEY and _have_moved(*values)
+        if key not in CHANGEABLE_ON_RESUME and not has_moved:
+            changes.append(f"{key}: {_change_text(values)}")
     hint = text(
         "{} starts again from step 0; another {} keeps both runs",
         Option("restart", True),
         Key("name"),
     )
-    if fixed:
-        changes = ", ".join(
-            f"{key}: {_change_text(values)}" for key, values in sorted(fixed.items())
-        )
-        raise PrepError("the run began with another recipe", changes, hint)
+    if changes:
+        raise PrepError("the run began with another recipe", ", ".join(changes), hint)
     for key, label in FIXED_ON_RESUME.items():
         before = manifest.get(key)
         after = config.manifest_fields.get(key)
@@ -132,10 +130,8 @@ def check_resumable(
             )
     rates = changed_fields(manifest.get("rate", {}), config.manifest_fields.get("rate", {}))
     if rates:
-        if "decay" in rates and {*rates} <= {
-            "decay",
-            "cooldown",
-        }:  # both follow from the number of steps
+        # Both fields follow from the number of steps.
+        if "decay" in rates and {*rates} <= {"decay", "cooldown"}:
             decay_steps = Key("optimizer.decay_steps", rates["decay"][0], is_override=True)
             hint = text("{} keeps it; {}", decay_steps, hint)
         why = _schedule_change(rates, changed)
@@ -150,25 +146,28 @@ def _schedule_change(
     rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]
 ) -> str:
     """Return the changed keys of the schedule, and the resulting changes of the schedule."""
-    causes = ", ".join(
-        f"{key}: {_change_text(changed[key])}" for key in SCHEDULE_KEYS if key in changed
-    )
+    causes: list[str] = []
+    for key in SCHEDULE_KEYS:
+        if key in changed:
+            causes.append(f"{key}: {_change_text(changed[key])}")
     effects = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
-    return f"{causes} (of the schedule: {effects})" if causes else effects
+    if not causes:
+        return effects
+    return f"{', '.join(causes)} (of the schedule: {effects})"
 
 
 def _have_moved(
     before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None
 ) -> bool:
     """Return whether the sources of a mixture differ only in the paths of their data."""
-    kept = [
-        [
-            {key: value for key, value in source.items() if key not in SOURCE_PATHS}
-            for source in sources or ()
-        ]
-        for sources in (before, after)
-    ]
-    return kept[0] == kept[1]
+    return _without_paths(before or ()) == _without_paths(after or ())
+
+
+def _without_paths(sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    for source in sources:
+        kept.append({key: value for key, value in source.items() if key not in SOURCE_PATHS})
+    return kept
 
 
 def _change_text(values: tuple[Any, Any]) -> str:
@@ -177,4 +176,6 @@ def _change_text(values: tuple[Any, Any]) -> str:
 
 
 def _value_text(value: object) -> str:
-    return "not set" if value is None else to_toml(value)
+    if value is None:
+        return "not set"
+    return to_toml(value)

@@ -70,8 +70,12 @@ class Sampler:
         with _name_keys():
             ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         self._has_encoder = decoder_start_id is not None
-        self._ids = [[decoder_start_id] for _ in ids] if decoder_start_id is not None else ids
-        self._sources = ids if self._has_encoder else None
+        # With an encoder the prompts are sources, and each target begins with the start token.
+        self._ids = ids
+        self._sources: list[list[int]] | None = None
+        if decoder_start_id is not None:
+            self._ids = [[decoder_start_id] for _ in ids]
+            self._sources = ids
         num_fitting = max_fitting_new_tokens(self._ids, model)
         if num_fitting is not None and num_fitting < 1:
             what = f"a prompt of `{SAMPLES_KEY}` has {max(map(len, ids)):,} tokens"
@@ -104,12 +108,14 @@ class Sampler:
                 computation.
         """
         outputs = self._generator.with_params(params).generate(self._ids, self._sources)
-        prefixes: Sequence[Sequence[int]] = [()] * len(outputs) if self._has_encoder else self._ids
-        texts = (
-            self._tokenizer.decode(ids, prefix)
-            for ids, prefix in zip(outputs, prefixes, strict=True)
-        )
-        return [Sample(prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
+        samples: list[Sample] = []
+        for prompt, prompt_ids, ids in zip(self.prompts, self._ids, outputs, strict=True):
+            # A target does not continue the text of its source.
+            preceding_ids = prompt_ids
+            if self._has_encoder:
+                preceding_ids = []
+            samples.append(Sample(prompt, self._tokenizer.decode(ids, preceding_ids)))
+        return samples
 
 
 @contextmanager

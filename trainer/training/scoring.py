@@ -73,12 +73,13 @@ def score_sequences(
     for indices, length in _batches(requests, batch_size, max_length):
         rows = _make_rows([requests[index] for index in indices], batch_size, length)
         sums = eval_step(params, place_batch(rows, sharding))
-        losses, weights, correct = (
-            np.ravel(sums[name]).tolist() for name in ("loss", "weight", "correct")
-        )
-        scores |= {
-            index: Score(-losses[i], correct[i] == weights[i]) for i, index in enumerate(indices)
-        }
+        losses = np.ravel(sums["loss"]).tolist()
+        weights = np.ravel(sums["weight"]).tolist()
+        correct = np.ravel(sums["correct"]).tolist()
+        # A batch with fewer requests than rows ends with rows of padding, which have no score.
+        for row, index in enumerate(indices):
+            # A loss is -log p, summed over the scored tokens.
+            scores[index] = Score(-losses[row], is_greedy=correct[row] == weights[row])
     return [scores[index] for index in range(len(requests))]
 
 
@@ -92,10 +93,8 @@ def _batches(
     order = sorted(range(len(requests)), key=lambda index: -lengths[index])
     for length, group in groupby(order, key=lengths.__getitem__):
         indices = [*group]
-        yield from (
-            (indices[start : start + batch_size], length)
-            for start in range(0, len(indices), batch_size)
-        )
+        for start in range(0, len(indices), batch_size):
+            yield indices[start : start + batch_size], length
 
 
 def _make_rows(

@@ -231,7 +231,9 @@ def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> dict[str, Any]:
 
 
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
-    return steps if epochs is None else order.epoch_interval(epochs)
+    if epochs is None:
+        return steps
+    return order.epoch_interval(epochs)
 
 
 def build_step_setup(
@@ -306,4 +308,6 @@ def _loss_scale(recipe: Recipe) -> LossScale | None:
     if recipe.model.dtype != "float16":
         return None
     scale = recipe.optimizer.loss_scale
-    return LossScale(scale, is_dynamic=False) if isinstance(scale, int | float) else LossScale()
+    if isinstance(scale, int | float):
+        return LossScale(scale, is_dynamic=False)
+    return LossScale()

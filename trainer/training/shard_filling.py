@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from trainer.distributed.exchange import allocation_program
-from trainer.models.boxes import Box, intersection
+from trainer.models.boxes import Box, intersection, volume
 from trainer.models.checkpoint_store import CheckpointReader
 from trainer.models.read_plan import aligned_slabs
 
@@ -53,21 +52,19 @@ def fill_shards(
     Returns:
         The shard of each device.
     """
-    shards = {
-        device: allocation_program(_extents(box), dtype, SingleDeviceSharding(device))()
-        for device, box in boxes.items()
-    }
-    bounds = tuple(
-        (min(low for low, _ in spans), max(high for _, high in spans))
-        for spans in zip(*boxes.values())
-    )
-    for slab in aligned_slabs(bounds, unit, SLAB_NBYTES // dtype.itemsize):
-        parts = {box: intersection(box, slab) for box in dict.fromkeys(boxes.values())}
-        buffers = {
-            part: allocate(_extents(part), dtype)
-            for part in parts.values()
-            if math.prod(_extents(part))
-        }
+    shards: dict[Any, jax.Array] = {}
+    for device, box in boxes.items():
+        allocation = allocation_program(_extents(box), dtype, SingleDeviceSharding(device))
+        shards[device] = allocation()
+    for slab in aligned_slabs(_bounds(boxes.values()), unit, SLAB_NBYTES // dtype.itemsize):
+        parts: dict[Box, Box] = {}
+        buffers: dict[Box, np.ndarray] = {}
+        for box in boxes.values():
+            part = intersection(box, slab)
+            parts[box] = part
+            if volume(part) and part not in buffers:
+                buffers[part] = allocate(_extents(part), dtype)
+        # The bounds also cover the gaps between boxes, where no device needs anything.
         if not buffers:
             continue
         reader.read(name, buffers)
@@ -75,14 +72,24 @@ def fill_shards(
         # two.
         jax.block_until_ready(list(shards.values()))
         for device, box in boxes.items():
-            if (part := parts[box]) in buffers:
-                start = np.array(
-                    [low - origin for (low, _), (origin, _) in zip(part, box)], np.int32
-                )
+            part = parts[box]
+            if part in buffers:
+                # E.g. the part ((6, 8), (0, 4)) of the box ((4, 8), (0, 4)) starts at [2, 0] of it.
+                offsets = [low - origin for (low, _), (origin, _) in zip(part, box)]
+                start = np.array(offsets, np.int32)
                 shards[device] = _update_program()(
                     shards[device], jax.device_put(buffers[part], device), start
                 )
     return list(shards.values())
+
+
+def _bounds(boxes: Collection[Box]) -> Box:
+    """Return the smallest box that contains all boxes, e.g. ((0, 2),) and ((4, 6),) -> ((0, 6),)."""
+    bounds: list[tuple[int, int]] = []
+    for ranges in zip(*boxes):
+        starts, stops = zip(*ranges)
+        bounds.append((min(starts), max(stops)))
+    return tuple(bounds)
 
 
 @lru_cache(maxsize=1)

@@ -110,7 +110,9 @@ class StepSetup:
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
     opt_state = setup.optimizer.init(setup.trained(params), setup.trained_leaves)
-    loss_scale = setup.loss_scale.init() if setup.loss_scale else {}
+    loss_scale: dict[str, Array] = {}
+    if setup.loss_scale:
+        loss_scale = setup.loss_scale.init()
     return {"params": params, "opt_state": opt_state, **_zero_counters(), **loss_scale}
 
 
@@ -148,7 +150,9 @@ def state_nbytes_per_device(setup: StepSetup) -> int:
     """Compute the bytes of parameters and optimizer state on one device."""
     nbytes = 0
     for leaf in jax.tree.leaves(state_shapes(setup)):
-        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        shape = leaf.shape
+        if leaf.sharding:
+            shape = leaf.sharding.shard_shape(shape)
         nbytes += leaf.dtype.itemsize * math.prod(shape)
     return nbytes
 
@@ -303,7 +307,9 @@ def _value_and_grad(
         sums = transformer.training_sums(
             params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
         )
-        total = sums.total if factor is None else sums.total * factor
+        total = sums.total
+        if factor is not None:
+            total = total * factor
         return total, sums.by_name()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
@@ -329,6 +335,10 @@ def _accumulate_gradients(
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
+    # The loss of a micro-batch m is a sum over its tokens, L_m = sum_t w_t l_t, not a mean. So
+    # sum_m L_m and sum_m grad L_m belong to the whole batch, however many tokens a micro-batch has.
+    # A mean of the means of [3, 1] tokens would give the single token the weight of the other three.
+    # The sums are float32 and only their order, so their rounding, depends on `accumulate`.
     zero_gradients = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params)
     )
@@ -377,6 +387,8 @@ def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array
         stacked = interleaved.swapaxes(0, 1)
         axes = ("part", "batch", "seq")[: stacked.ndim]
         sharding = setup.sharding.activation_sharding(stacked.shape, *axes)
-        return stacked if sharding is None else lax.with_sharding_constraint(stacked, sharding)
+        if sharding is None:
+            return stacked
+        return lax.with_sharding_constraint(stacked, sharding)
 
     return {name: split(array) for name, array in batch.items()}

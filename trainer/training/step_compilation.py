@@ -20,7 +20,9 @@ from trainer.training.stop import train_step_with_stop
 def jit_train_step(setup: StepSetup) -> Any:
     """Return the jitted training step, which donates the state and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    options = compiler_options() if setup.reduction_shards else None
+    options: dict[str, Any] | None = None
+    if setup.reduction_shards:
+        options = compiler_options()
     step = partial(train_step_with_stop, setup=setup)
     return jax.jit(
         step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options

@@ -74,7 +74,9 @@ class StopSignals:
         """
         # With several processes, a local signal counts only after a step has carried it to all of
         # them.
-        return self._poll() if self._sharding is None else self._agreed
+        if self._sharding is None:
+            return self._poll()
+        return self._agreed
 
 
 def train_step_with_stop(
@@ -86,4 +88,7 @@ def train_step_with_stop(
     """
     rows = {name: array for name, array in batch.items() if name != STOP}
     state, metrics = train_step(state, rows, setup)
-    return state, metrics | ({STOP: jnp.max(batch[STOP])} if STOP in batch else {})
+    if STOP in batch:
+        # The maximum over the processes: one of them that must stop stops all, after the same step.
+        metrics[STOP] = jnp.max(batch[STOP])
+    return state, metrics

@@ -48,7 +48,9 @@ def generate_targets(
         batch_size: Pairs per batch.
         limit: Number of pairs, from the first. 0 means all.
     """
-    end_id = dataset.eos_id if isinstance(dataset, Seq2SeqDataset) else None
+    end_id: int | None = None
+    if isinstance(dataset, Seq2SeqDataset):
+        end_id = dataset.eos_id
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         present = rows[rows >= 0]
         batch = dataset.get_batch(present)

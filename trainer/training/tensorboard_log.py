@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trainer.files.reading import ACCESS_HINT
 from trainer.models.errors import PrepError
 from trainer.training.metrics import metric_values
 
@@ -72,7 +73,7 @@ class TensorBoardLog:
             raise self._error(error) from error
 
     def _error(self, error: OSError) -> PrepError:
-        return PrepError(f"cannot write {self.folder}", error.strerror or str(error))
+        return PrepError(f"cannot write {self.folder}", error.strerror or str(error), ACCESS_HINT)
 
 
 def import_tensorboard() -> list[Any]:

@@ -33,7 +33,9 @@ class TokenFunctions:
     @property
     def manifest_fields(self) -> dict[str, str]:
         """Entry of a checkpoint's manifest: the name of the loss."""
-        return {} if self.loss_fn is None else {"loss_fn": function_name(self.loss_fn)}
+        if self.loss_fn is None:
+            return {}
+        return {"loss_fn": function_name(self.loss_fn)}
 
     def check(self, recipe: Recipe) -> None:
         """Check that a recipe can be computed with these functions.
@@ -64,5 +66,8 @@ NO_TOKEN_FUNCTIONS = TokenFunctions()
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the module and the name of a function, or of the class of another callable."""
-    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    named: Any = function
+    # An object with `__call__` has no name, its class has.
+    if not hasattr(function, "__qualname__"):
+        named = type(function)
     return f"{named.__module__}.{named.__qualname__}"

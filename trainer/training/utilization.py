@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.param_tree import ParamLeaf
 from trainer.nn.model_spec import ModelSpec
 from trainer.planning.accelerators import accelerator_of
 from trainer.planning.step_flops import count_step_flops
@@ -30,7 +33,9 @@ def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> 
     kind = accelerator_of(sharding.device_mesh.devices.flat[0].device_kind)
     if kind is None:
         return None
-    adapters = {} if model.adapters is None else model.adapters.leaves
+    adapters: Mapping[str, ParamLeaf] = {}
+    if model.adapters is not None:
+        adapters = model.adapters.leaves
     base_leaves = {path: leaf for path, leaf in model.leaves.items() if path not in adapters}
     base = ModelShapes(model.arch_config, base_leaves)
     inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from trainer.files.reading import read_regular_file
+from trainer.files.reading import ACCESS_HINT, read_regular_file
 from trainer.models.errors import PrepError
 from trainer.training.metrics import LogKey, log_key, metric_values
 
@@ -52,8 +52,13 @@ class WandbLog:
         options: dict[str, Any] = {"name": name} | {
             key: value for key, value in table.items() if key != "offline"
         }
-        run_id = _read_id(folder) if step else ""
-        self._logged = logged if run_id else frozenset[LogKey]()
+        # Without an id a new run begins, which has no line yet.
+        run_id = ""
+        self._logged = frozenset[LogKey]()
+        if step:
+            run_id = _read_id(folder)
+        if run_id:
+            self._logged = logged
         self._warn = warn
         self._errors = (wandb.Error, OSError)
         try:
@@ -122,4 +127,5 @@ def _read_id(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise PrepError(f"cannot read {folder / ID_FILE}", error.strerror or str(error)) from error
+        what = f"cannot read {folder / ID_FILE}"
+        raise PrepError(what, error.strerror or str(error), ACCESS_HINT) from error

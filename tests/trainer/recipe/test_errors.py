@@ -271,11 +271,13 @@ FILES = {
     ),
     "too many nested lists": (
         "a = " + "[" * 100_000,
-        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits",
+        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
+        " - `prep recipes` lists recipes",
     ),
     "number with too many digits": (
         "seed = " + "1" * 5_000,
-        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits",
+        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
+        " - `prep recipes` lists recipes",
     ),
     "invalid UTF-8": (
         GOOD.encode() + b"# \xe9t\xe9\n",
@@ -283,15 +285,18 @@ FILES = {
     ),
     "number of 6,000 hexadecimal digits": (
         f"seed = 0x{SIX_THOUSAND_DIGITS}\n",
-        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits",
+        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
+        " - `prep recipes` lists recipes",
     ),
     "key of 3,000 parts": (
         f"{'.'.join('a' * 3000)} = 1\n",
-        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits",
+        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
+        " - `prep recipes` lists recipes",
     ),
     "key of 3,000 parts in a table": (
         f"model.{'.'.join('a' * 3000)} = 1\n",
-        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits",
+        "x.toml: not a recipe - lists or tables are nested too deeply, or a number has too many digits"
+        " - `prep recipes` lists recipes",
     ),
     "YAML table": (
         "# settings\nmodel:\n  path: gpt2  # the start\n",
@@ -462,4 +467,7 @@ def test_only_the_first_unknown_keys_have_hints(monkeypatch: pytest.MonkeyPatch)
 
 def test_recipe_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainer.recipe.raw_recipe.MAX_RECIPE_NBYTES", 100)
-    assert str(error_of(GOOD)) == "x.toml is not a recipe - it has more than 100 bytes"
+    assert (
+        str(error_of(GOOD))
+        == "x.toml is not a recipe - it has more than 100 bytes - `prep recipes` lists recipes"
+    )

@@ -51,8 +51,8 @@ def test_checkpoint_as_recipe_hints_at_model_path(file: str):
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("init"))
     assert str(caught.value) == (
-        "init is a checkpoint - prep train takes a recipe, a TOML file"
-        " - `prep train RECIPE.toml --set model.path=init`; `prep recipes` lists recipes"
+        "init is a checkpoint - a recipe is a TOML file"
+        ' - `prep.train("RECIPE.toml", overrides="model.path=init")`; `prep recipes` lists recipes'
     )
 
 
@@ -60,7 +60,10 @@ def test_io_error_is_not_a_usage_error():
     name = "x" * 300
     with pytest.raises(PrepError) as caught:
         load_recipe(Path(name))
-    assert str(caught.value) == f"{name} cannot be read - File name too long"
+    assert (
+        str(caught.value)
+        == f"{name} cannot be read - File name too long - check the path and its permissions"
+    )
     assert caught.value.code == FAILED
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trainer.data.compression import open_decompressed, split_compression
 from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream
-from trainer.models.errors import PrepError
+from trainer.models.errors import Key, PrepError, text
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES
 
 BYTE_ORDER_MARK = "\ufeff"
@@ -270,6 +270,10 @@ def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:
         nbytes: Its size, or a lower bound of it.
         max_nbytes: The limit.
     """
-    why = f"it has {nbytes:,} bytes or more"
-    hint = f"`--set {SIZE_KEY}=N` allows more, `data.bad_lines = N` skips up to N of them"
-    return PrepError(what, f"{why}, `{SIZE_KEY}` is {max_nbytes:,}", hint)
+    why = text("it has {:,} bytes or more, {} is {:,}", nbytes, Key(SIZE_KEY), max_nbytes)
+    hint = text(
+        "{} allows more, `{} = N` skips up to N of them",
+        Key(SIZE_KEY, "N", is_override=True),
+        "data.bad_lines",
+    )
+    return PrepError(what, why, hint)

@@ -13,9 +13,9 @@ from trainer.training.optimizers.factored_moments import by_matrix, scale_by_fac
 from trainer.training.optimizers.scaling import add_scaled_decay, scale_by_rate
 from trainer.training.optimizers.weight_decay import WeightDecay
 
-PALM_REFERENCE_DECAY = (
-    1e-4  # the weight decay of palm that decays by the square of the learning rate
-)
+# PaLM decays a parameter x by lr^2 x (arXiv:2204.02311, section 5). Here it is
+# rate / PALM_REFERENCE_DECAY * lr^2 x, so a rate of 1e-4 gives the decay of the paper.
+PALM_REFERENCE_DECAY = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,12 @@ class Adafactor:
         See `UpdateRule`. The momentum averages updates that are scaled by the learning rates of
         their steps.
         """
+        # Gradient g, parameter x [R, C], step t from 1, decay d = 1 - t^-r (section 7.2):
+        #     v <- d v + (1 - d) (g^2 + 1e-30)      factored, see `scale_by_factored_moments`
+        #     u = g / sqrt(v)
+        #     u <- u / max(1, rms(u) / clip_threshold)
+        #     x <- x - lr max(1e-3, rms(x)) u       without `scale_by_parameter`: x - lr u
+        # The first step has d = 0, so the moments need no correction of their start at 0.
         clip = optax.identity()
         if self.clip_threshold:
             # u / max(1, rms(u) / d), arXiv:1804.04235, section 6
@@ -81,9 +87,12 @@ class Adafactor:
 
 def build_adafactor(table: AdafactorTable) -> Adafactor:
     """Build Adafactor from its recipe table."""
+    min_factored_size = 0
+    if table.factored:
+        min_factored_size = table.min_factored_size
     return Adafactor(
         decay_rate=table.decay_rate,
-        min_factored_size=table.min_factored_size if table.factored else 0,
+        min_factored_size=min_factored_size,
         clip_threshold=table.clip_threshold,
         scale_by_parameter=table.scale_by_parameter,
         momentum=table.momentum,
@@ -93,6 +102,8 @@ def build_adafactor(table: AdafactorTable) -> Adafactor:
 
 def build_palm(table: PalmTable) -> Adafactor:
     """Build the optimizer of PaLM (arXiv:2204.02311, section 5) from its recipe table."""
+    # "Adafactor without factorization": whole second moments, updates scaled by rms(x) and not
+    # clipped by their own size.
     return Adafactor(
         decay_rate=table.decay_rate,
         min_factored_size=0,

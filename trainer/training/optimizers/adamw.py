@@ -34,6 +34,13 @@ class AdamW:
 
         See `UpdateRule`.
         """
+        # Gradient g, moments m and v, parameter x, learning rate l, weight decay w, step t from 1
+        # (arXiv:1711.05101, algorithm 2):
+        #     m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
+        #     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        #     x <- x - l (u + w x)
+        # The decay comes after the moments: in Adam with L2 regularization, w x would be divided by
+        # sqrt(v) too, and parameters with large gradients would hardly decay.
         return optax.named_chain(
             ("adam", optax.scale_by_adam(self.b1, self.b2, self.eps)),
             ("decay", decay.transformation(leaves)),

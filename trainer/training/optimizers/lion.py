@@ -32,6 +32,12 @@ class Lion:
 
         See `UpdateRule`.
         """
+        # Gradient g, momentum m, parameter x, learning rate l, weight decay w (arXiv:2302.06675,
+        # algorithm 2):
+        #     u = sign(b1 m + (1 - b1) g)
+        #     m <- b2 m + (1 - b2) g
+        #     x <- x - l (u + w x)
+        # Every element of u is -1, 0 or 1. The paper chooses l 3 to 10 times smaller than for Adam.
         return optax.named_chain(
             ("lion", optax.scale_by_lion(self.b1, self.b2)),
             ("decay", decay.transformation(leaves)),

@@ -57,11 +57,16 @@ class LRSchedule:
             # peak * sqrt(warmup / step): at step = warmup it is `peak`, at step = 4 * warmup half
             # of it.
             return self.peak * math.sqrt(start) / jnp.sqrt(jnp.maximum(step, start))
-        start = self.decay - self.cooldown if self.kind == "wsd" else self.warmup
+        # With warmup 100 and decay 1,000, `linear` and `cosine` fall from step 100 to step 1,000. With
+        # a cooldown of 200, `wsd` (warmup, stable, decay: arXiv:2404.06395) falls from step 800.
+        start = self.warmup
+        if self.kind == "wsd":
+            start = self.decay - self.cooldown
         progress = jnp.clip((step - start) / max(self.decay - start, 1), 0.0, 1.0)
         remaining = {
             "linear": 1.0 - progress,
             "wsd": 1.0 - progress,
+            # arXiv:1608.03983, equation 5, without restarts
             "cosine": 0.5 * (1.0 + jnp.cos(math.pi * progress)),
             "constant": jnp.ones_like(progress),
         }
@@ -86,12 +91,12 @@ def changed_fields(
         The value before and after, by field. None if the field is missing.
     """
     is_open = {before.get("kind"), after.get("kind")} <= {*OPEN_SCHEDULES}
-    names = [name for name in {**before, **after} if not (is_open and name in OPEN_FIELDS)]
-    return {
-        name: (before.get(name), after.get(name))
-        for name in names
-        if before.get(name) != after.get(name)
-    }
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name in {**before, **after}:
+        has_effect = not (is_open and name in OPEN_FIELDS)
+        if has_effect and before.get(name) != after.get(name):
+            changed[name] = (before.get(name), after.get(name))
+    return changed
 
 
 def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:

@@ -57,12 +57,23 @@ class Muon:
 
         See `UpdateRule`.
         """
+        # Gradient g, momentum m, parameter x [R, C], learning rate l, weight decay w:
+        #     m <- b m + (1 - b) g
+        #     u = U V^T, where m = U S V^T is the singular value decomposition
+        #     x <- x - l (factor u + w x)
+        # Newton-Schulz iterations approximate U V^T by matrix products alone: all singular values
+        # of m become about 1.
         axes: dict[str, MatrixAxes | None] = {}
         factors: dict[str, float] = {}
         for path, leaf in leaves.items():
-            leaf_axes = matrix_axes(leaf) if is_layer_matrix(leaf) else None
+            leaf_axes = None
+            factor = 1.0
+            if is_layer_matrix(leaf):
+                leaf_axes = matrix_axes(leaf)
+            if leaf_axes:
+                factor = self._factor(leaf, leaf_axes)
             axes[path] = leaf_axes
-            factors[path] = self._factor(leaf, leaf_axes) if leaf_axes else 1.0
+            factors[path] = factor
         is_matrix = unflatten_tree({path: value is not None for path, value in axes.items()})
         is_other = jax.tree.map(lambda value: not value, is_matrix)
         return optax.named_chain(
@@ -110,7 +121,9 @@ class Muon:
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             momentum = jax.tree.map(average, state.mu, updates)
-            averaged = jax.tree.map(average, momentum, updates) if self.nesterov else momentum
+            averaged = momentum
+            if self.nesterov:
+                averaged = jax.tree.map(average, momentum, updates)
             result: Any = orthogonalize.update(averaged, state, params)
             orthogonal, new_state = result
             return orthogonal, new_state._replace(mu=momentum)

@@ -22,7 +22,8 @@ from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
 # Second word of the seed's key. Dropout has 0, so the two random streams differ.
 ROUNDING_STREAM = 1
-LOW_BITS = 16  # of float32, which bfloat16 does not have
+# Bits of float32 that bfloat16 does not have.
+LOW_BITS = 16
 
 
 class RoundingKey(NamedTuple):
@@ -131,12 +132,14 @@ def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[in
     # same bits as the unstacked leaf of layer 3.
     leaf_key = derive_key(step_key, zlib.crc32(path_without_layers(name).encode()))
     axes = [axis for axis in range(len(shape)) if axis != leaf.stack_axis]
-    layers = (
-        uint32(leaf.layer_index or 0)
-        if leaf.stack_axis is None
-        else _coordinates(shape, leaf.stack_axis)
-    )
-    rows = _coordinates(shape, axes[0]) if axes else uint32(0)
+    layers = uint32(leaf.layer_index or 0)
+    if leaf.stack_axis is not None:
+        layers = _coordinates(shape, leaf.stack_axis)
+    rows = uint32(0)
+    if axes:
+        rows = _coordinates(shape, axes[0])
+    # Layer and row are in the key, the other coordinates in a 32-bit counter: a row would need
+    # more than 2^32 elements to repeat a number.
     index = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in axes[1:]:
         index = index * uint32(shape[axis]) + _coordinates(shape, axis)
@@ -145,5 +148,6 @@ def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[in
 
 def _coordinates(shape: tuple[int, ...], axis: int) -> Array:
     """Return the coordinates along an axis, uint32, with extent 1 in all other axes."""
-    extents = [extent if i == axis else 1 for i, extent in enumerate(shape)]
+    extents = [1] * len(shape)
+    extents[axis] = shape[axis]
     return lax.broadcasted_iota(jnp.uint32, extents, axis)

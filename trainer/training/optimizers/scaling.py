@@ -45,7 +45,9 @@ def add_scaled_decay(rate: float, mask: Any, power: int) -> optax.GradientTransf
         factor = rate * learning_rate**power
 
         def add(update: Array, param: Array, decays: bool) -> Array:
-            return update + factor * param if decays else update
+            if decays:
+                return update + factor * param
+            return update
 
         return jax.tree.map(add, updates, params, mask), state
 

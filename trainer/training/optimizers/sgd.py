@@ -32,7 +32,15 @@ class SGD:
 
         See `UpdateRule`.
         """
-        momentum = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+        # Gradient g, momentum m, parameter x, learning rate l, weight decay w:
+        #     m <- b m + g
+        #     u = m, or g + b m with Nesterov's momentum
+        #     x <- x - l (u + w x)
+        # The sum has no factor 1 - b, as in torch.optim.SGD: constant gradients are scaled by
+        # 1 / (1 - b), a factor of 10 for b = 0.9.
+        momentum = optax.identity()
+        if self.momentum:
+            momentum = optax.trace(self.momentum, self.nesterov)
         return optax.named_chain(
             ("momentum", momentum),
             ("decay", decay.transformation(leaves)),

@@ -10,9 +10,8 @@ import optax
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 
-POSITION_BIASES = (
-    "relative_positions"  # path part: a table like an embedding, but added to attention scores
-)
+# Part of a path: a table like an embedding, but added to attention scores.
+POSITION_BIASES = "relative_positions"
 
 
 @dataclass(frozen=True, slots=True)
