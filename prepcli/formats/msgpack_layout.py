@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.msgpack import CHUNKED_MARKER, EXT_ARRAY, KeyPath
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 
@@ -138,7 +138,7 @@ def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
         raise PrepError(
             f"{'.'.join(leaf.path)} is too large for an EasyLM stream",
             why,
-            "pass `--layout hf-flax`",
+            text("pass {}", Option("layout", "hf-flax")),
         )
     yield (
         _container_header(0x90, 0xDC, 2)
@@ -154,7 +154,9 @@ def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     # "chunks": {"0": ..., "1": ...}} of flat arrays, as `flax.serialization._chunk` makes it.
     if ITEM_BITS[leaf.dtype] % 8:
         raise PrepError(
-            f"{'.'.join(leaf.path)} is {leaf.dtype}", "dtypes smaller than a byte are not supported"
+            f"{'.'.join(leaf.path)} is {leaf.dtype}",
+            "dtypes smaller than a byte are not supported",
+            text("{}", Option("format", "safetensors")),
         )
     if leaf.nbytes <= MAX_PIECE_NBYTES:
         yield from _encode_array(leaf, leaf.shape)

@@ -151,7 +151,9 @@ def _iter_files(folder: Path) -> Iterator[str]:
         prefix = pending.pop()
         if prefix.count("/") > 40:
             raise PrepError(
-                f"{folder} has more than 40 nested folders", "zarr does not nest chunks that deep"
+                f"{folder} has more than 40 nested folders",
+                "zarr does not nest chunks that deep",
+                GET_AGAIN_HINT,
             )
         for name in list_folder(folder / prefix):
             path = f"{prefix}{name}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
 from prepcli.formats.orbax import (
     METADATA_FILE,
@@ -30,6 +30,8 @@ from prepcli.formats.orbax import (
 )
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
+# of errors that a correct plan cannot cause
+_BUG_HINT = "this is a bug in prep: the checkpoint was not written"
 # The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
@@ -134,18 +136,22 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
         raise PrepError(
-            "cannot write an Orbax checkpoint without arrays", "the tree contains no arrays"
+            "cannot write an Orbax checkpoint without arrays",
+            "the tree contains no arrays",
+            "add an array, or write another format",
         )
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(
                 f"{meta.name} is {meta.dtype}",
                 f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}",
-                "cast it: --dtype bfloat16",
+                text("cast it: {}", Option("dtype", "bfloat16")),
             )
         if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
             raise PrepError(
-                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}",
+                "each axis needs a chunk extent of at least 1",
+                _BUG_HINT,
             )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     for path in paths:
@@ -193,7 +199,8 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
     if not is_compressed and chunk.nbytes != table.chunk_nbytes:
         meta = table.meta
         why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
-        raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
+        what = f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size"
+        raise PrepError(what, why, _BUG_HINT)
     if table.files[chunk_number] >= 0:
         raise _chunk_error(table, chunk, " twice")
     table.files[chunk_number] = chunk.file
@@ -204,16 +211,16 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
 def _chunk_error(
     table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = ""
 ) -> PrepError:
-    return PrepError(
-        f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}", why
-    )
+    what = f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}"
+    return PrepError(what, why, _BUG_HINT)
 
 
 def _check_complete(table: _ChunkColumns) -> None:
     if -1 not in table.files:
         return
     missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-    raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}")
+    what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
+    raise PrepError(what, "the plan does not place it", _BUG_HINT)
 
 
 def _iter_entries(
