@@ -84,6 +84,8 @@ class _ConcatenatedReader:
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
+        # e.g. ranges of 10 and 20 bytes start at 0 and 10: bytes 8 to 14 are the last 2 bytes of range 0
+        # and the first 4 of range 1
         filled = 0
         number = bisect.bisect_right(self._starts, offset) - 1
         while filled < into.size:
@@ -130,6 +132,7 @@ class FilesAndBlobs:
         # the number in `_files`, or the reader of a blob
         self._readers: list[int | BlobReader] = []
         paths = [blob for blob in blobs if isinstance(blob, Path)]
+        # If a blob cannot be opened, the inner stack closes the ones before it. Otherwise `close` does.
         with contextlib.ExitStack() as stack:
             self._files = stack.enter_context(Files(paths))
             numbers = itertools.count()
@@ -175,6 +178,7 @@ class FilesAndBlobs:
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
         """Read all runs of the copies one after another. Return the filled part of `into`."""
+        # Neighbours of one file are read together, which keeps the pages of `Files` aligned in `into`.
         filled = 0
         for reader, group in itertools.groupby(copies, lambda copy: self._readers[copy.file]):
             if isinstance(reader, int):
@@ -198,7 +202,10 @@ class FilesAndBlobs:
 
 def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
     """Open a blob, and close it with the stack."""
-    reader = blob.open_with_cache(cache) if isinstance(blob, CachedBlob) else blob.open()
+    if isinstance(blob, CachedBlob):
+        reader = blob.open_with_cache(cache)
+    else:
+        reader = blob.open()
     stack.callback(reader.close)
     return reader
 

@@ -22,6 +22,7 @@ from prepcli.planning.tensors import itemsize
 
 # values per step: the temporary arrays of a step fit a core's cache
 BLOCK_VALUES = 1 << 14
+# 2^-149 and 2^-1074, the smallest numbers above 0
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 
 
@@ -74,6 +75,7 @@ class StreamDigest:
         """Return the digests as one word, as journals store them. `parse_stream_digest` parses it."""
         if self.counts is None:
             return self.read
+        # The hexadecimal form of a float is exact, so that a resumed run reports the same error.
         *numbers, worst = dataclasses.astuple(self.counts)
         return ":".join([self.read, self.written, *map(str, numbers), float(worst).hex()])
 
@@ -138,6 +140,7 @@ class StreamCast(ValueTransform):
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__(source, target)
+        # float32 has all exponents and all bits of the 16-bit dtypes, so that only NaN needs counting.
         self._is_exact = target == "float32" and source in ("float16", "bfloat16")
 
     def _change(self, values: np.ndarray, out: np.ndarray) -> None:

@@ -79,6 +79,8 @@ class ChecksumRecorder:
         """Record a run that may cover several chunks."""
         done = 0
         while done < data.size:
+            # The last extent that starts at or before the byte. e.g. extent at 4096 with chunks every
+            # 8192 bytes: byte 14000 is byte 1712 of its chunk 1.
             extent = self._extents[bisect.bisect_right(self._starts, (file, offset + done)) - 1]
             chunk, start = divmod(offset + done - extent.offset, extent.stride_nbytes)
             piece_nbytes = min(data.size - done, extent.blocks.per_chunk.chunk_nbytes - start)

@@ -57,6 +57,7 @@ class ChunkCache:
             needed = format_bytes(nbytes)
             limit = format_bytes(self.most_nbytes)
             raise ValueError(f"decoding it takes {needed}, `--memory` leaves {limit} for it")
+        # Sums are cheap: the cache has at most MAX_CHUNKS readers.
         readers = self._held
         while readers and (
             sum(reader.nbytes for reader in readers.values()) + nbytes > self.most_nbytes

@@ -63,6 +63,7 @@ def compare_streams(
         values_a = read_values(reader_a, stream_a, buffers=allocate_run_buffers())
         values_b = read_values(reader_b, stream_b, buffers=allocate_run_buffers())
         for (start, data_a), (_, data_b) in zip(values_a, values_b, strict=True):
+            # As bytes: NaN differs from itself as a value, and -0.0 equals 0.0.
             items_a = data_a.reshape(-1, item_nbytes)
             items_b = data_b.reshape(-1, item_nbytes)
             differs = np.flatnonzero((items_a != items_b).any(axis=1))

@@ -71,6 +71,11 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
         PrepError: It belongs to another run, or is a link.
         OSError: It cannot be read.
     """
+    # A journal of two lines, without the checksum before each:
+    #   {"run": "xxh3:9f…", "division": "2 without ", "session": "process 17 on host since …"}
+    #   {"done": 9437184, "digests": {"0": "51…"}, "prefix": [3, 1048576, "c0…"]}
+    # Stream 0 is complete, and the first MiB of stream 3. The text after the last line break is a torn
+    # line, or empty.
     state = EMPTY_JOURNAL_STATE
     try:
         lines = read_no_follow(path).split(b"\n")[:-1]
@@ -82,6 +87,8 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
                 line_number == 0
             ):
                 _check_run(path, run, run_id)
+                # The numbers of another division's streams belong to other processes now. Their digests
+                # are in `division.json`.
                 if journal_division != division:
                     break
                 state = JournalState(0, {}, session=session)
@@ -89,6 +96,7 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
                 "done": int(done_nbytes),
                 "digests": dict(new_digests),
                 "prefix": prefix,
+                # The bytes and the prefix of a line replace those of the line before, digests add up.
             } if line_number > 0 and all(map(str.isdecimal, new_digests)):
                 digests = dict(state.digests)
                 for number, digest in new_digests.items():
@@ -240,13 +248,17 @@ def seal_line(content: bytes) -> bytes:
 def unseal_line(line: bytes) -> bytes | None:
     """Return the content of a journal line without its line break, or None if the checksum does not match."""
     checksum, _, content = line.partition(b" ")
-    return content if checksum == xxhash.xxh3_64_hexdigest(content).encode() else None
+    if checksum != xxhash.xxh3_64_hexdigest(content).encode():
+        return None
+    return content
 
 
 def _parse_line(line: bytes) -> object:
     """Return the JSON value of a journal line, or None if the line is damaged."""
     content = unseal_line(line)
+    if content is None:
+        return None
     try:
-        return None if content is None else json.loads(content)
+        return json.loads(content)
     except ValueError:
         return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE is 1, WRITE 2, WAIT_AFTER 4
 _START = 2
 _WAIT = 7
+# Answers of file systems without `fallocate`. The file then gets its size, but no disk space.
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +48,7 @@ def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 def allocate(fd: int, nbytes: int) -> None:
     """Set a file's size and allocate its disk space if the file system supports that. Raises OSError."""
+    # Disk space is taken now, so that a full disk is an error before hours of work.
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
     try:

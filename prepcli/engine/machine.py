@@ -27,6 +27,8 @@ def system_memory(root: Path = Path("/")) -> dict[str, int]:
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """Return the smallest memory limit in bytes of the control groups of this process, or None without a limit."""
+    # A line is HIERARCHY:CONTROLLERS:PATH. `0::/user.slice` is the only hierarchy of cgroup v2, and
+    # `7:memory:/docker/1f` the memory controller of v1, which has its own mount.
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -39,6 +41,8 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
 
 def free_memory() -> int | None:
     """Return the bytes that this process can still use, or None if the system does not report them."""
+    # MemAvailable is what is left. A limit is the size of the whole group, so that the memory of this
+    # process is subtracted.
     bounds: list[int] = []
     available = system_memory().get("available")
     if available is not None:
@@ -63,6 +67,8 @@ def _version(package: str) -> str | None:
 
 def _limits(mount: Path, path: str, name: str) -> list[int]:
     """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
+    # The limit of a parent holds for its children too, e.g. the one of a job above those of its steps.
+    # cgroup v2 writes `max` for no limit, which is no number.
     group = PurePosixPath(path).relative_to("/")
     texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
     return [int(text) for text in texts if text.isdigit()]

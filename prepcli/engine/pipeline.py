@@ -187,6 +187,7 @@ class Pipeline:
         Raises:
             PrepError: Reading or writing failed.
         """
+        # Digests of an earlier run take part in the checks: a tied tensor of this run is compared with them.
         self.result.resumed_nbytes = self.done_nbytes
         stream_numbers = self._streams_to_read()
         for number in sorted(self.durable_numbers.difference(stream_numbers)):
@@ -305,6 +306,8 @@ class Pipeline:
 
     def _read(self, task: _SlabTask) -> None:
         """Read a slab's runs into its first buffer."""
+        # A single run goes to the buffer at its page offset in the file, so that direct I/O needs no copy.
+        # Several runs are packed from the start of the buffer.
         start_s = time.perf_counter()
         reads = task.slab.reads
         if len(reads) == 1 and not reads[0].repeats:
@@ -352,6 +355,7 @@ class Pipeline:
             self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
+            # A later run compares the written bytes with it, which differ from the read ones after a cast.
             digest = self.change.digest() if self.change else self.hash_state.hexdigest()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
@@ -366,6 +370,8 @@ class Pipeline:
     def _write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""
         start_s = time.perf_counter()
+        # Checksums are computed beside the write, which waits for the disk. Durable bytes are hashed again:
+        # the state of a partly hashed block is not saved.
         recording = contextlib.nullcontext()
         if self.checksums:
             recording = self.checksums.recording(task.slab.writes, task.data)
@@ -417,6 +423,7 @@ def _make_background_sync(
     """Create the background sync of a run, or None without a sink or a journal."""
     if sink is None or journal is None:
         return None
+    # Unsynced bytes are dirty pages, which a small budget must bound too.
     max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
     return BackgroundSync(
         sink,

@@ -34,6 +34,7 @@ class WorkerThread:
 
     def drain(self) -> None:
         """Wait until all submitted calls have ended. After an interruption it may be called again."""
+        # A queue of its own for each call: the answer to an interrupted call must not end the next one.
         drained = queue.SimpleQueue[None]()
         self._calls.put(lambda: drained.put(None))
         drained.get()

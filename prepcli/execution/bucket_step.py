@@ -179,6 +179,7 @@ class BucketStep:
     def _upload_note(self, digests: Mapping[int, str], sums: ChecksumArray) -> None:
         """Upload the digests and checksums of this process for process 0."""
         # `sums` has an entry for every block of all files, 0 where this process wrote no bytes.
+        # A note of the known blocks alone is as small as this process's part of the files.
         blocks = np.flatnonzero(sums)
         known = np.stack([blocks.astype(CHECKSUM_DTYPE), sums[blocks].astype(CHECKSUM_DTYPE)])
         content = {
@@ -258,7 +259,10 @@ def _fetch_shards(name: str, leaf: HostLeaf) -> Shards:
 
     Raise ValueError if one has another shape or dtype than its box.
     """
-    shards = [(shard.box, shard.fetch()) for shard in leaf.shards]
+    # A fetch copies from the device. A wrong shape would shift all bytes behind it in the file.
+    shards: Shards = []
+    for shard in leaf.shards:
+        shards.append((shard.box, shard.fetch()))
     for box, values in shards:
         shape = tuple(stop - start for start, stop in box)
         if values.shape != shape or values.dtype != numpy_dtype(leaf.dtype):

@@ -242,18 +242,21 @@ def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
 
 def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:
     """Return the boxes of the shards of all processes, by leaf name."""
-    own = {name: [shard.box for shard in leaf.shards] for name, leaf in save.leaves.items()}
+    own: dict[str, list[Box]] = {}
+    for name, leaf in save.leaves.items():
+        own[name] = [shard.box for shard in leaf.shards]
     gathered = save.group.gather(f"{save.name}-boxes", _encode(own))
-    collected = _encode([_decode(text) for text in gathered])
+    # Only process 0 has the texts of all processes after a gather, so that it sends them to the others.
+    collected = _encode(list(map(_decode, gathered)))
     shared = save.group.broadcast(f"{save.name}-all-boxes", collected)
-    return [_as_boxes(process) for process in _decode(shared)]
+    return list(map(_as_boxes, _decode(shared)))
 
 
 def _as_boxes(process: Mapping[str, Any]) -> LeafBoxes:
     """Return the boxes of a process with tuples in place of the lists of JSON."""
     leaf_boxes: dict[str, list[Box]] = {}
     for name, boxes in process.items():
-        leaf_boxes[name] = [tuple((low, high) for low, high in box) for box in boxes]
+        leaf_boxes[name] = [tuple(map(tuple, box)) for box in boxes]
     return leaf_boxes
 
 

@@ -84,6 +84,7 @@ def parse_compress(value: str | None) -> int | None:
         raise usage_error(
             text("{} is invalid", Option("compress", value)),
             f"valid values are zstd, and zstd:1 to zstd:{MAX_LEVEL}",
+            text("{}", Option("compress", "zstd")),
         )
     return number
 
@@ -115,6 +116,9 @@ def compress_chunks(
     Raises:
         PrepError: The system refused to read or write.
     """
+    # `table` has one row [file, offset, bytes] per raw chunk. The rows are compressed in the order of the
+    # raw files, which is the fastest to read, and `places[order]` puts the results back in the order of
+    # `chunks`: order [2, 0, 1] means that the first compressed chunk is chunk 2.
     table = _chunk_table(chunks)
     order = _storage_order(table)
     (folder / "d").mkdir(parents=True, exist_ok=True)
@@ -303,6 +307,8 @@ def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
 
 def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
     """Return the lengths of the intact chunks in the data files. Truncate the journal after them."""
+    # A mark is trusted only if the bytes on disk have its digest. The first one that differs ends the
+    # durable part, as the chunks after it begin where its chunks end.
     marks = _read_marks(journal)
     lengths: list[int] = []
     for mark in marks:

@@ -109,6 +109,7 @@ class Team:
 
     def durable_part(self, index: int, journal_state: JournalState) -> JournalState:
         """Return the durable part of a share: streams in its journal, or written before the division was made."""
+        # A stream that is written again after damage has its newer digest in the journal.
         known_digests = {**self.stage.durable_digests, **journal_state.digests}
         digests: dict[int, str] = {}
         durable_nbytes = 0
@@ -174,6 +175,9 @@ class Team:
         Raises:
             PrepError: Another process failed or is missing, or a callable raised.
         """
+        # The order of one process: move, wait for all journals, take the publish lock, look again, publish.
+        # A kill before the publication leaves the staging folder with all journals: the process that is
+        # started again finds its share complete. A kill after it is found by `is_published`.
         with self.stage.failures.recording_errors():
             move_share()
         self.stage.mark_moved()
@@ -251,6 +255,7 @@ class Team:
             # `check_workers` covers the workers
             if index not in self.own_indices:
                 self._check_process(index, now_s, is_over=not unfinished)
+        # `_poll` and `_check_process` move the time of the last sign of life.
         missing: list[int] = []
         for index in unfinished:
             if now_s - self._last_seen_s[index] > self.patience_s:

@@ -67,12 +67,12 @@ class FailureNotes:
         note = _read_note(self._folder / name)
         if note is None or (error := self._to_error(note, index)) is None:
             return None
+        age = FailureAge.NEW
         if note.stamp == self._heard_stamps.get(name):
-            return Failure(error, FailureAge.OLD)
-        return Failure(
-            error,
-            FailureAge.UNSURE if note.stamp == self._stamps_at_join.get(name) else FailureAge.NEW,
-        )
+            age = FailureAge.OLD
+        elif note.stamp == self._stamps_at_join.get(name):
+            age = FailureAge.UNSURE
+        return Failure(error, age)
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
@@ -92,15 +92,10 @@ class FailureNotes:
     def _write_failure(self, error: Exception) -> None:
         if self._share.count == 1:
             return
-        prep_error = (
-            error if isinstance(error, PrepError) else PrepError(f"{type(error).__name__}: {error}")
-        )
-        content = {
-            **self._identity,
-            "what": prep_error.what,
-            "why": prep_error.why,
-            "hint": prep_error.hint,
-        }
+        content = {**self._identity, "what": f"{type(error).__name__}: {error}"}
+        content |= {"why": "", "hint": ""}
+        if isinstance(error, PrepError):
+            content |= {"what": error.what, "why": error.why, "hint": error.hint}
         path = self._folder / f"{FAILED_STEM}.{self._share.index}"
         try:
             _write_note(path, content)
@@ -112,7 +107,7 @@ class FailureNotes:
         content = note.content
         if not isinstance(content, dict):
             return PrepError(
-                f"process {index} failed", "its note is damaged: see the output of that process"
+                f"process {index} failed", "its note is damaged", "see the output of that process"
             )
         if any(content.get(key) != value for key, value in self._identity.items()):
             return None
@@ -125,12 +120,13 @@ class FailureNotes:
     def _stamps(self) -> dict[str, str]:
         """Return a stamp of each note, unique among all notes of the same process."""
         own_name = f"{FAILED_STEM}.{self._share.index}"
-        notes = {
-            path.name: _read_note(path)
-            for path in self._folder.glob(f"{FAILED_STEM}.*")
-            if path.name != own_name
-        }
-        return {name: note.stamp for name, note in notes.items() if note is not None}
+        stamps: dict[str, str] = {}
+        for path in self._folder.glob(f"{FAILED_STEM}.*"):
+            note = _read_note(path)
+            # None: the process has just joined again, and deleted its note
+            if note is not None and path.name != own_name:
+                stamps[path.name] = note.stamp
+        return stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +149,13 @@ def _read_note(path: Path) -> _Note | None:
         content = load_json(data)
     except ValueError:
         content = None
+    # Each note is a new file: another inode, or the same inode with a later time.
     return _Note(f"{file_stat.st_ino}.{file_stat.st_mtime_ns}", content)
 
 
 def _write_note(path: Path, content: dict[str, str | int]) -> None:
     """Write a file that other processes see completely or not at all. It need not be durable."""
+    # A note concerns running processes only, so no sync. After a power cut all of them start again.
     new_path = path.with_name(f"new.{path.name}")
     with open(_create_file(new_path), "w") as file:
         json.dump(content, file)

@@ -69,6 +69,9 @@ def finalize_output(
     Raises:
         PrepError: The system refused to read or write.
     """
+    # The order: compressed chunks, index, step, small files, checksums, manifest. `Staging.publish` makes
+    # them durable before the rename. A kill leaves a staging folder, and the next run writes all of them
+    # again, except the chunks that the journal of the compression lists.
     # files themselves are opened without following links
     check_no_symlinks(stage.folder)
     compressed = None
@@ -90,7 +93,9 @@ def finalize_output(
             manifest["checksums"] = write_checksums(stage.folder, checksums)
         # The manifest is the last file. It lists all other files, and an output without it is
         # incomplete.
-        packed_files = compressed.files if compressed else None
+        packed_files: Sequence[str] | None = None
+        if compressed:
+            packed_files = compressed.files
         manifest[FILES_KEY] = _file_records(plan, stage.folder, packed_files)
         write_no_follow(stage.folder / MANIFEST_FILE, encode_manifest(manifest))
     except OSError as error:

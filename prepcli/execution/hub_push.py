@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
-from prepcli.errors import RESUME_HINT, PrepError, usage_error
+from prepcli.errors import RESUME_HINT, Option, PrepError, text, usage_error
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.remote.hub_client import (
     CHECK_ENDPOINT,
@@ -50,19 +50,21 @@ class PushTarget:
     private: bool = False
 
 
-def parse_push_target(text: str, private: bool) -> PushTarget:
+def parse_push_target(value: str, private: bool) -> PushTarget:
     """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`. Raise UsageError for any other text."""
-    repo, separator, revision = text.partition("@")
+    repo, separator, revision = value.partition("@")
+    what = text("{} is invalid", Option("push", value))
+    example = text("{}", Option("push", "OWNER/NAME@main"))
+    # the rules of `huggingface_hub.utils.validate_repo_id`
     if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
-        raise usage_error(
-            f"`--push {text}` is invalid", "it has the form OWNER/NAME or OWNER/NAME@BRANCH"
-        )
+        raise usage_error(what, "it has the form OWNER/NAME or OWNER/NAME@BRANCH", example)
+    # the rules of `git check-ref-format` for the characters that the pattern allows
     if separator and (
         not _REVISION_PATTERN.fullmatch(revision)
         or ".." in revision
         or revision.endswith(("/", ".", ".lock"))
     ):
-        raise usage_error(f"`--push {text}` is invalid", f"`{revision}` is not a valid branch name")
+        raise usage_error(what, f"`{revision}` is not a valid branch name", example)
     return PushTarget(repo, revision or None, private)
 
 
@@ -83,7 +85,9 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
     if HF_HUB_OFFLINE:
-        raise PrepError(f"cannot push to {target.repo}", "HF_HUB_OFFLINE is set")
+        raise PrepError(
+            f"cannot push to {target.repo}", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+        )
     with _hub_errors(target):
         try:
             HfApi().whoami()
@@ -97,9 +101,11 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
         except RepositoryNotFoundError:
             return
     if target.private and is_public:
-        why = "`--private` makes new repositories private, but this one exists"
+        option = Option("private", True)
         raise PrepError(
-            f"{target.repo} is public", why, "make it private on its page, or omit `--private`"
+            f"{target.repo} is public",
+            text("{} makes new repositories private, but this one exists", option),
+            text("make it private on its page, or omit {}", option),
         )
 
 
@@ -173,12 +179,15 @@ def _check_pushed(
 
 def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return weights of an earlier push in the same format, which readers would mix with the new ones."""
-    patterns = [pattern for pattern in _WEIGHT_FILE_PATTERNS if any(map(pattern.fullmatch, names))]
-    return [
-        name
-        for name in remote_names
-        if name not in names and any(pattern.fullmatch(name) for pattern in patterns)
-    ]
+    stale: list[str] = []
+    for pattern in _WEIGHT_FILE_PATTERNS:
+        # e.g. a push of model.safetensors leaves flax_model.msgpack of the repository alone
+        if not any(map(pattern.fullmatch, names)):
+            continue
+        for name in remote_names:
+            if name not in names and pattern.fullmatch(name):
+                stale.append(name)
+    return stale
 
 
 def _upload_files(
@@ -187,6 +196,7 @@ def _upload_files(
     """Upload files one after another, so that progress can be reported."""
     progress.begin("push", sum(addition.upload_info.size for addition in added))
     try:
+        # `free_memory=False` keeps the path in the addition, which the commit reads for small files.
         for addition in added:
             api.preupload_lfs_files(
                 target.repo, [addition], revision=target.revision, free_memory=False
@@ -198,14 +208,13 @@ def _upload_files(
 
 def _file_names(folder: Path) -> list[str]:
     """Return the paths of all files relative to the folder. PrepError for a link that leaves it."""
-    paths = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).parts[0] != WORK_FOLDER
-    ]
-    for path in paths:
-        resolve_small_file(path, folder)
-    return [path.relative_to(folder).as_posix() for path in paths]
+    names: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and name.parts[0] != WORK_FOLDER:
+            resolve_small_file(path, folder)
+            names.append(name.as_posix())
+    return names
 
 
 def _set_variables() -> None:
@@ -237,11 +246,10 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
 
     while error is not None:
         if isinstance(error, NoAnswerError):
-            return (
-                _status_error(what, error.status)
-                if error.status
-                else PrepError(what, str(error), RESUME_HINT)
-            )
+            if error.status:
+                return _status_error(what, error.status)
+            return PrepError(what, str(error), RESUME_HINT)
+        # by name: the class is one of the HTTP library, requests or httpx, of the installed version
         if type(error).__name__ == "TooManyRedirects":
             return PrepError(what, "the hub answers with a redirect loop", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
@@ -276,6 +284,8 @@ def _status_error(what: str, status: int) -> PrepError:
         return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", RESUME_HINT)
     if status == 413:
         return PrepError(
-            what, "HTTP 413 from the hub: a file is too large", "`prep export --shard-size 5GB`"
+            what,
+            "HTTP 413 from the hub: a file is too large",
+            text("{}", Option("shard_size", "5GB")),
         )
     return PrepError(what, f"HTTP {status} from the hub", RESUME_HINT)

@@ -21,14 +21,16 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
     Raises:
         PrepError: The block raised in another process.
     """
+    # Two exchanges: process 0 has all failures only after the gather, and each process must learn of the
+    # first one. A process that failed takes part too, or the others would wait for it.
     own_error: Exception | None = None
+    own_failure = ""
     try:
         yield
     except Exception as error:
         own_error = error
-    failures = group.gather(
-        name, "" if own_error is None else _encode_error(own_error, group.index)
-    )
+        own_failure = _encode_error(error, group.index)
+    failures = group.gather(name, own_failure)
     failure = group.broadcast(f"{name}-outcome", next(filter(None, failures), ""))
     if own_error is not None:
         raise own_error

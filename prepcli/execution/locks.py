@@ -23,6 +23,8 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
         PrepError: Another process holds the lock. The error names it and `locked_path`.
         OSError: The file system has no locks, or the file cannot be opened.
     """
+    # The file is never removed. A second process could otherwise lock a new file of the same name while
+    # the first one holds the old file.
     with _open_to_keep(path) as fd:
         if not _try_flock(fd, fcntl.LOCK_EX):
             raise _locked_error(fd, locked_path)

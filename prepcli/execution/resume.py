@@ -171,5 +171,6 @@ def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:
 
 
 def _zero_range(fd: int, start: int, stop: int) -> None:
+    # A read of a hole allocates nothing, a write of zeros would fill it.
     if any(os.pread(fd, stop - start, start)):
         os.pwrite(fd, bytes(stop - start), start)

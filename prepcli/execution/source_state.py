@@ -43,6 +43,7 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
             raise source_changed_error([path], source)
     if any(isinstance(blob, RemoteBlob) for blob in source.byte_sources):
         return []
+    # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
     return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
 
 

@@ -18,7 +18,7 @@ from prepcli.engine.files import io_error
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.engine.shard_writer import write_shards
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import check_free_space, identify_run, open_sink
 from prepcli.execution.finalize import data_folder, finalize_output
@@ -77,6 +77,9 @@ class StepWriter:
         Raises:
             PrepError: One of the processes cannot write its part.
         """
+        # Each of the four parts begins when all processes have ended the one before: files exist before
+        # shards are written, all bytes are durable before they are read back, and process 0 has all digests
+        # before it publishes. A kill leaves a staging folder, which the next start removes.
         stage = Staging(self.out)
         with joint_work(group, f"{name}-created"):
             if group.index == 0:
@@ -125,9 +128,8 @@ class StepWriter:
             raise io_error(path, error) from error
 
     def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
-        run_identity = identify_run(
-            replace(self.plan, small_files=())
-        )  # their paths differ after each save
+        # The small files are copied from the step before, so that their paths differ after each save.
+        run_identity = identify_run(replace(self.plan, small_files=()))
         finalize_output(self.plan, stage, run_identity=run_identity, digests=digests)
         stage.publish()
 
@@ -140,7 +142,10 @@ def _read_digests(stage: Staging, count: int) -> dict[int, str]:
         note = read_json_record(path)
         if note is None:
             raise PrepError(
-                f"{path} does not exist", f"process {index} wrote it to a folder of the same name"
+                f"{path} does not exist",
+                f"process {index} wrote it to a folder of the same name on another disk",
+                text("{} on a file system that all hosts share", Option("out", "FOLDER")),
             )
-        digests |= {int(number): str(digest) for number, digest in note.items()}
+        for number, digest in note.items():
+            digests[int(number)] = str(digest)
     return digests

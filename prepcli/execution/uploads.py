@@ -22,7 +22,7 @@ from prepcli.console.progress import Progress
 from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import DamagedError, PrepError, usage_error
+from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.manifest import (
@@ -47,6 +47,7 @@ UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
 COMMIT_MARKER = "commit_success.txt"  # of Orbax
 RETRIES = 10
+_OTHER_ADDRESS_HINT = text("{} another address, or {}", Option("out"), Option("overwrite", True))
 
 
 class Planned(Protocol):
@@ -90,9 +91,13 @@ def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
     Raises:
         UsageError: The scheme is not supported, or the bucket or path is invalid.
     """
-    scheme, colon, rest = path.as_posix().partition(":/") if path is not None else ("", "", "")
-    text = f"{scheme}://{rest}"
-    return parse_url(text) if colon and is_url(text) else None
+    if path is None:
+        return None
+    scheme, colon, rest = path.as_posix().partition(":/")
+    url = f"{scheme}://{rest}"
+    if not colon or not is_url(url):
+        return None
+    return parse_url(url)
 
 
 def make_and_upload(
@@ -120,11 +125,10 @@ def make_and_upload(
     if request.dry_run:
         return make_output(request.local_folder, True), False
     if has_other_processes:
-        hint = "write to a shared folder, then copy it"
         raise usage_error(
-            f"`--out {request.url}` is not supported with several processes",
+            text("{} is not supported with several processes", Option("out", str(request.url))),
             "one process uploads the output",
-            hint,
+            "write to a shared folder, then copy it",
         )
     bucket = Bucket(request.url, RETRIES, retry_policy_from_env(os.environ, observer.note))
     remote_files = bucket.list_files()
@@ -168,12 +172,13 @@ def _is_uploaded_meanwhile(
     """
     if remote_files and not _is_replaceable(request, remote_files):
         raise foreign_output_error(bucket.name)
-    stored_plan = None if request.overwrite else _stored_plan(bucket, remote_files)
+    # With `--overwrite` the newer output wins, also over one that another process has just completed.
+    stored_plan: str | None = None
+    if not request.overwrite:
+        stored_plan = _stored_plan(bucket, remote_files)
     if stored_plan is not None and stored_plan != plan_digest:
         why = "another request wrote it while this one ran"
-        raise PrepError(
-            f"{bucket.name} already exists", why, "`--out` another address, or `--overwrite`"
-        )
+        raise PrepError(f"{bucket.name} already exists", why, _OTHER_ADDRESS_HINT)
     return stored_plan is not None
 
 
@@ -206,13 +211,13 @@ def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | No
 
 def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Manifest | None:
     """Return the manifest of an output, or None without a manifest, empty for a damaged one."""
-    file = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
-    if file is None:
-        return None
-    try:
-        return decode_manifest(Path(MANIFEST_FILE), read_all(bucket, file))
-    except DamagedError:
-        return NO_MANIFEST
+    for file in remote_files:
+        if file.path == MANIFEST_FILE:
+            try:
+                return decode_manifest(Path(MANIFEST_FILE), read_all(bucket, file))
+            except DamagedError:
+                return NO_MANIFEST
+    return None
 
 
 def _has_intact_files(
@@ -334,6 +339,8 @@ def _marks_header(request: UploadRequest) -> str:
 
 def _write_mark(marks: TextIO, plan_digest: str, file: RemoteFile) -> None:
     """Record an uploaded file durably."""
+    # After the object is stored: a kill between the two uploads the file once more. The other order
+    # would leave a mark of an object that does not exist.
     marks.write(json.dumps([plan_digest, file.path, file.size, file.digest]) + "\n")
     marks.flush()
     os.fsync(marks.fileno())

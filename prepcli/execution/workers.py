@@ -221,6 +221,7 @@ class _Worker:
             self._report = self.process.stdout.read()
 
     def _read_progress(self, on_progress: Callable[[int], None]) -> None:
+        # Each line of a worker's stderr is a JSON event of its progress, or a message of an error.
         # The first task is the conversion. Its bytes that were durable before are counted already,
         # by `Team.own_nbytes`.
         task = None

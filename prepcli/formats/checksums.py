@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
@@ -120,9 +120,8 @@ def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
         stored_format = [fields.get(key) for key in ("file", "method", "block")]
     if stored_format != [CHECKSUMS_FILE, CHECKSUM_METHOD, BLOCK_NBYTES]:
         why = f"the manifest says {stored_format!r:.80}, this prep reads {CHECKSUM_METHOD} of {BLOCK_NBYTES:,} bytes"
-        raise PrepError(
-            f"{path} has another format", why, "install a later prep, or pass `--no-verify`"
-        )
+        hint = text("install a later prep, or pass {}", Option("verify", False))
+        raise PrepError(f"{path} has another format", why, hint)
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
     if digest(data) != fields.get("digest"):
         raise DamagedError(

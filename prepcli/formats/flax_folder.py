@@ -19,7 +19,7 @@ from prepcli.formats.untrusted import list_folder
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
-# In order of precedence.
+# In order of precedence: the names of transformers come before names that training scripts choose.
 FLAX_FILES = (
     SINGLE_FILE,
     INDEX_FILE,
@@ -47,7 +47,7 @@ def select_flax_files(names: Sequence[str]) -> list[str]:
         if SINGLE_FILE in names:
             return [SINGLE_FILE]
         return []
-    return [INDEX_FILE, *(name for name in names if _SHARD_FILE.fullmatch(name))]
+    return [INDEX_FILE, *filter(_SHARD_FILE.fullmatch, names)]
 
 
 def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
@@ -68,9 +68,8 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     first = next(name for name in FLAX_FILES if name in names)
     if first != INDEX_FILE:
         return (path / first,)
-    return tuple(
-        path / name for name in list_indexed_files(path, read_weight_map(path / INDEX_FILE, SUFFIX))
-    )
+    weight_map = read_weight_map(path / INDEX_FILE, SUFFIX)
+    return tuple(path / name for name in list_indexed_files(path, weight_map))
 
 
 def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
@@ -88,9 +87,11 @@ def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
 
 
 def _find_stream(folder: Path, names: list[str]) -> str:
-    if unnumbered := [name for name in STREAM_FILES if name in names]:
-        return unnumbered[0]
-    numbered = [name for name in names if _NUMBERED_STREAM.fullmatch(name)]
+    for name in STREAM_FILES:
+        if name in names:
+            return name
+    # EasyLM appends the step to the names of milestones, e.g. `streaming_params_1000`.
+    numbered = list(filter(_NUMBERED_STREAM.fullmatch, names))
     if len(numbered) == 1:
         return numbered[0]
     hint = f"one of them: `params::{folder / numbered[-1]}`"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict
 
 from prepcli.engine.digest import digest
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
 from trainer.files.json_values import load_json
@@ -363,7 +363,7 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
 
 def _version_error(path: Path, version: object) -> PrepError:
     why = f"it says {version!r}, this prep reads {FORMAT_VERSION}"
-    return PrepError(f"{path} has another format", why)
+    return PrepError(f"{path} has another format", why, "install the prep that wrote it")
 
 
 def manifest_digest(fields: JsonObject) -> str:
@@ -374,26 +374,26 @@ def manifest_digest(fields: JsonObject) -> str:
 
 def encode_manifest(fields: JsonObject) -> bytes:
     """Return the bytes of the manifest file, with its own digest if it lists files."""
-    text = json.dumps({"format": FORMAT_VERSION, **fields}, indent=1)
+    document = json.dumps({"format": FORMAT_VERSION, **fields}, indent=1)
     if FILES_KEY in fields:
         # JSON turns tuples into lists and keys into text. The digest is one of the stored
         # content, which a reader gets back, so it is computed from the text and not from `fields`.
-        stored = json.loads(text)
-        text = json.dumps({**stored, DIGEST_KEY: manifest_digest(stored)}, indent=1)
-    return text.encode() + b"\n"
+        stored = json.loads(document)
+        document = json.dumps({**stored, DIGEST_KEY: manifest_digest(stored)}, indent=1)
+    return document.encode() + b"\n"
 
 
 def accept_hint(folder: Path, name: str) -> str:
     """Return the hint for a file unequal to its record in a manifest."""
-    return f"`prep verify {folder} --accept {name}` if you changed it on purpose, else {GET_AGAIN_HINT}"
+    command = Command("verify", str(folder), Option("accept", name))
+    return text("{} if you changed it on purpose, else {}", command, GET_AGAIN_HINT)
 
 
 def foreign_output_error(output: str) -> PrepError:
     """Return the error for an output path at which something exists that prep did not write."""
     why = f"it has no {MANIFEST_FILE}: prep only replaces its own outputs"
-    return PrepError(
-        f"{output} exists and is something else", why, "choose another `--out`, or remove it"
-    )
+    hint = text("choose another {}, or remove it", Option("out"))
+    return PrepError(f"{output} exists and is something else", why, hint)
 
 
 def find_manifest_folder(path: Path) -> Path:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.msgpack import CHUNKED_MARKER, EXT_ARRAY, KeyPath
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 
@@ -127,15 +127,18 @@ def _encode_tree(tree: _Tree) -> Iterator[_Segment]:
 
 def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     value = list(_encode_leaf(leaf))
-    nbytes = sum(
-        segment.nbytes if isinstance(segment, _Payload) else len(segment) for segment in value
-    )
+    nbytes = 0
+    for segment in value:
+        if isinstance(segment, _Payload):
+            nbytes += segment.nbytes
+        else:
+            nbytes += len(segment)
     if nbytes > MAX_RECORD_NBYTES:
         why = f"it takes {nbytes:,} bytes, a record holds {MAX_RECORD_NBYTES:,}"
         raise PrepError(
             f"{'.'.join(leaf.path)} is too large for an EasyLM stream",
             why,
-            "pass `--layout hf-flax`",
+            text("pass {}", Option("layout", "hf-flax")),
         )
     yield (
         _container_header(0x90, 0xDC, 2)
@@ -147,9 +150,13 @@ def _encode_record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 
 
 def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
+    # An array above 1 GiB becomes the map {CHUNKED_MARKER: true, "shape": {"0": 70000, "1": 8192},
+    # "chunks": {"0": ..., "1": ...}} of flat arrays, as `flax.serialization._chunk` makes it.
     if ITEM_BITS[leaf.dtype] % 8:
         raise PrepError(
-            f"{'.'.join(leaf.path)} is {leaf.dtype}", "dtypes smaller than a byte are not supported"
+            f"{'.'.join(leaf.path)} is {leaf.dtype}",
+            "dtypes smaller than a byte are not supported",
+            text("{}", Option("format", "safetensors")),
         )
     if leaf.nbytes <= MAX_PIECE_NBYTES:
         yield from _encode_array(leaf, leaf.shape)
@@ -173,6 +180,7 @@ def _encode_leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
 
 
 def _encode_array(leaf: MsgpackLeaf, shape: tuple[int, ...]) -> Iterator[_Segment]:
+    # An array is an extension of type EXT_ARRAY. Its content is the msgpack list [shape, dtype, bytes].
     nbytes = math.prod(shape) * itemsize(leaf.dtype)
     dims = _container_header(0x90, 0xDC, len(shape)) + b"".join(map(_encode_uint, shape))
     header = (
@@ -182,6 +190,7 @@ def _encode_array(leaf: MsgpackLeaf, shape: tuple[int, ...]) -> Iterator[_Segmen
         + _bytes_header(0xC4, nbytes)
     )
     total_nbytes = len(header) + nbytes
+    # msgpack has headers of one byte for these sizes: fixext 1 to 16 are 0xD4 to 0xD8.
     if total_nbytes in (1, 2, 4, 8, 16):
         length_header = bytes([0xD3 + total_nbytes.bit_length()])
     else:
@@ -192,6 +201,7 @@ def _encode_array(leaf: MsgpackLeaf, shape: tuple[int, ...]) -> Iterator[_Segmen
 
 def _container_header(short: int, long: int, count: int) -> bytes:
     """Return the header of a map or an array with `count` items."""
+    # Fewer than 16 items fit the code itself: fixmap 0x80 to 0x8F, fixarray 0x90 to 0x9F.
     if count < 16:
         return bytes([short | count])
     if count < 1 << 16:
@@ -201,7 +211,12 @@ def _container_header(short: int, long: int, count: int) -> bytes:
 
 def _bytes_header(code: int, nbytes: int) -> bytes:
     """Return the header of bytes or of an extension with `nbytes` bytes."""
-    width = 0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 2
+    # Codes of 8, 16 and 32-bit lengths follow one another, e.g. bin 8, 16, 32 are 0xC4 to 0xC6.
+    width = 2
+    if nbytes < 1 << 8:
+        width = 0
+    elif nbytes < 1 << 16:
+        width = 1
     return bytes([code + width]) + nbytes.to_bytes(1 << width, "big")
 
 
@@ -215,5 +230,8 @@ def _encode_text(text: str) -> bytes:
 def _encode_uint(number: int) -> bytes:
     if number < 0x80:
         return bytes([number])
-    width = next(width for width in range(4) if number < 1 << (8 << width))
+    # uint 8, 16, 32 and 64 are 0xCC to 0xCF. A number takes the shortest one, as in msgpack-python.
+    width = 0
+    while number >= 1 << (8 << width):
+        width += 1
     return bytes([0xCC + width]) + number.to_bytes(1 << width, "big")

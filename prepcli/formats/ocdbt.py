@@ -32,6 +32,9 @@ _ENTRY_OVERHEAD_NBYTES = 32
 _MAX_INLINE_NBYTES = 1024
 _MAX_NODE_NBYTES = 100_000_000
 _VERSION_ARITY_LOG2 = 4
+# value kinds of a leaf node
+_INLINE = 0
+_IN_DATA_FILE = 1
 
 
 class ValueLocation(NamedTuple):
@@ -74,11 +77,15 @@ def write_ocdbt_index(
         now_ns: Commit time in nanoseconds since the epoch.
         node_nbytes: Decoded size at which a leaf node is split.
     """
+    # The name of the node file is a digest of its leaves, so that equal entries give an equal file.
+    # TensorStore draws a random number for it, and readers accept any 16 bytes.
     leaves = [_encode_leaf(batch) for batch in _split_into_nodes(entries, node_nbytes)]
     file_id = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
         file_id.update(leaf.data)
     path = f"d/{file_id.hexdigest()}"
+    # One interior node refers to all leaves: 10^6 chunks are about 30 leaves of NODE_NBYTES. The root is
+    # the last node of the file.
     if len(leaves) == 1:
         nodes = leaves
     else:
@@ -97,43 +104,54 @@ def _split_into_nodes(
     batch: list[OcdbtEntry] = []
     size = 0
     for key, value in entries:
-        entry_bytes = (
-            _ENTRY_OVERHEAD_NBYTES
-            + len(key)
-            + len(value if isinstance(value, bytes) else value.path)
-        )
-        if batch and size + entry_bytes > node_nbytes:
+        entry_nbytes = _ENTRY_OVERHEAD_NBYTES + len(key)
+        if isinstance(value, bytes):
+            entry_nbytes += len(value)
+        else:
+            entry_nbytes += len(value.path)
+        if batch and size + entry_nbytes > node_nbytes:
             yield batch
             batch = []
             size = 0
         batch.append((key, value))
-        size += entry_bytes
+        size += entry_nbytes
     yield batch
 
 
 def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
-    values = [value for _, value in entries]
-    locations = [value for value in values if isinstance(value, ValueLocation)]
-    inline = [value for value in values if isinstance(value, bytes)]
+    # The format stores a node by columns: all keys, then all sizes, then all kinds. Only values in data
+    # files have an entry in the columns of file numbers and offsets.
+    keys: list[bytes] = []
+    sizes: list[int] = []
+    kinds = bytearray()
+    locations: list[ValueLocation] = []
+    inline: list[bytes] = []
+    for key, value in entries:
+        keys.append(key)
+        if isinstance(value, ValueLocation):
+            kinds.append(_IN_DATA_FILE)
+            sizes.append(value.nbytes)
+            locations.append(value)
+        else:
+            kinds.append(_INLINE)
+            sizes.append(len(value))
+            inline.append(value)
     files = sorted({location.path for location in locations})
     file_numbers = {path: n for n, path in enumerate(files)}
     body = [
         b"\0",  # height
         _encode_file_table(files),
         _encode_varints([len(entries)]),
-        *_encode_sorted_keys([key for key, _ in entries]),
-        _encode_varints(
-            [value.nbytes if isinstance(value, ValueLocation) else len(value) for value in values]
-        ),
-        bytes(isinstance(value, ValueLocation) for value in values),
+        *_encode_sorted_keys(keys),
+        _encode_varints(sizes),
+        kinds,
         _encode_varints([file_numbers[location.path] for location in locations]),
         _encode_varints([location.offset for location in locations]),
         *inline,
     ]
     data = _encode_frame(NODE_MAGIC, b"".join(body))
-    return _EncodedNode(
-        entries[0][0], data, len(entries), sum(location.nbytes for location in locations)
-    )
+    value_nbytes = sum(location.nbytes for location in locations)
+    return _EncodedNode(keys[0], data, len(entries), value_nbytes)
 
 
 def _encode_interior(leaves: Sequence[_EncodedNode], path: str) -> _EncodedNode:
@@ -205,6 +223,7 @@ def _encode_file_table(paths: Sequence[str]) -> bytes:
     prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys(
         [path.encode() for path in paths]
     )
+    # A base path would move the file to another folder. Length 0: relative to the database.
     no_base_paths = bytes(len(paths))
     return b"".join(
         [_encode_varints([len(paths)]), prefix_lengths, suffix_lengths, no_base_paths, *suffixes]
@@ -215,13 +234,15 @@ def _encode_sorted_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Encode sorted keys as columns: common prefix lengths with the previous key, suffix lengths, suffixes."""
     # e.g. [b"a.w/.zarray", b"a.w/0.0", b"a.w/0.1"] -> prefix lengths [4, 6] (the first key has
     # none), suffix lengths [11, 3, 1], suffixes b"a.w/.zarray", b"0.0", b"1"
-    prefix_lengths = [
-        _common_prefix_nbytes(previous, current) for previous, current in itertools.pairwise(keys)
-    ]
-    suffixes = [key[prefix_length:] for key, prefix_length in zip(keys, [0, *prefix_lengths])]
+    prefix_lengths: list[int] = []
+    suffixes = [keys[0]]
+    for previous, key in itertools.pairwise(keys):
+        prefix_length = _common_prefix_nbytes(previous, key)
+        prefix_lengths.append(prefix_length)
+        suffixes.append(key[prefix_length:])
     return [
         _encode_varints(prefix_lengths),
-        _encode_varints([len(suffix) for suffix in suffixes]),
+        _encode_varints(list(map(len, suffixes))),
         *suffixes,
     ]
 

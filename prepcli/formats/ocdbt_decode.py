@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from prepcli.formats.codecs import StoredBytesReader, open_decoder
 
+# CRC-32C, at the end of the frame
 _CHECKSUM_NBYTES = 4
+# 4 of the magic and 8 of the length
 _HEADER_NBYTES = 12
 _READ_BLOCK_NBYTES = 1 << 20
 _VARINT_BATCH = 1 << 16  # varints decoded at a time
@@ -58,6 +60,8 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
 
 
 def _decompress(body: BodyReader, max_nbytes: int) -> bytearray:
+    # In blocks, because a few bytes of zstd may decompress to gigabytes: the limit is checked after
+    # each block, not after all of them.
     reader = open_decoder(
         ("zstd",), StoredBytesReader(lambda _, count: body.take(count), body.remaining_nbytes)
     )

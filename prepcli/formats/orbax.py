@@ -110,14 +110,18 @@ def find_item(path: Path) -> Path | None:
     """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
     if (item := _find_item_of_step(path)) is not None:
         return item
-    steps = [
-        child for child in _list_subfolders(path) if child.name.isascii() and child.name.isdigit()
-    ]
-    items = (
-        _find_item_of_step(step)
-        for step in sorted(steps, key=lambda step: int(step.name), reverse=True)
-    )
-    return next((item for item in items if item is not None), None)
+    steps: list[Path] = []
+    for child in _list_subfolders(path):
+        # `isdigit` alone also accepts superscripts, which `int` refuses
+        if child.name.isascii() and child.name.isdigit():
+            steps.append(child)
+    steps.sort(key=lambda step: int(step.name), reverse=True)
+    # A killed writer may have left the last step without an item.
+    for step in steps:
+        item = _find_item_of_step(step)
+        if item is not None:
+            return item
+    return None
 
 
 def _find_item_of_step(step: Path) -> Path | None:
@@ -126,21 +130,23 @@ def _find_item_of_step(step: Path) -> Path | None:
     The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). A
     folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
-    candidates = [step, step / "default", step / "state", step / "items"]
-    if default_item := next(
-        (item for item in candidates if (item / METADATA_FILE).is_file()), None
-    ):
-        return default_item
-    items = [
-        child
-        for child in _list_subfolders(step)
-        if (child / METADATA_FILE).is_file() and not child.name.isdigit()
-    ]
+    # `default` is Orbax's name for the only item of a CheckpointManager, `state` the name of prep, `items`
+    # the name of MaxText.
+    for candidate in (step, step / "default", step / "state", step / "items"):
+        if (candidate / METADATA_FILE).is_file():
+            return candidate
+    items: list[Path] = []
+    for child in _list_subfolders(step):
+        if (child / METADATA_FILE).is_file() and not child.name.isdigit():
+            items.append(child)
     if len(items) == 1:
         if len(list_checkpoint_folders(step)) <= 1:
             return items[0]
         return None
-    return next((item for item in items if item.name == "params"), None)
+    for item in items:
+        if item.name == "params":
+            return item
+    return None
 
 
 def list_checkpoint_folders(path: Path) -> list[Path]:

@@ -38,6 +38,7 @@ from prepcli.formats.untrusted import (
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 
+# Orbax writes an item to a folder with this suffix, and renames it when it is complete.
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
 # Limit of chunks without a stored value, which read as zeros.
 _MAX_ABSENT_CHUNKS = 1 << 18
@@ -83,13 +84,13 @@ class _TreeLeaf:
 
 def read_item(folder: Path) -> OrbaxItem:
     """Read and check the metadata of an item. Raise PrepError if it is invalid or its storage is not supported."""
-    if unfinished_part := next(
-        (part for part in folder.absolute().parts if _UNFINISHED_MARK in part), None
-    ):
-        raise PrepError(
-            f"{folder} is a checkpoint that Orbax did not finish",
-            f"its folder is {unfinished_part}",
-        )
+    for part in folder.absolute().parts:
+        if _UNFINISHED_MARK in part:
+            raise PrepError(
+                f"{folder} is a checkpoint that Orbax did not finish",
+                f"its folder is {part}",
+                "use an earlier step, or save it again",
+            )
     tree = _read_tree(folder)
     leaves = [_parse_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
@@ -97,6 +98,7 @@ def read_item(folder: Path) -> OrbaxItem:
             folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}"
         )
     array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
+    # Without the key, the storage is OCDBT, the default of Orbax. Without OCDBT, each chunk is a file.
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
     names = [dotted_name(leaf.path) for leaf in array_leaves]
     store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
@@ -105,6 +107,8 @@ def read_item(folder: Path) -> OrbaxItem:
         parse_zarr_document(quote_name(name), store.document_name, text)
         for name, text in zip(names, documents)
     ]
+    # By default TensorStore omits chunks that equal the fill value. With this key it stores all of
+    # them, so that a missing chunk is damage and not zeros.
     is_complete = tree.get("store_array_data_equal_to_fill_value") is True
     tables = [
         build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, is_complete)
@@ -130,7 +134,11 @@ def read_item(folder: Path) -> OrbaxItem:
 
 def _read_tree(folder: Path) -> Mapping[str, Any]:
     if METADATA_FILE not in list_folder(folder):
-        raise PrepError(f"{folder} is not an Orbax checkpoint", f"it has no {METADATA_FILE}")
+        raise PrepError(
+            f"{folder} is not an Orbax checkpoint",
+            f"it has no {METADATA_FILE}",
+            f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
+        )
     tree = _read_json(folder / METADATA_FILE)
     if not isinstance(tree.get("tree_metadata"), dict):
         raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
@@ -139,12 +147,10 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
 
 def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
     index = folder / OCDBT_MANIFEST
-    contents = [
-        read_small_file(folder / METADATA_FILE),
-        read_small_file(index) if index.exists() else b"",
-        *documents,
-    ]
-    return digest(b"".join(contents))
+    contents = [read_small_file(folder / METADATA_FILE)]
+    if index.exists():
+        contents.append(read_small_file(index))
+    return digest(b"".join([*contents, *documents]))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -163,6 +169,7 @@ def _broken_file_error(path: Path, why: str) -> DamagedError:
 
 def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
     match entry:
+        # `skip_deserialize` marks leaves without stored values: None and empty containers
         case {
             "key_metadata": [_, *_] as keys,
             "value_metadata": {"value_type": str(value_type)} as value,
@@ -173,6 +180,8 @@ def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
 
 
 def _parse_path_part(folder: Path, key: Any) -> str | int:
+    # Orbax's KeyType: 1 is an index of a sequence, 2 a key of a dict. Nine digits bound the list that a
+    # hostile index can ask for.
     match key:
         case {"key": str(text), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", text):
             return int(text)
@@ -217,7 +226,7 @@ def _check_absent_chunks(
     # Absent chunks take no space in the source: a document of 1 kB could make prep write petabytes.
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
-        raise PrepError(f"{folder} does not store most of its chunks", why)
+        raise PrepError(f"{folder} does not store most of its chunks", why, GET_AGAIN_HINT)
 
 
 def _check_chunk_ranges(
@@ -251,21 +260,24 @@ def _check_chunk_ranges(
 
 
 def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
-    strings = [leaf for leaf in leaves if leaf.value_type == "string" and not leaf.is_empty]
+    empty_leaves: list[OrbaxNonArray] = []
+    strings: list[_TreeLeaf] = []
+    for leaf in leaves:
+        if leaf.is_empty:
+            empty_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type))
+        elif leaf.value_type == "string":
+            strings.append(leaf)
+    # Orbax writes the file of strings only if the tree has some.
+    texts: Mapping[str, Any] = {}
     if strings:
         texts = _read_json(folder / STRINGS_FILE)
-    else:
-        texts = {}
+    text_leaves: list[OrbaxNonArray] = []
     for leaf in strings:
-        if not isinstance(texts.get(dotted_name(leaf.path)), str):
+        name = dotted_name(leaf.path)
+        content = texts.get(name)
+        if not isinstance(content, str):
             raise _broken_file_error(
-                folder / STRINGS_FILE, f"it has no text for {quote_name(dotted_name(leaf.path))}"
+                folder / STRINGS_FILE, f"it has no text for {quote_name(name)}"
             )
-    empty_leaves = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.is_empty]
-    return (
-        *empty_leaves,
-        *(
-            OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)])
-            for leaf in strings
-        ),
-    )
+        text_leaves.append(OrbaxNonArray(leaf.path, leaf.value_type, content))
+    return (*empty_leaves, *text_leaves)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,12 +31,15 @@ from prepcli.formats.zarr import (
     ZarrSharding,
     broken_document_error,
 )
+from prepcli.planning.grids import ChunkGrid
 from trainer.files.reading import resolve_named_path
 
 # Values of an item: far above any model. A small malicious index may claim more.
 MAX_VALUES = 1 << 21
 MAX_DOCUMENT_NBYTES = 1 << 20
-MAX_SHARD_INDEX_NBYTES = 16 << 20  # size of a shard's index
+# size of a shard's index: 2^20 chunks of 16 bytes
+MAX_SHARD_INDEX_NBYTES = 16 << 20
+# zarr's `sharding_indexed` codec: offset and size of a chunk that is not stored
 _ABSENT_CHUNK = 2**64 - 1
 
 
@@ -79,7 +83,7 @@ class OrbaxStore:
         self._chunks += chunks
         if self._chunks > MAX_VALUES:
             what = f"{self.folder} claims more than {MAX_VALUES:,} chunks"
-            raise PrepError(what, "that is the limit of prep")
+            raise PrepError(what, "that is the limit of prep", "save it again in larger chunks")
 
     def _iter_database(self) -> Iterator[tuple[str, str, StoredValue]]:
         for key, value in read_ocdbt_index(self.folder):
@@ -136,6 +140,7 @@ class OrbaxStore:
         return read_bytes(path, value.offset, value.nbytes)
 
 
+# A key of zarr 3 has slashes in both parts: `layers/attn/c/0/1` is chunk `c/0/1` of `layers/attn`.
 _CHUNK_KEY = re.compile(r"(.*)/(c(?:[/.][0-9]+)*)", re.DOTALL)
 
 
@@ -146,7 +151,9 @@ def _iter_files(folder: Path) -> Iterator[str]:
         prefix = pending.pop()
         if prefix.count("/") > 40:
             raise PrepError(
-                f"{folder} has more than 40 nested folders", "zarr does not nest chunks that deep"
+                f"{folder} has more than 40 nested folders",
+                "zarr does not nest chunks that deep",
+                GET_AGAIN_HINT,
             )
         for name in list_folder(folder / prefix):
             path = f"{prefix}{name}"
@@ -227,16 +234,28 @@ def _iter_present_chunks(
 ) -> Iterator[tuple[ChunkIndex, str]]:
     """Yield the indices of the stored chunks, parsed from the keys because the grid may be far larger."""
     for key in values:
-        index = tuple(int(digits) for digits in re.findall("[0-9]+", key) if len(digits) < 19)
+        # The key of the only chunk of a scalar is `0` or `c`, which is no index.
+        index: ChunkIndex = ()
         if zarr.shape:
-            index = index
-        else:
-            index = ()
-        is_inside = len(index) == len(zarr.shape) and all(
-            i < n for i, n in zip(index, zarr.stored_grid)
-        )
-        if is_inside and zarr.chunk_key(index) == key:
+            index = _numbers_in_key(key)
+        # Only the key that the index has counts: `00.1` is not another name of chunk [0, 1].
+        if _is_in_grid(index, zarr.stored_grid) and zarr.chunk_key(index) == key:
             yield index, key
+
+
+def _numbers_in_key(key: str) -> ChunkIndex:
+    """Return the numbers in a key, e.g. (1, 20) for `c/1/20`."""
+    numbers: list[int] = []
+    for digits in re.findall("[0-9]+", key):
+        # longer numbers exceed int64, and a hostile key may have millions of digits
+        if len(digits) < 19:
+            numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _is_in_grid(index: Sequence[int], grid: Sequence[int]) -> bool:
+    """Return whether an index of non-negative numbers is one of a grid."""
+    return len(index) == len(grid) and all(map(operator.lt, index, grid))
 
 
 def _iter_shard_chunks(
@@ -248,30 +267,25 @@ def _iter_shard_chunks(
     is_complete: bool,
 ) -> Iterator[tuple[ChunkIndex, StoredValue]]:
     """Yield the chunks of each shard."""
-    chunks_per_shard = tuple(
-        shard_extent // chunk_extent
-        for shard_extent, chunk_extent in zip(sharding.shard_shape, zarr.chunk_shape)
-    )
-    grid = tuple(-(-chunks // c) for chunks, c in zip(zarr.shape, zarr.chunk_shape))
+    # e.g. shape [5, 4], shards [4, 4] and chunks [2, 4]: a grid of [3, 1] chunks, [2, 1] per shard. Chunk
+    # [1, 0] of shard [1, 0] is [1 * 2 + 1, 0] = [3, 0], beyond the grid: shards at the edge are padded.
+    grid = ChunkGrid(zarr.shape, zarr.chunk_shape).chunk_counts
+    chunks_per_shard = tuple(map(operator.floordiv, sharding.shard_shape, zarr.chunk_shape))
+    count = math.prod(chunks_per_shard)
     for shard_index, value in values.items():
-        store.count_chunks(math.prod(chunks_per_shard))
-        ranges = _read_shard_index(
-            name, zarr.chunk_key(shard_index), sharding, math.prod(chunks_per_shard), value, store
-        )
+        store.count_chunks(count)
+        shard_key = zarr.chunk_key(shard_index)
+        first_index = tuple(map(operator.mul, shard_index, chunks_per_shard))
+        ranges = _read_shard_index(name, shard_key, sharding, count, value, store)
         for inner_index, (offset, nbytes) in zip(np.ndindex(chunks_per_shard), ranges):
-            index = tuple(
-                shard_i * chunks + inner_i
-                for shard_i, chunks, inner_i in zip(shard_index, chunks_per_shard, inner_index)
-            )
-            if all(i < extent for i, extent in zip(index, grid)):
-                if offset >= 0:
-                    yield index, _slice_value(value, offset, nbytes)
-                elif is_complete or not zarr.missing_is_zero:
-                    raise _missing_chunk_error(
-                        name,
-                        f"{'.'.join(map(str, index))} of shard {zarr.chunk_key(shard_index)}",
-                        is_complete,
-                    )
+            index = tuple(map(operator.add, first_index, inner_index))
+            if not _is_in_grid(index, grid):
+                continue
+            if offset >= 0:
+                yield index, _slice_value(value, offset, nbytes)
+            elif is_complete or not zarr.missing_is_zero:
+                key = f"{'.'.join(map(str, index))} of shard {shard_key}"
+                raise _missing_chunk_error(name, key, is_complete)
 
 
 def _slice_value(value: StoredValue, offset: int, nbytes: int) -> StoredValue:
@@ -309,15 +323,18 @@ def _read_shard_index(
     # not stored has 2^64 - 1 twice. e.g. 2 chunks of 8 bytes, the second absent:
     #   00 00 .. 00  08 00 .. 00  ff ff .. ff  ff ff .. ff  <CRC-32C>
     entries: list[Any] = np.frombuffer(index_bytes, "<u8", 2 * count).reshape(-1, 2).tolist()
-    ranges = [
-        (-1, 0) if offset == nbytes == _ABSENT_CHUNK else (offset, nbytes)
-        for offset, nbytes in entries
-    ]
-    if (
-        max((offset + nbytes for offset, nbytes in ranges), default=0) > shard_nbytes
-        # many chunks that share the same bytes would decode to more than the file has
-        or sum(n for _, n in ranges) > shard_nbytes
-    ):
+    ranges: list[tuple[int, int]] = []
+    last_stop = 0
+    total_nbytes = 0
+    for offset, nbytes in entries:
+        if offset == nbytes == _ABSENT_CHUNK:
+            ranges.append((-1, 0))
+            continue
+        ranges.append((offset, nbytes))
+        last_stop = max(last_stop, offset + nbytes)
+        total_nbytes += nbytes
+    # Many chunks that share the same bytes would decode to more than the file has.
+    if max(last_stop, total_nbytes) > shard_nbytes:
         raise _broken_shard_error(shard, f"its index refers to bytes beyond its {shard_nbytes:,}")
     return ranges
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
 from prepcli.formats.orbax import (
     METADATA_FILE,
@@ -30,6 +30,9 @@ from prepcli.formats.orbax import (
 )
 
 CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
+# of errors that a correct plan cannot cause
+_BUG_HINT = "this is a bug in prep: the checkpoint was not written"
+# The name of the handler that orbax-checkpoint 0.12 records for a tree of arrays.
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
@@ -93,9 +96,11 @@ def write_item_metadata(
     write_ocdbt_index(folder, _iter_entries(tables, file_names, zstd_level), now_ns, node_nbytes)
     _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
-    if texts := {
-        dotted_name(leaf.path): leaf.text for leaf in non_arrays if leaf.value_type == "string"
-    }:
+    texts: dict[str, str] = {}
+    for leaf in non_arrays:
+        if leaf.value_type == "string":
+            texts[dotted_name(leaf.path)] = leaf.text
+    if texts:
         _write_json(folder / STRINGS_FILE, texts)
     # Orbax on Google Cloud Storage takes an item without this marker for unfinished.
     write_no_follow(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
@@ -110,9 +115,13 @@ def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
 
 def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
     """Return the `.zarray` document of an array, byte for byte as TensorStore writes it."""
+    # The keys are in TensorStore's order, which is the alphabetical one.
+    compressor = None
+    if zstd_level is not None:
+        compressor = {"id": "zstd", "level": zstd_level}
     document = {
         "chunks": meta.chunk_shape,
-        "compressor": None if zstd_level is None else {"id": "zstd", "level": zstd_level},
+        "compressor": compressor,
         "dimension_separator": ".",
         "dtype": ZARR_TYPESTRS[meta.dtype],
         "fill_value": None,
@@ -127,28 +136,42 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
         raise PrepError(
-            "cannot write an Orbax checkpoint without arrays", "the tree contains no arrays"
+            "cannot write an Orbax checkpoint without arrays",
+            "the tree contains no arrays",
+            "add an array, or write another format",
         )
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(
                 f"{meta.name} is {meta.dtype}",
                 f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}",
-                "cast it: --dtype bfloat16",
+                text("cast it: {}", Option("dtype", "bfloat16")),
             )
         if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
             raise PrepError(
-                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}"
+                f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}",
+                "each axis needs a chunk extent of at least 1",
+                _BUG_HINT,
             )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     for path in paths:
-        if not path or not all(part and not {".", "/"} & set(part) for part in map(str, path)):
+        if not path or not all(map(_is_path_part, path)):
             raise PrepError(
                 f"{path} cannot name a leaf of an Orbax checkpoint",
                 "a part is empty or contains `.` or `/`",
+                "rename the leaf",
             )
     if names := find_name_clash(paths):
-        raise PrepError(f"the tree has two leaves with clashing names, {names[0]} and {names[1]}")
+        raise PrepError(
+            "the tree has two leaves with clashing names",
+            f"{names[0]} and {names[1]}",
+            "rename one of them",
+        )
+
+
+def _is_path_part(part: str | int) -> bool:
+    """Return whether a key is a part of the name of a leaf: parts are joined by dots, names and chunks by slashes."""
+    return bool(str(part)) and not {".", "/"} & set(str(part))
 
 
 def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
@@ -165,6 +188,7 @@ def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
 
 
 def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
+    # The index is a number with the grid's extents as its base, e.g. [1, 2] in [2, 3] is 1 * 3 + 2.
     chunk_number = 0
     is_inside = len(chunk.index) == len(table.grid)
     for index, extent in zip(chunk.index, table.grid):
@@ -175,7 +199,8 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
     if not is_compressed and chunk.nbytes != table.chunk_nbytes:
         meta = table.meta
         why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
-        raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
+        what = f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size"
+        raise PrepError(what, why, _BUG_HINT)
     if table.files[chunk_number] >= 0:
         raise _chunk_error(table, chunk, " twice")
     table.files[chunk_number] = chunk.file
@@ -186,16 +211,16 @@ def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool
 def _chunk_error(
     table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = ""
 ) -> PrepError:
-    return PrepError(
-        f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}", why
-    )
+    what = f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}"
+    return PrepError(what, why, _BUG_HINT)
 
 
 def _check_complete(table: _ChunkColumns) -> None:
     if -1 not in table.files:
         return
     missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-    raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}")
+    what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
+    raise PrepError(what, "the plan does not place it", _BUG_HINT)
 
 
 def _iter_entries(

@@ -383,7 +383,11 @@ def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
 def _check_model(folder: Path, names: Sequence[str]) -> None:
     """Raise PrepError if files without an index are not a model, or a numbered file is missing."""
     if not names:
-        raise PrepError(f"{folder} has no safetensors files")
+        raise PrepError(
+            f"{folder} has no safetensors files",
+            "no name ends with .safetensors",
+            "pass the folder that contains them",
+        )
     if ADAPTER_FILE in names:
         why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
         raise PrepError(f"{folder} is an adapter, not a model", why, ADAPTER_HINT)

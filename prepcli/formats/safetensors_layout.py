@@ -129,7 +129,8 @@ def _describe_tensor(entry: LayoutEntry, start: int, stop: int) -> dict[str, obj
     name, dtype, shape, nbytes = entry
     if array_bits(dtype, shape) != 8 * nbytes:
         why = f"{dtype} {list(shape)} takes {array_bits(dtype, shape):,} bits, its entry has {nbytes:,} bytes"
-        raise PrepError(f"{name} cannot be stored as safetensors", why)
+        hint = "this is a bug in prep: nothing was written"
+        raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
     return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
 
 

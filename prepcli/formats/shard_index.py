@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prepcli.console.lists import join_names
@@ -54,38 +54,48 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
 def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     """Return the sorted file names of an index. Raise PrepError if a file is missing."""
     tensor_counts = Counter(weight_map.values())
-    if missing := [name for name in sorted(tensor_counts) if not os.path.exists(folder / name)]:
-        listed = [
-            f"{name} ({tensor_counts[name]} tensor{'s' * (tensor_counts[name] != 1)})"
-            for name in missing
-        ]
-        raise _missing_files_error(
-            folder,
-            len(missing),
-            len(tensor_counts),
-            f"the index names {join_names(listed, max_names=_MAX_LISTED)}",
-        )
+    missing: list[str] = []
+    for name, count in sorted(tensor_counts.items()):
+        if os.path.exists(folder / name):
+            continue
+        noun = "tensor" if count == 1 else "tensors"
+        missing.append(f"{name} ({count} {noun})")
+    if missing:
+        why = f"the index names {join_names(missing, max_names=_MAX_LISTED)}"
+        raise _missing_files_error(folder, len(missing), len(tensor_counts), why)
     return sorted(tensor_counts)
 
 
 def check_numbered_files(folder: Path, names: Sequence[str]) -> None:
     """Raise PrepError if a file of a set numbered `-00001-of-00003` is missing."""
-    matches = [match for name in names if (match := _NUMBERED_FILE.fullmatch(name))]
-    present = {match[0] for match in matches if 1 <= int(match[2]) <= int(match[3])}
-    file_sets = sorted({(match[1], int(match[3]), match[4]) for match in matches})
-    # A generator: the name of one file may promise 99,999 others.
-    expected = (
-        shard_name(stem, i, count, suffix)
-        for stem, count, suffix in file_sets
-        for i in range(1, count + 1)
-    )
+    present: set[str] = set()
+    file_sets: set[tuple[str, int, str]] = set()
+    for name in names:
+        match = _NUMBERED_FILE.fullmatch(name)
+        if match is None:
+            continue
+        stem, number, count, suffix = match.groups()
+        file_sets.add((stem, int(count), suffix))
+        if 1 <= int(number) <= int(count):
+            present.add(name)
     total = sum(count for _, count, _ in file_sets)
-    # Lazily: a set may have millions.
-    if missing := [
-        *itertools.islice((name for name in expected if name not in present), _MAX_LISTED)
-    ]:
-        why = f"the names of the others promise {join_names(missing, total - len(present), max_names=_MAX_LISTED)}"
-        raise _missing_files_error(folder, total - len(present), total, why)
+    missing = list(itertools.islice(_missing_shards(sorted(file_sets), present), _MAX_LISTED))
+    if missing:
+        missing_count = total - len(present)
+        why = f"the names of the others promise {join_names(missing, missing_count, max_names=_MAX_LISTED)}"
+        raise _missing_files_error(folder, missing_count, total, why)
+
+
+def _missing_shards(
+    file_sets: Iterable[tuple[str, int, str]], present: Collection[str]
+) -> Iterator[str]:
+    """Yield the names of the shards of (stem, count, suffix) sets that are not present."""
+    # A generator, because the name of one file may promise 99,998 others.
+    for stem, count, suffix in file_sets:
+        for number in range(1, count + 1):
+            name = shard_name(stem, number, count, suffix)
+            if name not in present:
+                yield name
 
 
 def map_tensors_to_files(folder: Path, tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -108,18 +118,24 @@ def check_index_matches_files(
     """Raise PrepError unless the index and the files agree on the file of every tensor."""
     if weight_map == file_by_tensor:
         return
-    differences = {
-        "only in the index": [name for name in weight_map if name not in file_by_tensor],
-        "only in the files": [name for name in file_by_tensor if name not in weight_map],
-        "not in the file that the index names": [
-            n for n in file_by_tensor if weight_map.get(n, file_by_tensor[n]) != file_by_tensor[n]
-        ],
-    }
-    why = "; ".join(
-        f"{len(names)} {difference}: {join_names([*map(quote_name, names)], max_names=_MAX_LISTED)}"
-        for difference, names in differences.items()
-        if names
-    )
+    only_in_files: list[str] = []
+    in_another_file: list[str] = []
+    for name, file in file_by_tensor.items():
+        if name not in weight_map:
+            only_in_files.append(quote_name(name))
+        elif weight_map[name] != file:
+            in_another_file.append(quote_name(name))
+    only_in_index = [quote_name(name) for name in weight_map if name not in file_by_tensor]
+    reasons: list[str] = []
+    for names, difference in (
+        (only_in_index, "only in the index"),
+        (only_in_files, "only in the files"),
+        (in_another_file, "not in the file that the index names"),
+    ):
+        if names:
+            listed = join_names(names, max_names=_MAX_LISTED)
+            reasons.append(f"{len(names)} {difference}: {listed}")
+    why = "; ".join(reasons)
     raise DamagedError(
         f"the index of {folder} and its files name different tensors",
         why,
@@ -165,11 +181,9 @@ def _missing_files_error(folder: Path, missing_count: int, file_count: int, why:
 
 def _download_command(folder: Path, *arguments: str) -> str:
     """Return the command that downloads a folder or a file of it. A hub cache path contains the repository."""
-    cache_folder = next(
-        (part for part in reversed(folder.absolute().parts) if part.startswith("models--")), None
-    )
-    if cache_folder is None:
-        return shlex.join(["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)])
-    return shlex.join(
-        ["hf", "download", cache_folder.removeprefix("models--").replace("--", "/"), *arguments]
-    )
+    # huggingface_hub caches OWNER/NAME as models--OWNER--NAME/snapshots/COMMIT. Names cannot contain `--`.
+    for part in reversed(folder.absolute().parts):
+        if part.startswith("models--"):
+            repository = part.removeprefix("models--").replace("--", "/")
+            return shlex.join(["hf", "download", repository, *arguments])
+    return shlex.join(["hf", "download", "OWNER/NAME", *arguments, "--local-dir", str(folder)])

@@ -87,9 +87,11 @@ class TorchTensor:
         """Return start and stop offset of the tensor's bytes in its file."""
         if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
-        last_offset = sum(
-            (extent - 1) * step for extent, step in zip(self.shape, self.byte_strides)
-        )
+        # e.g. the transpose [3, 2] of a float32 [2, 3] has the strides (4, 12): its last element is at
+        # 2 * 4 + 1 * 12 = 20, and its bytes end at 24
+        last_offset = 0
+        for extent, step in zip(self.shape, self.byte_strides):
+            last_offset += (extent - 1) * step
         return self.offset, self.offset + last_offset + array_bits(self.dtype, ()) // 8
 
 
@@ -168,15 +170,18 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
 def select_model_files(names: Iterable[str]) -> list[str]:
     """Return the file names that hold a model's tensors in PyTorch's format, by their names alone."""
     names = list(names)
-    if INDEX_FILE in names or SINGLE_FILE in names:
-        return [
-            name for name in names if name == (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
-        ]
-    candidates = [
-        name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-    ]
-    candidates = [name for name in candidates if not CONSOLIDATED_FILE.fullmatch(name)]
-    return sorted(name for name in candidates if not _is_training_file(name))
+    for preferred in (INDEX_FILE, SINGLE_FILE):
+        if preferred in names:
+            return [preferred]
+    return sorted(filter(_is_candidate, names))
+
+
+def _is_candidate(name: str) -> bool:
+    """Return whether a file may hold the model of a folder that has no file of a standard name."""
+    if name.startswith(".") or not name.lower().endswith(SUFFIXES):
+        return False
+    # Parts of Meta's models are split inside tensors, so that no one of them is a model.
+    return not CONSOLIDATED_FILE.fullmatch(name) and not _is_training_file(name)
 
 
 def _is_training_file(name: str) -> bool:
@@ -202,14 +207,18 @@ def select_torch_files(names: Iterable[str]) -> list[str]:
     names = list(names)
     kind = detect_torch_kind(names)
     if kind == "meta":
-        return [
-            name for name in names if name == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(name)
-        ]
+        patterns = (META_PARAMS_FILE, CONSOLIDATED_FILE)
+        return [name for name in names if _matches(name, *patterns)]
     if INDEX_FILE in names:
-        return [name for name in names if name == INDEX_FILE or _HF_FILE.fullmatch(name)]
+        return [name for name in names if _matches(name, INDEX_FILE, _HF_FILE)]
     if kind == "torch":
         return select_model_files(names)
     return []
+
+
+def _matches(name: str, exact: str, pattern: re.Pattern[str]) -> bool:
+    """Return whether a file name is equal to `exact`, or matches a pattern as a whole."""
+    return name == exact or pattern.fullmatch(name) is not None
 
 
 def read_torch_folder(folder: Path) -> TorchFolder:
@@ -219,23 +228,22 @@ def read_torch_folder(folder: Path) -> TorchFolder:
         PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
     candidates = select_model_files(list_folder(folder))
+    weight_map: dict[str, str] | None = None
+    names = candidates
     if candidates == [INDEX_FILE]:
         weight_map = read_weight_map(folder / INDEX_FILE, "bin")
-    else:
-        weight_map = None
-    if weight_map is not None:
         names = list_indexed_files(folder, weight_map)
     else:
-        names = candidates
-    if weight_map is None:
         _check_model(folder, names)
-    headers = tuple(
-        read_torch_header(folder / name, file_number) for file_number, name in enumerate(names)
-    )
-    torch_folder = TorchFolder(folder, headers)
-    file_by_tensor = map_tensors_to_files(
-        folder, ((tensor.name, names[tensor.file]) for tensor in torch_folder.tensors)
-    )
+    headers: list[TorchHeader] = []
+    pairs: list[tuple[str, str]] = []
+    for file_number, name in enumerate(names):
+        header = read_torch_header(folder / name, file_number)
+        headers.append(header)
+        for tensor in header.tensors:
+            pairs.append((tensor.name, name))
+    torch_folder = TorchFolder(folder, tuple(headers))
+    file_by_tensor = map_tensors_to_files(folder, pairs)
     if weight_map is not None:
         check_index_matches_files(folder, weight_map, file_by_tensor)
     return torch_folder
@@ -249,6 +257,7 @@ _ReadResult = tuple[str, TorchState, _StorageOffsets]  # metadata digest, state,
 
 
 def _read_zip(file: BinaryIO) -> _ReadResult:
+    # Older versions of torch.save do not record the byte order. Their files count as little endian.
     archive = torch_zip.read_archive(file)
     if (
         "byteorder" in archive.records
@@ -275,6 +284,7 @@ def _zip_storage_offsets(
     file: BinaryIO, archive: torch_zip.ZipArchive, required_nbytes: Mapping[str, int]
 ) -> _StorageOffsets:
     """Return the offset of each storage. Raise ValueError if one is too small or overlaps another."""
+    # Overlapping storages would let a small file claim more elements than it has bytes.
     offsets: dict[str, int] = {}
     spans = []
     for key, nbytes in required_nbytes.items():
@@ -344,9 +354,11 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
                 explanation,
                 hint or download_again_hint(path),
             )
+    # the magic of a POSIX tar header is at byte 257
     if first_bytes[257:262] == b"ustar":
         why = "PyTorch wrote this format before 0.1.10"
         return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN_HINT)
+    # a safetensors file has 8 bytes of length before its JSON header
     if first_bytes[8:9] == b"{":
         hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
         return PrepError(

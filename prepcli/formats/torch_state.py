@@ -6,7 +6,6 @@ No file is read. Functions raise ValueError for invalid objects.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -133,10 +132,9 @@ class TorchState:
 def read_torch_state(unpickled: UnpickledObject) -> TorchState:
     """Return the tensors of a checkpoint's state dict: the root, or its item under one of `WRAPPERS`."""
     state_dict = _find_state_dict(unpickled.root)
-    non_tensors = [
-        f"{_describe_key(key)} is {_describe_value(value)}"
-        for key, value in _iter_outer_items(unpickled.root, state_dict)
-    ]
+    non_tensors: list[str] = []
+    for key, value in _iter_outer_items(unpickled.root, state_dict):
+        non_tensors.append(f"{_describe_key(key)} is {_describe_value(value)}")
     views: list[StorageView] = []
     names: set[str] = set()
     for key, value in state_dict.items:
@@ -168,29 +166,28 @@ def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
 def _find_state_dict(root: object) -> PickledMapping:
     if not isinstance(root, PickledMapping):
         raise ValueError(f"it holds {_describe_value(root)}, not tensors by name")
+    candidates: list[tuple[str, PickledMapping]] = []
     if _has_tensors(root):
-        candidates = [("", root)]
-    else:
-        candidates = []
-    wrapped = [
-        (key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS
-    ]
-    if duplicates := [
-        key for key, count in Counter(key for key, _ in wrapped).items() if count > 1
-    ]:
-        raise ValueError(f"it has {quote_name(duplicates[0])} twice")
-    candidates += [
-        (key, value)
-        for key, value in wrapped
-        if isinstance(value, PickledMapping) and _has_tensors(value)
-    ]
+        candidates.append(("", root))
+    # A pickle may set a key twice, and PyTorch then keeps the last value. Which one is meant is not guessed.
+    wrappers: set[str] = set()
+    for key, value in root.items:
+        if not isinstance(key, str) or key not in WRAPPERS:
+            continue
+        if key in wrappers:
+            raise ValueError(f"it has {quote_name(key)} twice")
+        wrappers.add(key)
+        if isinstance(value, PickledMapping) and _has_tensors(value):
+            candidates.append((key, value))
     if not candidates:
         raise ValueError("it holds no tensors by name")
     # A training checkpoint may have an EMA copy next to the model. Which of them is meant is not
     # guessed.
     if len(candidates) > 1:
-        locations = " and ".join(quote_name(key) if key else "itself" for key, _ in candidates[:4])
-        raise ValueError(f"it has tensors by name in {locations}, which is ambiguous")
+        locations = [quote_name(key) for key, _ in candidates[:4]]
+        if not candidates[0][0]:
+            locations[0] = "itself"
+        raise ValueError(f"it has tensors by name in {' and '.join(locations)}, which is ambiguous")
     return candidates[0][1]
 
 
@@ -372,32 +369,23 @@ def _make_view(name: str, dtype: str, storage: TorchStorage, layout: _ElementLay
     # Its last element has index 0 + (3 - 1) * 1 + (2 - 1) * 3 = 5, so the storage has 6 or more.
     if 0 in shape:
         return StorageView(name, dtype, shape, storage, 0, None)
-    last_index = offset + sum(
-        (extent - 1) * stride for extent, stride in zip(shape, element_strides)
-    )
+    last_index = offset
+    for extent, stride in zip(shape, element_strides):
+        last_index += (extent - 1) * stride
     if (last_index + 1) * item_nbytes > storage.nbytes:
         raise ValueError(
             f"it reaches to byte {(last_index + 1) * item_nbytes:,} of a storage of {storage.nbytes:,}"
         )
+    # The stride of an extent of 1 moves no element, and PyTorch leaves any number there.
     c_strides = strides(shape)
-    if all(
-        extent == 1 or stride == c_stride
-        for extent, stride, c_stride in zip(shape, element_strides, c_strides)
-    ):
-        return StorageView(name, dtype, shape, storage, offset * item_nbytes, None)
-    element_strides = tuple(
-        stride if extent > 1 else c_stride
-        for extent, stride, c_stride in zip(shape, element_strides, c_strides)
-    )
-    _check_no_overlap(shape, element_strides)
-    return StorageView(
-        name,
-        dtype,
-        shape,
-        storage,
-        offset * item_nbytes,
-        tuple(stride * item_nbytes for stride in element_strides),
-    )
+    used_strides: list[int] = []
+    for extent, stride, c_stride in zip(shape, element_strides, c_strides):
+        used_strides.append(stride if extent > 1 else c_stride)
+    byte_strides: tuple[int, ...] | None = None
+    if tuple(used_strides) != c_strides:
+        _check_no_overlap(shape, used_strides)
+        byte_strides = tuple(stride * item_nbytes for stride in used_strides)
+    return StorageView(name, dtype, shape, storage, offset * item_nbytes, byte_strides)
 
 
 def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
@@ -416,8 +404,11 @@ def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> N
         if stride <= last_offset:
             raise ValueError("it is a view whose elements overlap: save its `.contiguous()` copy")
         last_offset += stride * (extent - 1)
+    # Dims that continue the run of the dims before them lengthen it. e.g. [2, 3] with the strides
+    # (10, 1): a run of 3 elements, 2 runs.
     run_elements = 1
     for stride, extent in stride_extents:
-        run_elements *= extent if stride == run_elements else 1
+        if stride == run_elements:
+            run_elements *= extent
     if (run_count := math.prod(shape) // run_elements) > MAX_RUNS:
         raise ValueError(f"it is a view in {run_count:,} pieces: save its `.contiguous()` copy")

@@ -49,7 +49,8 @@ def stat_file(path: Path) -> os.stat_result:
     except OSError as error:
         raise unreadable_error(path, error) from error
     if not stat.S_ISREG(file_stat.st_mode):
-        raise PrepError(f"{path} is not a file")
+        why = "it is a folder, a pipe or a device"
+        raise PrepError(f"{path} is not a file", why, "put a regular file in its place")
     return file_stat
 
 

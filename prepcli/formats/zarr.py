@@ -297,6 +297,7 @@ def _require_dtype(name: str, dtype: str | None, stored_dtype: Any) -> str:
         raise PrepError(
             f"{name} is {quote_name(str(stored_dtype))}",
             f"prep supports {', '.join(ZARR_TYPESTRS)}",
+            "save it again in one of these dtypes",
         )
     return dtype
 

@@ -71,6 +71,8 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     Returns:
         The layout. Chunks never overlap.
     """
+    # Pieces of one chunk share its group, e.g. layers 0 and 1 of a leaf in chunks of two layers. The first
+    # of them places the group.
     layout = ChunkLayout()
     placements: dict[tuple[str, tuple[int, ...]], StridedPlacement] = {}
     for piece in pieces:
@@ -90,6 +92,8 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
     The box spans the whole chunk grid, except along dims that stack source tensors, such as `layers`. Along these dims
     it holds only the chunk of the piece.
     """
+    # e.g. the leaf [layers=4, 3, 2] in chunks [1, 1, 2] has the grid [4, 3, 1]. Layer 2 takes the chunks
+    # [2, 0, 0] to [3, 3, 1]: a tensor is read once, and its chunks are written next to each other.
     stacked = dict(piece.stacked_indices)
     first: list[int] = []
     stop: list[int] = []
@@ -101,6 +105,7 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
             first.append(0)
             stop.append(count)
             continue
+        # a dim of several stacked atoms counts like digits: (groups=2 layers=3) at 1, 2 is 1 * 3 + 2
         index = 0
         for factor in dim:
             index = index * factor.extent + stacked[factor.atom]
@@ -115,6 +120,8 @@ def _place_group(
     """Append a box of chunks to the last data file, or to a new one if the last is full."""
     if layout.file_sizes[-1] >= FILE_NBYTES:
         layout.file_sizes.append(0)
+    # A chunk at the edge of the leaf is stored in full size, as zarr defines it, so that all chunks of
+    # the group have equal distances. e.g. 3 x 1 chunks of 8 bytes have the strides (8, 8).
     counts = [stop_index - start_index for start_index, stop_index in zip(first, stop)]
     nbytes = math.prod(piece.grid.chunk_shape) * piece.itemsize
     file = len(layout.file_sizes) - 1
@@ -134,6 +141,7 @@ def _place_group(
 def _is_contiguous(piece: LeafPiece, placement: StridedPlacement) -> bool:
     """Whether the whole tensor is one contiguous run at its placement."""
     shape = piece.axis_map.source_shape
+    # Two copies are enough to see that there is more than one. A large leaf has millions.
     copies = region_copies(_make_region(piece, placement), full_box(shape))
     widths = [copy.width for copy in itertools.islice(copies, 2)]
     return widths == [math.prod(shape) * piece.itemsize]

@@ -46,6 +46,8 @@ def gaps_between(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
     E.g. runs (100, 50), (160, 50) -> one gap (150, 10).
     """
+    # Flax stores an array above 1 GiB in pieces, each with its own msgpack header: the header is the gap.
+    # Offsets of gaps count in the gapless file, so that an earlier gap does not move a later one.
     gaps: list[tuple[int, int]] = []
     gapless_offset = runs[0][0]
     for (offset, nbytes), (next_offset, _) in itertools.pairwise(runs):

@@ -25,6 +25,7 @@ class ChunkGrid:
     @property
     def chunk_counts(self) -> tuple[int, ...]:
         """Number of chunks along each dim."""
+        # -(-a // b) rounds up in exact integers, e.g. 7 rows in chunks of 2 are 4 chunks
         return tuple(-(-extent // length) for extent, length in zip(self.shape, self.chunk_shape))
 
 
@@ -46,6 +47,7 @@ class StridedPlacement:
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
         """Return the file number and offset of a chunk."""
+        # e.g. offset 0, first index [0, 0] and strides (8, 8): chunk [2, 0] is at 2 * 8 + 0 * 8 = 16.
         # C-level maps: this runs once per chunk, and a 13B model has 10^5 chunks
         displacement = sum(map(mul, map(sub, index, self.first_index), self.strides))
         return self.file, self.offset + displacement
@@ -159,6 +161,8 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
         The position of the only split atom. None if chunk boundaries fall at
         different indices of the inner atoms.
     """
+    # (heads=4 head_dim=6): chunks of 12 have 2 whole heads and split `heads`, chunks of 3 split
+    # `head_dim`. Chunks of 4 split neither alone: they end at 4 in head 0, but at 2 and 6 in head 1.
     chunk_length = min(chunk_length, math.prod(extents))
     inner_extent = 1
     for number in reversed(range(len(extents))):
@@ -174,6 +178,8 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
 
 def _split_at_multiples(split_range: Range, step: int) -> Iterator[Range]:
     """Split a range at its first and its last multiple of `step`."""
+    # The part between them is whole chunks, which one loop describes. e.g. 1 to 7 in steps of 2:
+    # 1 to 2, 2 to 6, 6 to 7.
     start, stop = split_range
     first_multiple = min(stop, -(-start // step) * step)
     last_multiple = max(start, stop // step * step)
@@ -208,6 +214,7 @@ def _aligned_piece(
             steps.append(AxisStep(factor.atom, count, 1, 0, element_step))
             element_offset += start * element_step
         else:
+            # The split atom counts both: whole chunks, and elements from the start of its chunk.
             chunk_index += start // steps_per_chunk
             element_offset += start % steps_per_chunk * element_steps[0]
             if count > steps_per_chunk:  # whole chunks
@@ -256,6 +263,8 @@ def free_atom_ranges(
     Yields:
         Ranges of the free atoms, by atom. Elements with another index of a fixed atom are excluded.
     """
+    # A fixed atom selects one index of its axis, e.g. (qkv=3 at 1, embed=8) is the middle third of a
+    # fused weight. A box without that index has no element of the leaf.
     for box in split_merged_range(merged_range, [factor.extent for factor in factors]):
         free_ranges: dict[str, Range] = {}
         has_fixed = True

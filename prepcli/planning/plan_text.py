@@ -79,6 +79,7 @@ def encode_text(value: Any) -> str:
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
         return "(" + ", ".join(map(encode_text, value)) + end
+    # Of other types, such as int and str, `repr` is stable between versions of Python.
     labels = _LABELS.get(type(value))
     if labels is None:
         return repr(value)

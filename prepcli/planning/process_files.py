@@ -124,8 +124,12 @@ def _leaf_number(location: object) -> int:
 
 def _owner(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
     """Return the process with boxes of all elements of some leaves, or None."""
+    # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
     for process, own in enumerate(boxes):
-        if all(sum(map(volume, own.get(name, ()))) == size for name, size in sizes.items()):
+        for name, size in sizes.items():
+            if sum(map(volume, own.get(name, ()))) != size:
+                break
+        else:
             return process
     return None
 
@@ -139,17 +143,23 @@ def _chunk_indices(
     for leaf in leaves:
         owners: dict[ChunkIndex, int] = {}
         for process, own in enumerate(boxes):
-            touched = [_touched(leaf, box) for box in own.get(leaf.name, ())]
-            for index in itertools.chain.from_iterable(touched):
-                if owners.setdefault(index, process) != process:
-                    why = f"processes {owners[index]} and {process} hold parts of chunk {index} of {leaf.name}"
-                    raise PrepError(
-                        "the step cannot be saved to a bucket", why, "save it to a shared folder"
-                    )
+            for box in own.get(leaf.name, ()):
+                for index in _touched(leaf, box):
+                    if owners.setdefault(index, process) != process:
+                        raise _shared_chunk_error(leaf, index, (owners[index], process))
             chunks[process][leaf.name] = []
         for index, process in owners.items():
             chunks[process][leaf.name].append(index)
     return chunks
+
+
+def _shared_chunk_error(
+    leaf: OutputLeaf, index: ChunkIndex, processes: tuple[int, int]
+) -> PrepError:
+    """Return the error for a chunk that two processes hold parts of."""
+    first, second = processes
+    why = f"processes {first} and {second} hold parts of chunk {index} of {leaf.name}"
+    return PrepError("the step cannot be saved to a bucket", why, "save it to a shared folder")
 
 
 def _touched(leaf: OutputLeaf, box: Box) -> Iterator[ChunkIndex]:

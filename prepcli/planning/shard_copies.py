@@ -38,6 +38,7 @@ def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]
 
 def _chunk_indices(leaf: OutputLeaf, group: PlacedChunks, box: Box) -> Iterator[tuple[int, ...]]:
     """Yield the index of each chunk of a group that overlaps a box."""
+    # e.g. rows 3 to 9 in chunks of 4 touch the chunks 0 to 3: 3 // 4 is 0, 9 / 4 rounded up is 3
     ranges: list[range] = []
     for (low, high), first, stop, length in zip(
         box, group.first, group.stop, leaf.grid.chunk_shape
@@ -54,6 +55,8 @@ def _copy_to_chunk(
     location: tuple[int, int],
 ) -> StridedCopy:
     """Return the copy of packed elements to a box inside one chunk at (file, offset)."""
+    # The packed part has the strides of its own shape, the chunk those of the chunk's shape. e.g. a
+    # part [2, 2] in a float32 chunk [2, 4] is packed with (8, 4) and stored with (16, 4).
     item_nbytes = itemsize(leaf.dtype)
     chunk_strides = strides(leaf.grid.chunk_shape, item_nbytes)
     counts = [stop - start for start, stop in part]

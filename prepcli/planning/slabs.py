@@ -177,6 +177,7 @@ def _slabs_along_axis(
     page_rows: int,
 ) -> Iterator[Slab]:
     """Split a stream along an axis, for every index of the dims before it."""
+    # A scalar has no axis: it is one row of all its bytes.
     byte_strides = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
     row_nbytes = byte_strides[axis]
     first_row = stream.rows[0]
@@ -209,6 +210,8 @@ def _slabs_along_axis(
 
 def _split_axis(stream: Stream, max_nbytes: int) -> int:
     """Return the outermost axis at which one index has at most `max_nbytes` bytes."""
+    # e.g. float32 [8, 4096, 4096] has the strides 64 MiB, 16 KiB and 4: slabs of 32 MiB split axis 1,
+    # into 2,048 rows each, once for every index of axis 0
     sizes = strides(stream.shape, itemsize(stream.dtype))
     for axis, nbytes in enumerate(sizes):
         if nbytes <= max_nbytes:
@@ -273,6 +276,8 @@ def _chunk_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
 
 def _band_rows(region: ChunkedLocation, axis: int) -> int:
     """Return the number of rows along an axis of the tensor that fill whole chunks."""
+    # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
+    # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks.
     atom_lengths = _atom_lengths_in_chunk(region)
     rows = 1
     band_rows = 1
@@ -302,6 +307,8 @@ def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
 
 def _page_rows(stream: Stream, axis: int) -> int:
     """Return the number of rows along an axis that fill whole pages in every chunk."""
+    # A row of 768 bytes in a chunk fills whole pages after 4096 / gcd(4096, 768) = 16 rows. The least
+    # common multiple aligns the chunks of every location.
     rows = 1
     for location in (*stream.writes, *stream.reads):
         if not isinstance(location, ChunkedLocation):

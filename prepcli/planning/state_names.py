@@ -22,13 +22,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def qualify(slot: str, tensor: str) -> str:
     """Return the qualified name: TENSOR for a parameter, SLOT/TENSOR in an optimizer slot, /LEAF for other leaves."""
-    return tensor if slot == PARAMS else f"{slot}{SEPARATOR}{tensor}"
+    if slot == PARAMS:
+        return tensor
+    return f"{slot}{SEPARATOR}{tensor}"
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a name that `qualify` returned into slot and tensor."""
+    # e.g. `opt_state.mu/wte.weight` -> `opt_state.mu`, `wte.weight`, and `/step` -> empty slot, `step`
     slot, separator, tensor = name.partition(SEPARATOR)
-    return (slot, tensor) if separator else (PARAMS, name)
+    if not separator:
+        return PARAMS, name
+    return slot, tensor
 
 
 def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
@@ -41,6 +46,7 @@ def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
     Returns:
         The subtrees of `opt_state` that contain every parameter in its shape, sorted.
     """
+    # Every complete slot has the first parameter, so that its leaves alone give all candidates.
     first_path = next(iter(parameters), "")
     slots: list[str] = []
     for name in leaves:

@@ -83,6 +83,8 @@ class StridedCopy:
     @property
     def run_nbytes(self) -> int:
         """Length of a contiguous run in the file."""
+        # A loop whose steps are as long as the run lengthens the run. In the example of the module,
+        # 4 bytes become 2 * 4 and then 3 * 8: the file has one run of 24 bytes, the tensor has six of 4.
         length = self.width
         for count, _, file_stride in reversed(self.dims):
             if file_stride != length:
@@ -151,6 +153,8 @@ def _ranges_of(indices: Mapping[str, int]) -> dict[str, Range]:
 
 def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
     """Split a box of a tensor into boxes over its free atoms. Yield the range of each atom."""
+    # In the example, row 1 is {a: (1, 2), b: (0, 3)}. A range of a merged dim may need several boxes:
+    # indices 1 to 6 of (heads=2 head_dim=3) are head 0 with head_dim 1 to 3, and the whole of head 1.
     ranges_per_dim: list[list[dict[str, Range]]] = []
     for dim_range, dim in zip(box, axis_map.source_dims):
         selected_range = _clip_range(dim_range, dim.start, dim.selected_extent)
@@ -222,6 +226,9 @@ def part_copies(
         Copies with tensor offsets from the first byte of the tensor, or of the window in C order. File offsets
         count from the start of the leaf's box in C order, file numbers are 0.
     """
+    # Pieces count from the start of the leaf, file offsets from the start of the box. In the example,
+    # the leaf box ((1, 3), (0, 2)) has the strides (8, 4) and the origin -8: leaf index [1, 0] is at
+    # 1 * 8 - 8 = 0.
     box_strides = strides([stop - start for start, stop in part.box], itemsize)
     origin = -sum(start * stride for (start, _), stride in zip(part.box, box_strides))
     for atom_ranges in _atom_ranges_in_window(axis_map, part.atom_ranges, window):
@@ -362,6 +369,8 @@ def _copies_by_chunk(
 
 def _split_by_chunk(piece: DimPiece) -> Iterator[DimPiece]:
     """Split a piece of a dim into pieces that touch one chunk each."""
+    # In the example of the module, the piece of dim b has one loop over 3 chunks. It becomes three
+    # pieces in the chunks 0, 1 and 2, which start at b = 0, 1 and 2.
     chunk_loops = [step for step in piece.steps if step.chunk_step]
     element_loops = tuple(step for step in piece.steps if not step.chunk_step)
     for index in itertools.product(*[range(step.count) for step in chunk_loops]):
@@ -430,6 +439,8 @@ def _tensor_offset_and_strides(
     """Return the tensor offset of the atoms' first indices, and the tensor stride of each free atom."""
     if window is None:
         window = full_box(axis_map.source_shape)
+    # In the example, with row 1 as the window ((1, 2), (0, 3)): the window has the strides (12, 4), and
+    # w[1, 0] the offset (0 - 1) * 12 for the start of the window, plus 1 * 12 for a = 1. That is byte 0.
     tensor_offset = 0
     atom_strides: dict[str, int] = {}
     dim_strides = strides([stop - start for start, stop in window], itemsize)
@@ -447,6 +458,8 @@ def _tensor_offset_and_strides(
 
 def merge_dims(copy: StridedCopy) -> StridedCopy:
     """Return an equal copy with as few dims as possible, sorted by descending file stride."""
+    # A loop of one step changes no offset. Sorting by file stride makes the loops visit the file in
+    # ascending order, whatever the order of the tensor's dims.
     dims = sorted((dim for dim in copy.dims if dim[0] > 1), key=_by_descending_file_stride)
     width = copy.width
     merged: list[tuple[int, int, int]] = []  # innermost first

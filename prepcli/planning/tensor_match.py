@@ -170,10 +170,14 @@ def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collecti
     embedding = family.tying.embedding_tensor
     if embedding in bare_names:
         return ""
-    candidates = [name for name, original in family.duplicates.items() if original == embedding]
-    if family.is_tied(config, bare_names):
-        candidates.append(family.tying.head_tensor)
-    return next((name for name in candidates if name in bare_names), "")
+    for name, original in family.duplicates.items():
+        if original == embedding and name in bare_names:
+            return name
+    # safetensors stores tied tensors once, under either name.
+    head = family.tying.head_tensor
+    if head in bare_names and family.is_tied(config, bare_names):
+        return head
+    return ""
 
 
 def vocab_tensors(accounting: TensorMatch) -> set[str]:
@@ -345,7 +349,7 @@ def _check_drop_patterns(
     for pattern in options.drop:
         bare = pattern.removeprefix(names.family.prefix)
         if not any(fnmatch.fnmatchcase(name, bare) for name in dropped_names):
-            what = f"`--drop '{pattern}'` drops nothing of {source_name}"
+            what = text("{} drops nothing of {}", Option("drop", pattern), source_name)
             why = "no unexpected tensor has such a name, and tensors that the model uses are never dropped"
             hint = text("{} lists the tensors", Command("inspect", source_name))
             raise usage_error(what, why, hint)
@@ -406,7 +410,7 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     return PrepError(
         f"{count} {verb} not part of family {family.name}",
         join_names(tensors),
-        f"`--drop '{pattern}'` ignores them",
+        text("{} ignores them", Option("drop", pattern)),
     )
 
 

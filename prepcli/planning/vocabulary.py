@@ -51,17 +51,16 @@ def read_vocabulary(
     stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
     if true_size is None:
         size = read_size(config, TRUE_VOCAB_SIZE_KEY, stored_size)
-        origin = f"config.json's {TRUE_VOCAB_SIZE_KEY}"
-        make_error = PrepError
     else:
         size = true_size
-        origin = "--true-vocab"
-        make_error = usage_error
-    if not 1 <= size <= stored_size:
-        raise make_error(
-            f"{origin} {size} is out of range", f"the vocabulary has {stored_size} rows"
-        )
-    return Vocabulary(size, stored_size)
+    if 1 <= size <= stored_size:
+        return Vocabulary(size, stored_size)
+    why = f"the vocabulary has {stored_size} rows"
+    if true_size is None:
+        what = f"config.json's {TRUE_VOCAB_SIZE_KEY} {size} is out of range"
+        raise PrepError(what, why, f"set it to a number from 1 to {stored_size}")
+    what = text("{} is out of range", Option("true_vocab", size))
+    raise usage_error(what, why, text("{} or less", Option("true_vocab", stored_size)))
 
 
 def check_padded_size(rows: int, option: Option) -> int:
@@ -75,11 +74,8 @@ def check_padded_size(rows: int, option: Option) -> int:
         UsageError: There are more than 32-bit token ids.
     """
     if rows > MAX_ROWS:
-        raise usage_error(
-            text("{} is too large", option),
-            f"a vocabulary has at most {MAX_ROWS:,} rows",
-            "a smaller number",
-        )
+        why = f"a vocabulary has at most {MAX_ROWS:,} rows"
+        raise usage_error(text("{} is too large", option), why, "use a smaller value")
     return rows
 
 

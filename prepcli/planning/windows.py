@@ -110,6 +110,7 @@ def _union(a: Box, b: Box) -> Box:
 def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: int) -> bool:
     if volume(_union(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
+    # Boxes that differ along one axis alone have a box as union, apart from the gap between them.
     different = [axis for axis in range(len(a)) if a[axis] != b[axis]]
     if len(different) != 1:
         return False
@@ -129,6 +130,8 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
     Yields:
         Boxes that cover the window, each element once.
     """
+    # The axes closest together in the file are kept whole first, so that each part is few long runs.
+    # e.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
     lengths = [stop - start for start, stop in window]
     remaining = max_volume

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -345,7 +346,10 @@ def test_drop_pattern_without_match_is_an_error(capsys):
     make_checkpoint(Path("m"))
     for pattern in ("*.typo", "transformer.wte.weight"):
         code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--drop", pattern)
-        assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")
+        assert (code, lines[0]) == (
+            2,
+            f"error: `--drop {shlex.quote(pattern)}` drops nothing of ./m",
+        )
 
 
 def test_config_with_infinity_is_converted_and_written_back(capsys):

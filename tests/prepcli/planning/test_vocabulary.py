@@ -43,7 +43,7 @@ def test_read_vocabulary_rejects_invalid_sizes(key: str, value: object):
 
 @pytest.mark.parametrize("true", [0, -1, 137])
 def test_read_vocabulary_rejects_true_size_out_of_range(true: int):
-    with pytest.raises(PrepError, match=f"--true-vocab {true} is out of range") as raised:
+    with pytest.raises(PrepError, match=f"true_vocab={true}` is out of range") as raised:
         read_vocabulary({"vocab_size": 136}, 50, true_size=true)
     assert "136 rows" in raised.value.why
     assert raised.value.code == USAGE
