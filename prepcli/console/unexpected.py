@@ -8,13 +8,16 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.errors import FAILED, PrepError
+from prepcli.errors import FAILED, Option, PrepError, text
 
 BUG = "this is a bug in prep"
 OUT_OF_MEMORY = PrepError(
     "the system is out of memory",
     "its limit for the process is below what the command and Python itself need",
-    "a larger limit (`ulimit -v`, the job's memory), or a smaller `--memory` where the command has one",
+    text(
+        "a larger limit (`ulimit -v`, the job's memory), or a smaller {} where the command has one",
+        Option("memory"),
+    ),
 )
 TEMPORARY_FOLDER_HINT = "set TMPDIR to a folder on a disk with free space"
 
@@ -76,11 +79,9 @@ def as_prep_error(error: BaseException) -> PrepError:
 
 
 def _system_error(error: OSError) -> PrepError:
-    what = (
-        f"cannot use {error.filename}"
-        if error.filename is not None
-        else "the system refused to read or write"
-    )
+    what = "the system refused to read or write"
+    if error.filename is not None:
+        what = f"cannot use {error.filename}"
     return PrepError(what, error.strerror or str(error), _system_hint(error))
 
 
@@ -115,7 +116,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        # The order of a traceback: `raise ... from`, or else the error that was being handled.
+        context = cause.__context__
+        if cause.__suppress_context__:
+            context = None
+        cause = cause.__cause__ or context
 
 
 def _bug_error(error: BaseException) -> PrepError:
