@@ -281,12 +281,17 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
     """Return the atoms of each dim of a leaf."""
-    return [tuple(factor.atom for factor in dim) for dim in axis_map.leaf_dims]
+    names: list[tuple[str, ...]] = []
+    for dim in axis_map.leaf_dims:
+        names.append(tuple(factor.atom for factor in dim))
+    return names
 
 
 def _source_offset(tensor: SourceTensor) -> int:
     first = tensor.placement[0]
-    return first.offset if isinstance(first, Contiguous) else 0
+    if isinstance(first, Contiguous):
+        return first.offset
+    return 0
 
 
 def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[OutputLeaf]:
