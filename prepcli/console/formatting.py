@@ -38,20 +38,26 @@ def parse_bytes(size: str, option: str) -> int:
     number, unit = match.groups()
     scale = _BY_LOWER_CASE.get(unit.lower() or "b")
     if scale is None:
-        is_prefix = unit.upper() in ("K", "M", "G", "T")
-        raise _invalid_size_error(size, option, f"{number}{unit.upper()}iB" if is_prefix else "")
-    nbytes = Fraction(number) * scale if len(number) <= MAX_DIGITS else Fraction(MAX_NBYTES + 1)
+        # `512M` is 512 * 10^6 for some programs and 512 * 2^20 for others, so it is not guessed.
+        guess = ""
+        if unit.upper() in ("K", "M", "G", "T"):
+            guess = f"{number}{unit.upper()}iB"
+        raise _invalid_size_error(size, option, guess)
+    # Fractions are exact: 1.005 KB are 1,005 bytes, and as a float 1004.9999999999999.
+    nbytes = Fraction(MAX_NBYTES + 1)
+    if len(number) <= MAX_DIGITS:
+        nbytes = Fraction(number) * scale
     if nbytes > MAX_NBYTES:
         raise usage_error(
             text("{} is too large", Option(option, size)),
             f"the limit is {MAX_NBYTES:,} bytes",
-            "a smaller size",
+            text("for example {}", Option(option, "512MiB")),
         )
     if nbytes.denominator != 1:
         raise usage_error(
             text("{} is not a whole number of bytes", Option(option, size)),
             f"it is {float(nbytes):.6g} bytes",
-            text("{}", Option(option, round(nbytes))),
+            text("for example {}", Option(option, round(nbytes))),
         )
     return int(nbytes)
 
@@ -70,14 +76,16 @@ def _invalid_size_error(size: str, option: str, guess: str = "") -> PrepError:
 def format_bytes(nbytes: float) -> str:
     """Format as `4.90 GiB`, `56.0 KiB`, `214 MiB` or `17 bytes`: binary units, about three digits."""
     unit = _fitting_unit(nbytes)
-    return f"{_in_unit(nbytes, unit)} {unit}" if unit else _count(round(nbytes), "byte")
+    if not unit:
+        return _count_bytes(round(nbytes))
+    return f"{_in_unit(nbytes, unit)} {unit}"
 
 
 def format_bytes_of(done_nbytes: int, total_nbytes: int) -> str:
     """Format as `11.15 of 24.24 GiB`, both in the unit of the total."""
     unit = _fitting_unit(total_nbytes)
     if not unit:
-        return f"{done_nbytes} of {_count(total_nbytes, 'byte')}"
+        return f"{done_nbytes} of {_count_bytes(total_nbytes)}"
     digits = len(_in_unit(total_nbytes, unit).partition(".")[2])
     return f"{done_nbytes / BINARY_UNITS[unit]:.{digits}f} of {format_bytes(total_nbytes)}"
 
@@ -87,24 +95,27 @@ def format_rate(bytes_per_s: float) -> str:
     unit = _fitting_unit(bytes_per_s)
     if not unit:
         return f"{bytes_per_s:.0f} B/s"
-    value = bytes_per_s / BINARY_UNITS[unit]
-    return f"{value:.{1 if value < 99.95 else 0}f} {unit}/s"
+    return f"{_three_digits(bytes_per_s / BINARY_UNITS[unit])} {unit}/s"
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
     """Return a number with a fixed number of digits, or `not finite` for None."""
-    return "not finite" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "not finite"
+    return f"{value:.{digits}f}"
 
 
 def format_token_rate(tokens_per_s: float) -> str:
     """Format as `41.2k tok/s` or `870 tok/s`."""
-    return (
-        f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
-    )
+    if tokens_per_s >= 1000:
+        return f"{tokens_per_s / 1000:.1f}k tok/s"
+    return f"{tokens_per_s:.0f} tok/s"
 
 
 def format_duration(seconds: float) -> str:
     """Format as `4.3 s`, `2 min 13 s` or `3 h 05 min`."""
+    # The limits are where the rounded number would reach the next form: 99.95 would be 100.0 s, and
+    # 3599.5 would be 60 min.
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     if seconds < 3599.5:
@@ -117,7 +128,9 @@ def format_clock(seconds: float) -> str:
     """Format elapsed time as `0:04`, `12:30` or `1:00:07`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def format_time_left(seconds: float) -> str:
@@ -132,21 +145,36 @@ def format_time_left(seconds: float) -> str:
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun, in the plural unless it is 1."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {plural or noun + 's'}"
 
 
 def _fitting_unit(nbytes: float) -> str:
     """Return the largest binary unit that shows as at least 1 after rounding, or an empty text for bytes."""
-    fitting = [unit for unit, scale in BINARY_UNITS.items() if nbytes >= scale - scale / 2048]
-    return fitting[-1] if fitting else ""
+    # e.g. 1,048,064 bytes are 1023.5 KiB, which rounds to 1024 KiB, and are shown as 1.0 MiB.
+    fitting = ""
+    for unit, scale in BINARY_UNITS.items():
+        if nbytes >= scale - scale / 2048:
+            fitting = unit
+    return fitting
 
 
 def _in_unit(nbytes: float, unit: str) -> str:
     value = nbytes / BINARY_UNITS[unit]
     if unit in ("GiB", "TiB"):
         return f"{value:.2f}"
-    return f"{value:.{1 if value < 99.95 else 0}f}"
+    return _three_digits(value)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _count_bytes(number: int) -> str:
+    if number == 1:
+        return "1 byte"
+    return f"{number} bytes"
+
+
+def _three_digits(value: float) -> str:
+    """Format as `9.5`, `56.0` or `214`."""
+    if value < 99.95:
+        return f"{value:.1f}"
+    return f"{value:.0f}"

@@ -69,6 +69,7 @@ class LiveBlock:
         """Print whole lines above. Their escape sequences of colours are kept."""
         from rich.text import Text
 
+        # The terminal breaks long lines, not rich: a copied path then has no line break.
         self._console.print(Text.from_ansi(text), soft_wrap=True)
 
     def close(self) -> None:

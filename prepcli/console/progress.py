@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 Mode = Literal["auto", "bar", "lines", "json", "none"]
 
+# A log of one day has 2,880 lines.
 LINE_INTERVAL_S = 30.0
 EVENT_INTERVAL_S = 1.0
+# Ten times per second looks continuous, also over a slow connection.
 REDRAW_INTERVAL_S = 0.1
+# At most 61 samples are in memory: 30 s of two per second, and one before.
 SAMPLE_INTERVAL_S = 0.5
 ETA_WINDOW_S = 30.0
 BAR_CELLS = 30
@@ -93,7 +96,9 @@ class ProgressMeter:
     @property
     def percent(self) -> int:
         """Percentage, rounded down so that 100 means complete. An empty task is complete."""
-        return 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
+        if not self.total_bytes:
+            return 100
+        return 100 * self.done_bytes // self.total_bytes
 
     def elapsed_s(self) -> float:
         """Return the seconds since the task began."""
@@ -103,7 +108,9 @@ class ProgressMeter:
         """Return the bytes per second of this run, None before time has passed and bytes were written."""
         took_s = self.elapsed_s()
         written_bytes = self.done_bytes - self.resumed_bytes
-        return written_bytes / took_s if took_s > 0 and written_bytes > 0 else None
+        if took_s <= 0 or written_bytes <= 0:
+            return None
+        return written_bytes / took_s
 
     def eta_s(self) -> float | None:
         """Return the remaining seconds at the rate of the last 30 s, None if that rate is unknown or zero."""
@@ -117,20 +124,27 @@ class ProgressMeter:
 
     def bytes_and_rate(self) -> str:
         """Return for example `11.15 of 24.24 GiB  870 MiB/s`, without the rate while it is unknown."""
+        done = format_bytes_of(self.done_bytes, self.total_bytes)
         rate = self.rate()
-        return format_bytes_of(self.done_bytes, self.total_bytes) + (
-            f"  {format_rate(rate)}" if rate else ""
-        )
+        if rate is None:
+            return done
+        return f"{done}  {format_rate(rate)}"
 
     def status(self, note: str) -> str:
         """Return bytes, rate, remaining time and the note."""
+        text = self.bytes_and_rate()
         eta_s = self.eta_s()
-        remaining = f"  {format_time_left(eta_s)}" if eta_s is not None else ""
-        return self.bytes_and_rate() + remaining + (f"   {note}" if note else "")
+        if eta_s is not None:
+            text += f"  {format_time_left(eta_s)}"
+        if note:
+            text += f"   {note}"
+        return text
 
     def summary(self) -> str:
         """Return bytes, rate and duration: `done in 32.7 s`, or `interrupted after 5.0 s`."""
-        ending = "done in" if self.done_bytes >= self.total_bytes else "interrupted after"
+        ending = "interrupted after"
+        if self.done_bytes >= self.total_bytes:
+            ending = "done in"
         return f"{self.bytes_and_rate()}  {ending} {format_duration(self.elapsed_s())}"
 
 
@@ -275,8 +289,11 @@ class BarProgress:
         """Draw the bar a last time. It stays on the screen."""
         if self.meter is not None and self.bar is not None:
             complete = self.meter.done_bytes >= self.meter.total_bytes
-            clock = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
-            self._draw(self.meter, clock if complete else self.meter.summary())
+            # The full bar shows that the task is done. Without it, the words have to.
+            state = self.meter.summary()
+            if complete:
+                state = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
+            self._draw(self.meter, state)
             self.bar.stop()
         self.meter = self.bar = None
 
@@ -288,15 +305,21 @@ class BarProgress:
     def _draw(self, meter: ProgressMeter, state: str) -> None:
         if self.bar is None:
             return
+        # One column stays free: some terminals break the line after a character in the last one.
         taken = len(meter.task) + 2 + _bar_cells(self.bar.console.width) + 2
         state = f"{meter.percent:3d}%  {state}"[: max(0, self.bar.console.width - taken - 1)]
-        completed = meter.done_bytes if meter.total_bytes else 1
+        # The bar of an empty task has a total of 1, and is full.
+        completed = meter.done_bytes
+        if not meter.total_bytes:
+            completed = 1
         self.bar.update(self.bar.task_ids[0], completed=completed, state=state, refresh=True)
 
 
 def _bar_cells(width: int) -> int:
     """Return the width of the bar: short on narrow lines, where the numbers matter more."""
-    return BAR_CELLS if width >= 100 else 10
+    if width >= 100:
+        return BAR_CELLS
+    return 10
 
 
 def _rich_bar(stream: TextIO) -> RichProgress:
@@ -338,7 +361,14 @@ def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> 
     Returns:
         The Progress.
     """
-    if mode == "auto":
-        mode = "bar" if can_redraw(stream) else "lines"
-    kinds = {"bar": BarProgress, "lines": LineProgress, "json": JsonProgress}
-    return kinds[mode](stream, clock) if mode in kinds else NullProgress()
+    if mode == "auto" and can_redraw(stream):
+        mode = "bar"
+    match mode:
+        case "bar":
+            return BarProgress(stream, clock)
+        case "auto" | "lines":
+            return LineProgress(stream, clock)
+        case "json":
+            return JsonProgress(stream, clock)
+        case "none":
+            return NullProgress()

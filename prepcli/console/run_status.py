@@ -79,6 +79,7 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
         status: The state.
         width: Columns of the terminal.
     """
+    # In the order of importance: a low terminal crops the last lines.
     rows = (
         ("loss", _loss_items(status)),
         ("lr", _optimizer_items(status)),
@@ -88,11 +89,12 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
         ("sample", [(status.sample, "")]),
         ("saved", [(status.save, "")]),
     )
-    shown = [(label, [item for item in items if item[0]]) for label, items in rows]
-    return [
-        *_header(status, width),
-        *(_row(label, items, width) for label, items in shown if items),
-    ]
+    lines = [*_header(status, width)]
+    for label, items in rows:
+        known = [item for item in items if item[0]]
+        if known:
+            lines.append(_row(label, known, width))
+    return lines
 
 
 def sparkline(values: Sequence[float | None]) -> str:
@@ -107,10 +109,13 @@ def sparkline(values: Sequence[float | None]) -> str:
     low = min(known)
     span = (max(known) - min(known)) or 1.0
     top = len(SPARK_LEVELS) - 1
-    return "".join(
-        " " if value is None else SPARK_LEVELS[round(top * (value - low) / span)]
-        for value in values
-    )
+    bars = ""
+    for value in values:
+        if value is None:
+            bars += " "
+        else:
+            bars += SPARK_LEVELS[round(top * (value - low) / span)]
+    return bars
 
 
 def _header(status: RunStatus, width: int) -> Iterator[Line]:
@@ -118,9 +123,9 @@ def _header(status: RunStatus, width: int) -> Iterator[Line]:
     times = [format_clock(status.elapsed_s)]
     if status.remaining_s is not None and status.step < status.steps:
         times.append(format_time_left(status.remaining_s))
-    yield _fit(
-        [(status.name, "bold"), (status.phase, "cyan"), *((text, "") for text in times)], width
-    )
+    items = [(status.name, "bold"), (status.phase, "cyan")]
+    items += [(text, "") for text in times]
+    yield _fit(items, width)
     percent = 100 * status.step // max(status.steps, 1)
     count = f"{status.step:,}/{status.steps:,}{GAP}{percent}%"
     cells = min(MAX_BAR_CELLS, width - len(count) - len(GAP))
@@ -155,27 +160,27 @@ def _optimizer_items(status: RunStatus) -> list[Segment]:
 
 def _log_step_items(status: RunStatus) -> list[Segment]:
     """Return the step of the logged values if it is not the step shown at the top."""
-    return (
-        [] if status.log_step in (None, status.step) else [(f"at step {status.log_step:,}", "dim")]
-    )
+    if status.log_step in (None, status.step):
+        return []
+    return [(f"at step {status.log_step:,}", "dim")]
 
 
 def _speed_items(status: RunStatus) -> list[Segment]:
     if status.tokens_per_s is None or status.step_s is None:
         return []
     items = [(format_token_rate(status.tokens_per_s), ""), (f"{status.step_s:.2f} s/step", "")]
-    return items if status.mfu is None else [*items, (f"MFU {status.mfu:.1%}", "")]
+    if status.mfu is not None:
+        items.append((f"MFU {status.mfu:.1%}", ""))
+    return items
 
 
 def _memory_items(status: RunStatus) -> list[Segment]:
     if status.memory_nbytes is None:
         return []
     limit = status.memory_limit_nbytes
-    text = (
-        format_bytes_of(status.memory_nbytes, limit)
-        if limit
-        else format_bytes(status.memory_nbytes)
-    )
+    text = format_bytes(status.memory_nbytes)
+    if limit:
+        text = format_bytes_of(status.memory_nbytes, limit)
     return [(f"peak {text} per device", "")]
 
 

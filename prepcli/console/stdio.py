@@ -71,7 +71,10 @@ def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
         os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace"
     ) as stdout:
         # The redirection is on the descriptor: C libraries do not use `sys.stdout`.
-        target = os.dup(2) if to_stderr else os.open(os.devnull, os.O_WRONLY)
+        if to_stderr:
+            target = os.dup(2)
+        else:
+            target = os.open(os.devnull, os.O_WRONLY)
         os.dup2(target, 1)
         os.close(target)
         try:
@@ -95,8 +98,15 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
         stream.flush()
     except OSError as error:
         redirect_to_null(stream)
-        return None if isinstance(error, BrokenPipeError) else error
+        return _unless_reader_is_gone(error)
     return None
+
+
+def _unless_reader_is_gone(error: OSError) -> OSError | None:
+    # `prep ... | head` has what it wants. Every other failure loses a part of the result.
+    if isinstance(error, BrokenPipeError):
+        return None
+    return error
 
 
 def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
@@ -113,7 +123,7 @@ def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
         buffer.write(text.encode("utf-8", "surrogateescape"))
     except OSError as error:
         redirect_to_null(stream)
-        return None if isinstance(error, BrokenPipeError) else error
+        return _unless_reader_is_gone(error)
     return write_and_flush(stream)
 
 

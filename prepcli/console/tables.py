@@ -41,7 +41,9 @@ class Column:
     @property
     def min_width(self) -> int:
         """Characters of the narrowest form of the column."""
-        return min(self.width, MIN_WRAPPED_WIDTH) if self.is_wrapped else self.width
+        if not self.is_wrapped:
+            return self.width
+        return min(self.width, MIN_WRAPPED_WIDTH)
 
     @property
     def is_constant(self) -> bool:
@@ -100,25 +102,29 @@ def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -
 
 def _row_lines(columns: Sequence[Column], width: int | None) -> list[list[str]]:
     """Return the lines of the header and of each row, with the cells side by side."""
-    rest = 0 if width is None else max(0, width - _min_width(columns))
     widths = [column.width for column in columns]
     if width is not None:
+        rest = max(0, width - _min_width(columns))
         widths = [min(column.width, column.min_width + rest) for column in columns]
-    rows = [
-        [column.name for column in columns],
-        *zip(*(column.cells for column in columns), strict=True),
-    ]
-    return [_join_cells(columns, row, widths) for row in rows]
+    header = [column.name for column in columns]
+    blocks = [_join_cells(columns, header, widths)]
+    for row in zip(*(column.cells for column in columns), strict=True):
+        blocks.append(_join_cells(columns, row, widths))
+    return blocks
 
 
 def _join_cells(columns: Sequence[Column], row: Sequence[str], widths: Sequence[int]) -> list[str]:
     """Return the lines of one row."""
     blocks: list[list[str]] = []
     for column, cell, width in zip(columns, row, widths, strict=True):
-        lines = textwrap.wrap(cell, width) if len(cell) > width else [cell]
-        blocks.append(
-            [line.rjust(width) if column.is_right_aligned else line.ljust(width) for line in lines]
-        )
+        # `wrap` would join the spaces within a cell, so that a cell that fits is left as it is.
+        lines = [cell]
+        if len(cell) > width:
+            lines = textwrap.wrap(cell, width)
+        align = str.ljust
+        if column.is_right_aligned:
+            align = str.rjust
+        blocks.append([align(line, width) for line in lines])
     height = max(map(len, blocks), default=1)
     for block, width in zip(blocks, widths, strict=True):
         block += [" " * width] * (height - len(block))

@@ -36,6 +36,7 @@ _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one 
 
 Cell = str | int
 
+# Control sequence of terminals (DECTCEM). rich hides the cursor while a live block is open.
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -98,7 +99,10 @@ class Ui:
     def note(self, text: str, level: int = NORMAL) -> None:
         """Print a line on stderr if the verbosity is at least `level`."""
         if self.level >= level and (self.all_print or not self.process):
-            self._print_stderr(f"{self._label if self.all_print else ''}{printable(text)}")
+            label = ""
+            if self.all_print:
+                label = self._label
+            self._print_stderr(f"{label}{printable(text)}")
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr and add it to the JSON object."""
@@ -110,12 +114,16 @@ class Ui:
     @property
     def _label(self) -> str:
         """The process that prints a line."""
-        return "" if self.process is None else f"process {self.process}: "
+        if self.process is None:
+            return ""
+        return f"process {self.process}: "
 
     @property
     def columns(self) -> int | None:
         """Width of the terminal on stdout, or None for a pipe or a file, where tables are never shortened."""
-        return shutil.get_terminal_size().columns if self.out.isatty() else None
+        if not self.out.isatty():
+            return None
+        return shutil.get_terminal_size().columns
 
     def open_live_block(self) -> LiveBlock | None:
         """Return lines redrawn in place, or None if the output is for a log, or of all processes.
@@ -200,10 +208,13 @@ class Ui:
             unwritten = write_exact_and_flush(self.out, f"{report.text}\n")
         elif text and not self.process:
             unwritten = write_and_flush(self.out, f"{text}\n")
+        # A full disk behind `prep ... > file` must not look like success.
         error = report.error or (unwritten and stdout_error(unwritten))
         if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
             self._print_stderr(self._error_text(error))
-        return error.code if error is not None else OK
+        if error is None:
+            return OK
+        return error.code
 
     def end_process(self, error: PrepError) -> int:
         """Print the error of another process that ends this one too, and return the exit code.
@@ -232,8 +243,10 @@ class Ui:
 
     def _error_text(self, error: PrepError) -> str:
         lines = [f"{self._colored('error:', 31)} {self._label}{printable(error.what)}"]
-        lines += [f"  why: {_indent(printable(error.why))}"] if error.why else []
-        lines += [f" hint: {printable(error.hint)}"] if error.hint else []
+        if error.why:
+            lines.append(f"  why: {_indent(printable(error.why))}")
+        if error.hint:
+            lines.append(f" hint: {printable(error.hint)}")
         return "\n".join(lines)
 
     def _print_stderr(self, text: str) -> None:
@@ -242,12 +255,18 @@ class Ui:
         print(f"{text}\n", end="", file=stream, flush=True)
 
     def _colored(self, word: str, colour: int) -> str:
-        return f"\x1b[1;{colour}m{word}\x1b[0m" if _supports_color(self.err) else word
+        if not _supports_color(self.err):
+            return word
+        # Bold, and the color: 31 is red, 33 yellow.
+        return f"\x1b[1;{colour}m{word}\x1b[0m"
 
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
     """Return the Ui for the shared options. `-q` takes precedence over `-v`."""
-    return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
+    level = min(verbose, SLABS)
+    if quiet:
+        level = QUIET
+    return Ui(command, as_json, level, progress)
 
 
 def version() -> str:
@@ -257,7 +276,8 @@ def version() -> str:
 
 def stdout_error(error: OSError) -> PrepError:
     """Return the error for a result that could not be written to stdout."""
-    return PrepError("cannot write the result to stdout", error.strerror or str(error))
+    hint = "check the program or the disk that receives it"
+    return PrepError("cannot write the result to stdout", error.strerror or str(error), hint)
 
 
 def format_table(
@@ -288,10 +308,15 @@ def format_table(
     columns: list[Column] = []
     for index, name in enumerate(header):
         values = [row[index] for row in rows]
-        cells = [f"{value:,}" if isinstance(value, int) else printable(value) for value in values]
-        is_right_aligned = name in right_aligned or (
-            bool(rows) and all(isinstance(value, int) for value in values)
-        )
+        cells: list[str] = []
+        num_integers = 0
+        for value in values:
+            if isinstance(value, int):
+                num_integers += 1
+                cells.append(f"{value:,}")
+            else:
+                cells.append(printable(value))
+        is_right_aligned = name in right_aligned or 0 < num_integers == len(values)
         columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
     return layout_table(columns, width=width, optional=optional)
 
@@ -310,11 +335,11 @@ def printable(text: str) -> str:
 
 
 def _escape_char(char: str) -> str:
-    return (
-        char
-        if char.isprintable() or char in UNESCAPED or category(char) == "Zs"
-        else ascii(char)[1:-1]
-    )
+    # `isprintable` is false for all spaces but U+0020. Those of category Zs, e.g. the no-break space,
+    # only move the text, and no control character is among them.
+    if char.isprintable() or char in UNESCAPED or category(char) == "Zs":
+        return char
+    return ascii(char)[1:-1]
 
 
 def _supports_color(stream: TextIO) -> bool:

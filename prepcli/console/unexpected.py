@@ -79,11 +79,9 @@ def as_prep_error(error: BaseException) -> PrepError:
 
 
 def _system_error(error: OSError) -> PrepError:
-    what = (
-        f"cannot use {error.filename}"
-        if error.filename is not None
-        else "the system refused to read or write"
-    )
+    what = "the system refused to read or write"
+    if error.filename is not None:
+        what = f"cannot use {error.filename}"
     return PrepError(what, error.strerror or str(error), _system_hint(error))
 
 
@@ -118,7 +116,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        # The order of a traceback: `raise ... from`, or else the error that was being handled.
+        context = cause.__context__
+        if cause.__suppress_context__:
+            context = None
+        cause = cause.__cause__ or context
 
 
 def _bug_error(error: BaseException) -> PrepError:

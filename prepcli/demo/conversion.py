@@ -166,9 +166,9 @@ def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
     )
     configs = [json.loads((model / "config.json").read_bytes()) for model in (before, after)]
     check(is_tokenizer_equal and configs[0] == configs[1], "the settings differ from the start")
-    nbytes = sum(
-        path.stat().st_size for model in (before, after) for path in model.glob("*.safetensors")
-    )
+    nbytes = 0
+    for model in (before, after):
+        nbytes += sum(path.stat().st_size for path in model.glob("*.safetensors"))
     return StepOutcome(
         f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes
     )

@@ -105,7 +105,8 @@ def run_step(step: DemoStep, folder: Path) -> StepOutcome:
                 ) from error
         if isinstance(error, OSError):
             what = f"cannot read or write {error.filename or folder}"
-            raise PrepError(what, error.strerror or str(error)) from error
+            hint = "check the permissions of the folder"
+            raise PrepError(what, error.strerror or str(error), hint) from error
         raise
 
 
@@ -188,7 +189,10 @@ def run_and_kill(
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise PrepError with the message unless the condition holds."""
+    """Raise PrepError with the message unless the condition holds.
+
+    The message is the whole error: a wrong result of a step has no cause that a user could change.
+    """
     if not condition:
         raise PrepError(message)
 
@@ -203,7 +207,8 @@ def retry_note(tries: int) -> str:
 def never_killed_error() -> PrepError:
     """Return the error of a step with runs that all ended before they were killed."""
     why = "this machine is too fast, or too busy to look at the run in time"
-    return PrepError(f"the run ended {MAX_KILL_TRIES} times before it could be killed", why)
+    what = f"the run ended {MAX_KILL_TRIES} times before it could be killed"
+    return PrepError(what, why, "try again")
 
 
 def conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:

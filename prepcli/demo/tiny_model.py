@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ ENDINGS = [
     "ol",
     "ul",
 ]
-WORDS = tuple(start + end for start in CONSONANTS for end in ENDINGS)
+WORDS = tuple(start + end for start, end in itertools.product(CONSONANTS, ENDINGS))
 # 257 words: an odd size that no mesh divides.
 VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)
 
@@ -91,12 +92,14 @@ def write_tiny_model(folder: Path) -> int:
     folder.mkdir()
     shards = split_into_shards(list(_entries()), SHARD_NBYTES)
     layouts = lay_out_files([(name, entries, None) for name, entries in shards])
+    nbytes = 0
     for layout in layouts:
         _write_file(folder / layout.name, layout)
+        nbytes += sum(tensor.nbytes for tensor in layout.tensors)
     (folder / INDEX_FILE).write_bytes(encode_index(layouts))
     for name, content in _settings().items():
         (folder / name).write_bytes(json_bytes(content))
-    return sum(tensor.nbytes for layout in layouts for tensor in layout.tensors)
+    return nbytes
 
 
 def _entries() -> Iterator[LayoutEntry]:

@@ -95,10 +95,10 @@ def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
     """Write a text in a learnable language, in which only a few words may follow each word, and a recipe."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))
-    lines = [
-        " ".join(TEXT_WORDS[word] for word in _sentence(random, followers))
-        for _ in range(SENTENCES)
-    ]
+    lines: list[str] = []
+    while len(lines) < SENTENCES:
+        words = [TEXT_WORDS[word] for word in _sentence(random, followers)]
+        lines.append(" ".join(words))
     text = "\n".join(lines) + "\n"
     write_file(folder / TEXT, text.encode())
     write_file(folder / RECIPE, RECIPE_TEXT.encode())

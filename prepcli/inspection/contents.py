@@ -455,12 +455,10 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
 
 def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the family's tensors in another library's tree, by bare name."""
-    leaves = {
-        entry.name: StoredLeaf(
-            entry.shape, entry.dtype, tuple(max(1, n) for n in entry.shape), _no_placement
-        )
-        for entry in contents.entries
-    }
+    leaves: dict[str, StoredLeaf] = {}
+    for entry in contents.entries:
+        chunk_shape = tuple(max(1, n) for n in entry.shape)
+        leaves[entry.name] = StoredLeaf(entry.shape, entry.dtype, chunk_shape, _no_placement)
     tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
     return {tensor.name: tensor.shape for tensor in tree.tensors}
 

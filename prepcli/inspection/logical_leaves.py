@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from prepcli.console.lists import join_names
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, TensorEntry
 from prepcli.planning.state_names import PARAMS
@@ -47,7 +47,8 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
     """
     if contents.kind == "orbax" and not contents.manifest:
         why = "it has no manifest that describes the dims of its leaves"
-        raise PrepError(f"{contents.display_name} was not written by prep", why)
+        hint = text("{} converts it", Command("save-init"))
+        raise PrepError(f"{contents.display_name} was not written by prep", why, hint)
     return {leaf.name: leaf for leaf in _iter_logical_leaves(contents)}
 
 
@@ -61,11 +62,18 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = family_of(config)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
-    entries = {
-        entry.name if is_item else names.bare_name(entry.name): entry for entry in contents.entries
-    }
+    # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
+    entries: dict[str, TensorEntry] = {}
+    for entry in contents.entries:
+        name = entry.name
+        if not is_item:
+            name = names.bare_name(name)
+        entries[name] = entry
     sizes = family.sizes(config)
-    is_tied = layout.is_tied if is_item else family.is_tied(config, entries)
+    if is_item:
+        is_tied = layout.is_tied
+    else:
+        is_tied = family.is_tied(config, entries)
     rows = parameter_rows(family, config, layout.scan, layout.scan_axis, entries)
     for path, row in rows.items():
         if is_tied and path == family.tying.head_leaf:
@@ -74,11 +82,14 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         dims = tuple(_atoms(dim) for dim in axis_map.leaf_dims)
         for tensor_name, indices in axis_map.tensors():
             leaf_name = f"{PARAMS}.{path.format(**indices)}"
-            entry = entries.get(leaf_name if is_item else tensor_name)
+            if is_item:
+                entry = entries.get(leaf_name)
+                shape = axis_map.leaf_shape
+            else:
+                entry = entries.get(tensor_name)
+                shape = axis_map.source_shape
             if entry is not None:
-                _check_shape(
-                    contents, entry, axis_map.leaf_shape if is_item else axis_map.source_shape
-                )
+                _check_shape(contents, entry, shape)
                 yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
 
 
@@ -92,7 +103,11 @@ def _check_shape(
 ) -> None:
     if entry.shape != expected:
         why = f"its shape is {list(entry.shape)}, its config implies {list(expected)}"
-        raise PrepError(f"{contents.display_name}: {entry.name} has the wrong shape", why)
+        raise PrepError(
+            f"{contents.display_name}: {entry.name} has the wrong shape",
+            why,
+            "are config.json and the weights of one model?",
+        )
 
 
 def find_leaf(
@@ -115,9 +130,8 @@ def find_leaf(
     ]
     if len(matches) > 1:
         what = f"`{pattern}` matches {len(matches)} leaves of {display_name}"
-        raise usage_error(
-            what, join_names(matches, max_names=MAX_LISTED), f"one of them: `--shards {matches[0]}`"
-        )
+        hint = text("one of them: {}", Option("shards", matches[0]))
+        raise usage_error(what, join_names(matches, max_names=MAX_LISTED), hint)
     if not matches:
         hint = did_you_mean(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
         hint = hint or f"`{names_command}` shows the names"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from prepcli.console.formatting import format_bytes
 from prepcli.inspection.contents import TensorEntry
 
+# Without leading zeros: `int` and `str` must give the label back. 9 digits bound the conversion.
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 MAX_RUNS = 4  # runs of numbers that are listed
 # A tensor whose name is also a prefix of other names.
@@ -92,9 +93,9 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 def _freeze(builder: _TreeBuilder) -> TreeNode:
     """Return a node without its own label. A branch with a single child is replaced by the child."""
-    children = tuple(
-        _merge_numbered({label: _freeze(child) for label, child in builder.children.items()})
-    )
+    # The depth of the recursion is at most MAX_PATH_PARTS of `inspection.contents`.
+    frozen = {label: _freeze(child) for label, child in builder.children.items()}
+    children = tuple(_merge_numbered(frozen))
     entry = builder.entry
     if entry is None:
         if len(children) == 1:
@@ -107,9 +108,12 @@ def _freeze(builder: _TreeBuilder) -> TreeNode:
 
 
 def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
-    return TreeNode(
-        (), sum(c.tensors for c in children), sum(c.nbytes for c in children), children=children
-    )
+    tensors = 0
+    nbytes = 0
+    for child in children:
+        tensors += child.tensors
+        nbytes += child.nbytes
+    return TreeNode((), tensors, nbytes, children=children)
 
 
 def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
@@ -118,10 +122,9 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
     groups: dict[TreeNode, list[int]] = {}
     for number in numbers:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)
-    merged = [
-        _repeated(children[str(equal[0])], _format_numbers(equal), len(equal))
-        for equal in groups.values()
-    ]
+    merged: list[TreeNode] = []
+    for equal in groups.values():
+        merged.append(_repeated(children[str(equal[0])], _format_numbers(equal), len(equal)))
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
@@ -132,10 +135,8 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
 
 def _sort_children(node: TreeNode) -> TreeNode:
     """Return the node with sorted children: layers that begin a file list their tensors in another order."""
-    return replace(
-        node,
-        children=tuple(sorted(map(_sort_children, node.children), key=lambda child: child.labels)),
-    )
+    children = sorted(map(_sort_children, node.children), key=lambda child: child.labels)
+    return replace(node, children=tuple(children))
 
 
 def _repeated(node: TreeNode, label: str, count: int) -> TreeNode:
@@ -158,7 +159,12 @@ def _format_numbers(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    texts = [str(low) if low == high else f"{low}..{high}" for low, high in runs]
+    texts: list[str] = []
+    for low, high in runs:
+        if low == high:
+            texts.append(str(low))
+        else:
+            texts.append(f"{low}..{high}")
     if len(texts) > MAX_RUNS:
         texts[MAX_RUNS - 1 : -1] = ["…"]
     if len(numbers) == 1:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+# A file of metrics may have any length and any names. These limits bound a record of it to 512
+# curves of 2,048 points.
 # Larger integers are not floats, and axes cannot show them.
 MAX_NUMBER = 1e300
 # Buckets of a curve. A curve with at most this many points is exact.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import Command, PrepError, text
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
 from trainer.files.json_values import load_json
@@ -24,6 +24,8 @@ RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_F
 MAX_PROMPTS = 256
 MAX_TEXTS = 64  # of a prompt, plus the last one
 MAX_TEXT_NCHARS = 10_000
+RECIPE_HINT = "copy the recipe that the run began with to it"
+ENVIRONMENT_HINT = "remove it: the next start of the run writes it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +173,21 @@ def not_a_run_error(name: str, *, exists: bool) -> PrepError:
         what = f"{name} is not a run"
     else:
         what = f"{name} does not exist"
-    return PrepError(
-        what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`"
-    )
+    why = f"the folder of a training run has a {RECIPE_FILE}"
+    return PrepError(what, why, text("{}", Command("report", "runs/NAME")))
+
+
+def _unreadable_error(path: Path, error: OSError) -> PrepError:
+    return PrepError(f"cannot read {path}", error.strerror or str(error), "check its permissions")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(read_regular_file(path).decode())
     except OSError as error:
-        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
+        raise _unreadable_error(path, error) from error
     except ValueError as error:
-        raise PrepError(f"{path} is not TOML", str(error)) from error
+        raise PrepError(f"{path} is not TOML", str(error), RECIPE_HINT) from error
 
 
 def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -200,9 +205,9 @@ def _read_environment(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
+        raise _unreadable_error(path, error) from error
     except ValueError as error:
-        raise PrepError(f"{path} is not JSON", str(error)) from error
+        raise PrepError(f"{path} is not JSON", str(error), ENVIRONMENT_HINT) from error
     if isinstance(environment, dict):
         return environment
     return {}

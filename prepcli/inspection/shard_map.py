@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.console.formatting import format_bytes
+from prepcli.console.formatting import count_text, format_bytes
 from prepcli.planning.tensors import array_bits
 from trainer.models.boxes import Box
 from trainer.models.mesh import Mesh
@@ -15,6 +15,7 @@ from trainer.models.partition import Spec, device_boxes, num_replicas, shard_sha
 WIDTH = 80
 MAX_CELLS = 64
 MAX_CELL_WIDTH = 20
+# The box of every device is computed, also of the devices in omitted cells.
 MAX_DRAWN_DEVICES = 1 << 14
 
 # (row, column) -> devices, empty for omitted cells.
@@ -85,9 +86,8 @@ def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide
         dims = [None, *cut]
     else:
         dims = [*cut, None, None]
-    down, across = (
-        _PictureSide(dim, 1 if dim is None else spec.shards_per_dim[dim]) for dim in dims[:2]
-    )
+    down = _side(spec, dims[0])
+    across = _side(spec, dims[1])
     if not _fits(down, across, shard):
         across = _elide(across)
     while len(down.drawn_parts) * len(across.drawn_parts) > MAX_CELLS:
@@ -96,6 +96,12 @@ def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide
         else:
             down = _elide(down)
     return down, across
+
+
+def _side(spec: Spec, dim: int | None) -> _PictureSide:
+    if dim is None:
+        return _PictureSide(None, 1)
+    return _PictureSide(dim, spec.shards_per_dim[dim])
 
 
 def _elide(side: _PictureSide) -> _PictureSide:
@@ -120,15 +126,22 @@ def _cell_devices(
     drawn = (down.dim, across.dim)
     for device, box in enumerate(boxes):
         if all(low == 0 for i, (low, _) in enumerate(box) if i not in drawn):
-            row, column = (0 if dim is None else box[dim][0] // shard[dim] for dim in drawn)
-            holders.setdefault((row, column), []).append(device)
+            cell = (_part_of(box, down.dim, shard), _part_of(box, across.dim, shard))
+            holders.setdefault(cell, []).append(device)
     return holders
+
+
+def _part_of(box: Box, dim: int | None, shard: Sequence[int]) -> int:
+    """Return the number of the part of a side that a box is in."""
+    if dim is None:
+        return 0
+    return box[dim][0] // shard[dim]
 
 
 def _header(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> list[str]:
     shard_nbytes = format_bytes(array_bits(dtype, shard_shape(spec, shape)) / 8)
     n_copies = num_replicas(spec, mesh)
-    copied = f"{n_copies} {'copy' if n_copies == 1 else 'copies'}"
+    copied = count_text(n_copies, "copy", "copies")
     return _wrap(
         [name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} per device, {copied}"], "  "
     )
@@ -142,11 +155,11 @@ def _legend(
     Empty if no dim is partitioned.
     """
     drawn = (down.dim, across.dim)
-    notes = [
-        f"{spec.dim_names[d]} {direction}"
-        for d, direction in zip(drawn, ("down", "across"))
-        if d is not None
-    ]
+    notes: list[str] = []
+    if down.dim is not None:
+        notes.append(f"{spec.dim_names[down.dim]} down")
+    if across.dim is not None:
+        notes.append(f"{spec.dim_names[across.dim]} across")
     undrawn = [i for i in range(len(shard)) if i not in drawn]
     for i in undrawn:
         if spec.shards_per_dim[i] > 1:
@@ -155,13 +168,16 @@ def _legend(
                 f"{spec.dim_names[i]} in {spec.shards_per_dim[i]} parts over {axes}, this is 0:{shard[i]}"
             )
     whole = [spec.dim_names[i] or "1" for i in undrawn if spec.shards_per_dim[i] == 1]
-    if notes:
-        return _wrap(notes + [f"whole: {', '.join(whole)}"] * bool(whole), "; ")
-    return []
+    if not notes:
+        return []
+    if whole:
+        notes.append(f"whole: {', '.join(whole)}")
+    return _wrap(notes, "; ")
 
 
 def _wrap(phrases: Sequence[str], separator: str) -> list[str]:
     """Return lines of at most 80 columns, broken between phrases where possible."""
+    # `textwrap` breaks at spaces, but not at no-break spaces: the phrases stay whole.
     text = separator.join(phrase.replace(" ", "\N{NO-BREAK SPACE}") for phrase in phrases)
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
@@ -200,7 +216,13 @@ def _format_devices(numbers: Sequence[int], width: int) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    parts: list[str] = []
+    for low, high in runs:
+        if low == high:
+            parts.append(str(low))
+        else:
+            parts.append(f"{low}-{high}")
+    text = ",".join(parts)
     if len(text) <= width:
         return text
     return _clip(f"{numbers[0]}…{numbers[-1]} ×{len(numbers)}", width)

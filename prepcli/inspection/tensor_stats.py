@@ -57,9 +57,7 @@ class _Accumulator:
             nan = int(np.count_nonzero(np.isnan(values)))
             is_finite = np.isfinite(values)
             inf = values.size - nan - int(np.count_nonzero(is_finite))
-            if not nan and not inf:
-                values = values
-            else:
+            if nan or inf:
                 values = values[is_finite]
             self.nan = self.nan + nan
             self.inf = self.inf + inf
@@ -103,10 +101,9 @@ def compute_stats(
             mean = accumulator.total / accumulator.finite
         else:
             mean = math.nan
+    finite_mean = None
     if math.isfinite(mean):
         finite_mean = mean
-    else:
-        finite_mean = None
     return TensorStats(
         accumulator.minimum,
         accumulator.maximum,
@@ -119,13 +116,12 @@ def compute_stats(
 
 def stored_nbytes(entry: TensorEntry) -> int:
     """Return the number of bytes that `compute_stats` reads, in whole chunks."""
+    # Chunks at the edge are stored whole, with padding beyond the tensor.
+    chunk_nbytes = math.prod(entry.chunk_shape) * itemsize(entry.dtype)
+    nbytes = len(entry.chunks) * chunk_nbytes
     if entry.placement:
-        contiguous_nbytes = entry.nbytes
-    else:
-        contiguous_nbytes = 0
-    return contiguous_nbytes + len(entry.chunks) * math.prod(entry.chunk_shape) * itemsize(
-        entry.dtype
-    )
+        nbytes += entry.nbytes
+    return nbytes
 
 
 def _widen(values: np.ndarray) -> np.ndarray:
@@ -142,30 +138,28 @@ def _entry_values(
     buffers: tuple[ByteArray, ByteArray],
 ) -> Iterator[np.ndarray]:
     """Yield the values of an entry, chunk by chunk, without padding beyond its edge."""
+    # A file may hold other bytes than 0 and 1, which are undefined values of a NumPy bool.
     if entry.dtype == "bool":
         dtype = np.dtype(np.uint8)
     else:
         dtype = numpy_dtype(entry.dtype)
-    for _, data in _ordered_runs(entry, entry.placement, files, buffers) if entry.placement else ():
-        on_read(data.size)
-        yield data.view(dtype)
+    if entry.placement:
+        for _, data in _ordered_runs(entry, entry.placement, files, buffers):
+            on_read(data.size)
+            yield data.view(dtype)
     for index, stored in entry.chunks.items():
-        inside = [
+        inside: list[int] = []
+        for i, length, extent in zip(index, entry.chunk_shape, entry.shape):
             # e.g. extent 10 in chunks of 4: chunk 2 has 10 - 2 * 4 = 2 rows inside.
-            min(length, extent - i * length)
-            for i, length, extent in zip(index, entry.chunk_shape, entry.shape)
-        ]
+            inside.append(min(length, extent - i * length))
+        is_padded = inside != list(entry.chunk_shape)
         for start, data in _chunk_runs(entry, stored, files, buffers):
             on_read(data.size)
             values = data.view(dtype)
-            is_padded = inside != list(entry.chunk_shape)
-            yield (
-                values[
-                    _inside_mask(start // dtype.itemsize, values.size, entry.chunk_shape, inside)
-                ]
-                if is_padded
-                else values
-            )
+            if is_padded:
+                first = start // dtype.itemsize
+                values = values[_inside_mask(first, values.size, entry.chunk_shape, inside)]
+            yield values
 
 
 def _chunk_runs(
@@ -192,6 +186,7 @@ def _ordered_runs(
 
 def _inside_mask(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:
     """Return a mask of `count` elements of a chunk, from `start` on, within the first `inside` of each dim."""
+    # e.g. a chunk [4, 3] with 2 columns inside: element 5 is in column 5 // 1 % 3 = 2, so outside.
     positions = np.arange(start, start + count)
     mask = np.ones(count, bool)
     for stride, length, extent in zip(strides(chunk), chunk, inside):

@@ -56,12 +56,15 @@ class LaunchJob:
 
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return the names and values of `KEY=VALUE` texts. Raise UsageError for a text without `=`."""
+    variables: list[tuple[str, str]] = []
     for text in texts:
-        if "=" not in text:
+        name, separator, value = text.partition("=")
+        if not separator:
             raise usage_error(
                 f"`--env {text}` has no value", "a variable is KEY=VALUE", f"`--env {text}=VALUE`"
             )
-    return tuple((name, value) for name, _, value in (text.partition("=") for text in texts))
+        variables.append((name, value))
+    return tuple(variables)
 
 
 def check_text(*names_and_texts: str) -> None:

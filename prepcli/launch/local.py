@@ -123,9 +123,9 @@ class ProcessWatcher:
         Raises:
             PrepError: A process failed or was stopped. The first cause determines the exit code.
         """
-        readers = [
-            thread for index in range(len(self.processes)) for thread in self._start_readers(index)
-        ]
+        readers: list[threading.Thread] = []
+        for index in range(len(self.processes)):
+            readers.extend(self._start_readers(index))
         try:
             while (
                 len(self._returncodes) < len(self.processes)

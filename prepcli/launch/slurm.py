@@ -142,10 +142,10 @@ def _check_options(options: SlurmOptions) -> None:
         "--account": options.account,
         "--log": options.log,
     }
-    given = [
-        word for option, value in values.items() if value is not None for word in (option, value)
-    ]
-    repeated = [("--module", value) for value in options.modules] + [
-        ("--sbatch", value) for value in options.directives
-    ]
-    check_text(*given, *(word for pair in repeated for word in pair))
+    for option, value in values.items():
+        if value is not None:
+            check_text(option, value)
+    for module in options.modules:
+        check_text("--module", module)
+    for directive in options.directives:
+        check_text("--sbatch", directive)

@@ -6,6 +6,7 @@ SVG file with a chart also contains their definitions, `CHART_STYLE`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def line_chart(
     Returns:
         An `<svg>` element, or an empty text if no curve has a point.
     """
-    points = [point for curve in curves for point in curve.points]
+    points = list(itertools.chain(*(curve.points for curve in curves)))
     if not points:
         return ""
     xs = [x for x, _ in points]
@@ -222,9 +223,10 @@ def _log_ticks(low: float, high: float) -> list[float]:
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     powers = [float(f"1e{exponent}") for exponent in range(first, last + 1)]
-    candidates = powers
+    factors = (1,)
     if last - first <= 2:
-        candidates = [power * factor for power in powers for factor in (1, 2, 5)]
+        factors = (1, 2, 5)
+    candidates = [power * factor for power, factor in itertools.product(powers, factors)]
     ticks = [tick for tick in candidates if low <= tick <= high]
     return ticks or [low]
 

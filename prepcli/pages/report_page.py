@@ -177,11 +177,14 @@ def _other_headings(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:
     """Yield the last text of each run for each prompt, and a folded table of all texts."""
-    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
+    # The prompts of all runs, each once, in the order of the first run that has it.
+    prompts: dict[str, None] = {}
+    for run in runs:
+        prompts |= dict.fromkeys(sample.prompt for sample in run.samples)
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
-        samples = [[sample for sample in run.samples if sample.prompt == prompt] for run in runs]
+        samples = [_samples_of(run, prompt) for run in runs]
         last_samples = [run_samples[-1:] for run_samples in samples]
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
         yield from _sample_table(last_samples, labels)
@@ -196,6 +199,10 @@ def _samples_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterat
         yield f"<details><summary>{quantity} texts</summary>"
         yield from _sample_table(samples, labels)
         yield "</details>"
+
+
+def _samples_of(run: RunRecord, prompt: str) -> list[SavedSample]:
+    return [sample for sample in run.samples if sample.prompt == prompt]
 
 
 def _sample_table(samples: Sequence[Sequence[SavedSample]], labels: Sequence[str]) -> Iterator[str]:
@@ -229,7 +236,11 @@ def _recipe_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterato
 
 
 def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[str]]:
-    return [[_code(key), *(_code(run.recipe.get(key, "")) for run in runs)] for key in keys]
+    rows: list[list[str]] = []
+    for key in keys:
+        values = [_code(run.recipe.get(key, "")) for run in runs]
+        rows.append([_code(key), *values])
+    return rows
 
 
 def _environment_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterator[str]:

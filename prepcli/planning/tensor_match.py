@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prepcli.console.lists import join_names
+from prepcli.console.lists import MAX_CHARS, join_names
 from prepcli.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
@@ -393,7 +393,12 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     }
     kinds = {title: tensors for title, tensors in titles.items() if tensors}
     if len(kinds) > 1:
-        why = "; ".join(f"{title}: {join_names(tensors)}" for title, tensors in kinds.items())
+        # Up to three lists, of three lines each at 80 columns.
+        max_chars = MAX_CHARS // 2
+        lists = [
+            f"{kind}: {join_names(names, max_chars=max_chars)}" for kind, names in kinds.items()
+        ]
+        why = "; ".join(lists)
         return PrepError(f"{source_name} does not match family {family.name}", why, _MISMATCH_HINT)
     ((kind, tensors),) = kinds.items()
     is_one = len(tensors) == 1

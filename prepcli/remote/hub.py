@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 from prepcli.formats.untrusted import read_bytes
 from prepcli.remote.hub_client import CHECK_ENDPOINT, MALFORMED_ANSWER, install_retrying_client
 from prepcli.remote.hub_ranges import HubRangeReader
@@ -141,14 +141,15 @@ class HubListing:
         """Return a file with the hub's hash of it: SHA-256 of a large file, the git blob id of a small one."""
         sibling = self.siblings[name]
         if not isinstance(sibling.size, int) or not 0 <= sibling.size < 1 << 63:
-            raise PrepError(f"cannot stream {self.hub_id}", f"the hub lists no size of {name}")
+            why = f"the hub lists no size of {name}"
+            hint = text("without {} it is downloaded first", Option("stream", True))
+            raise PrepError(f"cannot stream {self.hub_id}", why, hint)
         if sibling.lfs and sibling.lfs.sha256:
             digest = f"sha256:{sibling.lfs.sha256}"
+        elif sibling.blob_id:
+            digest = f"git:{sibling.blob_id}"
         else:
-            if sibling.blob_id:
-                digest = f"git:{sibling.blob_id}"
-            else:
-                digest = str(self.commit)
+            digest = str(self.commit)
         return RemoteFile(name, sibling.size, digest)
 
 
@@ -189,10 +190,12 @@ def list_repository(
         list_info = api.model_info
     info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
-    texts = [info.sha or "", *(file.rfilename for file in files)]
-    if not all(isinstance(text, str) for text in texts) or not all(
-        isinstance(f.size, int | None) for f in files
-    ):
+    # huggingface_hub copies the values of the answer without a check of their types.
+    is_valid = isinstance(info.sha, str | None)
+    for file in files:
+        is_valid = is_valid and isinstance(file.rfilename, str)
+        is_valid = is_valid and isinstance(file.size, int | None)
+    if not is_valid:
         raise PrepError(f"cannot read {hub_id}", MALFORMED_ANSWER, CHECK_ENDPOINT)
     return HubListing(
         hub_id,
@@ -212,14 +215,17 @@ def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model")
     from huggingface_hub import snapshot_download
 
     # A file that every user of the cache has.
-    patterns = ["README.md" if repo_type == "dataset" else "config.json"]
+    if repo_type == "dataset":
+        pattern = "README.md"
+    else:
+        pattern = "config.json"
     return Path(
         snapshot_download(
             hub_id,
             repo_type=repo_type,
             revision=revision,
             local_files_only=True,
-            allow_patterns=patterns,
+            allow_patterns=[pattern],
         )
     )
 

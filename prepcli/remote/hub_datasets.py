@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Key, PrepError, text, usage_error
 from trainer.files.reading import read_regular_file
 
 README = "README.md"
@@ -29,6 +29,7 @@ SPLIT_WORDS = {
 EMPTY_WILDCARDS = ("**/", "**", "*")  # they also match an empty text
 WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 MAX_README_NBYTES = 16 << 20
+NAME_FILES_HINT = "name its files: `hf://datasets/OWNER/NAME/FILE`"
 
 Splits = Mapping[str, Sequence[str]]  # files by split
 
@@ -47,9 +48,9 @@ def read_metadata(readme: Path | None) -> Mapping[str, Any]:
         return (readme and metadata_load(readme)) or {}
     # The exception types belong to the YAML library of huggingface_hub.
     except Exception as error:
-        raise PrepError(
-            f"the metadata of {readme} is malformed", str(error).partition("\n")[0]
-        ) from error
+        what = f"the metadata of {readme} is malformed"
+        why = str(error).partition("\n")[0]
+        raise PrepError(what, why, NAME_FILES_HINT) from error
 
 
 def select_files(
@@ -103,19 +104,14 @@ def _choose(
         name = wanted
     if name in items:
         return items[name]
+    if not items:
+        raise usage_error(f"no data in {dataset}", f"its {noun}s: none", NAME_FILES_HINT)
     if wanted:
         what = f"{dataset} has no {noun} `{name}`"
     else:
         what = f"{dataset} has several {noun}s"
-    if items:
-        what = what
-    else:
-        what = f"no data in {dataset}"
-    if items:
-        hint = f'`data.{key} = "{next(iter(items))}"`'
-    else:
-        hint = "name its files: `hf://datasets/OWNER/NAME/FILE`"
-    raise usage_error(what, f"its {noun}s: {', '.join(items) or 'none'}", hint)
+    hint = text("{}", Key(f"data.{key}", next(iter(items))))
+    raise usage_error(what, f"its {noun}s: {', '.join(items)}", hint)
 
 
 def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -80,7 +80,7 @@ def _to_prep_error(
             what, error.response.status_code, repo_type, page=page, is_gated=is_gated
         )
     if isinstance(error, HFValidationError):
-        return PrepError(what, str(error))
+        return PrepError(what, str(error), "a hub id has the form OWNER/NAME")
     if is_malformed_answer(error):
         return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
     if type(error).__name__ == "TooManyRedirects":
@@ -138,23 +138,22 @@ def _status_error(
     if is_gated:
         why = f"HTTP {status} from the hub: access must be granted to your account"
         return PrepError(what, why, f"accept its licence at {page}, then {TOKEN_HINT}")
+    # The hub does not tell a private repository from a missing one to a client without access.
     if status in (401, 403):
         why = f"HTTP {status} from the hub: it is private, or there is no such {repo_type}"
         return PrepError(what, why, f"check {page}, then {TOKEN_HINT}")
     if status == 404:
         why = f"HTTP 404 from the hub: there is no such {repo_type}"
-        return PrepError(
-            what,
-            f"not a folder here, and {why}" if repo_type == "model" else why,
-            "check the spelling",
-        )
+        if repo_type == "model":
+            why = f"not a folder here, and {why}"
+        return PrepError(what, why, "check the spelling")
     if _is_server_trouble(status):
         return PrepError(
             what,
             f"HTTP {status} from the hub",
             "try again later; a download continues where it stopped",
         )
-    return PrepError(what, f"HTTP {status} from the hub")
+    return PrepError(what, f"HTTP {status} from the hub", f"check {page}")
 
 
 def is_unreachable(error: Exception) -> bool:

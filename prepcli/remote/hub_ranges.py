@@ -155,10 +155,12 @@ class HubRangeReader:
         if status in (412, 416):
             raise file_changed_error(self, file, f"HTTP {status} from the server")
         if status not in (200, 206):
-            why = f"HTTP {status} from the hub" + (
-                ": access is not granted any more" if status in (401, 403) else ""
-            )
-            raise PrepError(f"cannot read {file.path} of {self.name}", why)
+            why = f"HTTP {status} from the hub"
+            hint = f"check {self.endpoint}/{self.name}"
+            if status in (401, 403):
+                why = f"{why}: access is not granted any more"
+                hint = f"{hint}, then `hf auth login`, or set HF_TOKEN"
+            raise PrepError(f"cannot read {file.path} of {self.name}", why, hint)
         if not file_url.is_external:
             self._check_digest(file, headers)
         etag = headers.get("etag", "").removeprefix("W/")
@@ -173,13 +175,11 @@ class HubRangeReader:
         if headers.get("content-encoding", "identity") != "identity":
             raise RetryableError("the server encodes its answer")
         content_range = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        size = (
-            headers.get("content-length", "")
-            if status == 200
-            else content_range[2]
-            if content_range
-            else ""
-        )
+        size = ""
+        if status == 200:
+            size = headers.get("content-length", "")
+        elif content_range:
+            size = content_range[2]
         if _COUNT.fullmatch(size) and int(size) != file.size:
             raise file_changed_error(
                 self, file, f"it had {file.size:,} bytes, now it has {int(size):,}"

@@ -110,20 +110,20 @@ def parse_url(text: str) -> ObjectStoreUrl:
         UsageError: The scheme is not supported, or bucket or path are invalid.
     """
     match = _URL.fullmatch(text.rstrip("/"))
+    hint = "for example gs://BUCKET/PATH"
     if match is None:
-        raise usage_error(
-            f"`{text}` is an invalid URL", "supported are gs://BUCKET/PATH and s3://BUCKET/PATH"
-        )
+        why = "supported are gs://BUCKET/PATH and s3://BUCKET/PATH"
+        raise usage_error(f"`{text}` is an invalid URL", why, hint)
     if not _BUCKET_NAME.fullmatch(match[2]):
         why = f"{match[2]!a:.80} is no name of a bucket, which has 3 to 63 lower-case letters, digits, `-`, `_` or `.`"
-        raise usage_error(f"`{text}` is an invalid URL", why)
+        raise usage_error(f"`{text}` is an invalid URL", why, hint)
     path = (match[3] or "").strip("/")
-    if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - (
-        {""} if not path else set()
-    ):
-        raise usage_error(
-            f"`{text!a}` is an invalid URL", "its path has an empty part, or `.` or `..`"
-        )
+    # An empty path is the bucket itself. For the store `..` is an ordinary name, but a file that is
+    # copied from there would leave its folder.
+    has_invalid_part = path != "" and not {"", ".", ".."}.isdisjoint(path.split("/"))
+    if has_invalid_part or not path.isprintable():
+        why = "its path has an empty part, or `.` or `..`"
+        raise usage_error(f"`{text!a}` is an invalid URL", why, hint)
     return ObjectStoreUrl(match[1], match[2], path)
 
 

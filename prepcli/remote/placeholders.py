@@ -138,6 +138,7 @@ def placeholder_path(folder: Path, file: RemoteFile) -> Path:
         raise PrepError(
             f"{file.path!a} is an invalid file name",
             "it is too long, or has unprintable characters",
+            "rename it in its store",
         )
     return resolve_named_path(folder, file.path, "the list of files")
 
@@ -231,7 +232,8 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
     """
     if file.size > SMALL_NBYTES:
         why = f"it has {format_bytes(file.size)}, the limit for settings and tokenizers is {format_bytes(SMALL_NBYTES)}"
-        raise PrepError(f"{file.path} of {reader.name} is too large", why)
+        what = f"{file.path} of {reader.name} is too large"
+        raise PrepError(what, why, "copy the checkpoint to a local folder without this file")
     content = np.empty(file.size, np.uint8)
     read_range(reader, file, offset=0, into=content)
     return content.tobytes()
@@ -259,14 +261,17 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
 
     Drop hints about it.
     """
+
+    def renamed(text: str) -> str:
+        # `replace` returns a plain text. A text without the folder keeps its references to options.
+        if str(placeholder_folder) not in text:
+            return text
+        return text.replace(str(placeholder_folder), display_name)
+
     try:
         yield
     except PrepError as error:
-        what, why = (
-            text.replace(str(placeholder_folder), display_name) for text in (error.what, error.why)
-        )
-        if str(placeholder_folder) in error.hint or "hf download" in error.hint:
+        hint = error.hint
+        if str(placeholder_folder) in hint or "hf download" in hint:
             hint = ""
-        else:
-            hint = error.hint
-        raise type(error)(what, why, hint, error.code) from error
+        raise type(error)(renamed(error.what), renamed(error.why), hint, error.code) from error

@@ -20,7 +20,7 @@ from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import DamagedError, PrepError, text
+from prepcli.errors import Command, DamagedError, PrepError, text
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -82,7 +82,9 @@ def open_reader(
     manifest = read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(
-            f"{path} was not written by prep", "it has no manifest that describes the model"
+            f"{path} was not written by prep",
+            "it has no manifest that describes the model",
+            text("{} converts it", Command("save-init")),
         )
     # the files of a remote checkpoint were checked when it was opened as a source
     if verify and not remote_blobs:
@@ -181,6 +183,7 @@ class ItemReader:
             raise PrepError(
                 f"{self.folder} has no leaf {name}",
                 f"it has {len(self._array_numbers)} other leaves",
+                text("{} shows their names", Command("inspect", str(self.folder))),
             )
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)

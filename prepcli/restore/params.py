@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.average_reader import AverageReader
@@ -49,7 +49,8 @@ class OpenedModel:
 
         leaf = self.reader.leaves.get(f"params.{path}")
         if leaf is None:
-            raise PrepError(f"the checkpoint lacks the parameter {path}", "its config implies it")
+            what = f"the checkpoint lacks the parameter {path}"
+            raise PrepError(what, "its config implies it", GET_AGAIN_HINT)
         if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
             why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
             raise usage_error(
@@ -90,7 +91,8 @@ def open_model(
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
     if source.tree_manifest.is_adapter:
-        hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
+        export = Command("export", source.display_name, Option("out", "ADAPTER"))
+        hint = text("{}, then {}", export, Command("merge", "ADAPTER", "BASE"))
         raise usage_error(
             f"{source.display_name} is not a complete model", "it has only adapters", hint
         )

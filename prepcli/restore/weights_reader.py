@@ -14,7 +14,7 @@ import numpy as np
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError
+from prepcli.errors import RERUN_HINT, PrepError
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
@@ -188,7 +188,9 @@ class WeightsReader:
         except UnequalDuplicateError as error:
             # Raises the error for unequal tensors. If they are equal now, a file changed meanwhile.
             check_equal(self.source, EqualityCheck(error.duplicate.name, job.tensor.name))
-            raise PrepError(f"{self.source.display_name} changed while it was read") from error
+            what = f"{self.source.display_name} changed while it was read"
+            why = f"{error.duplicate.name} and {job.tensor.name} differed, and are equal now"
+            raise PrepError(what, why, RERUN_HINT) from error
 
 
 def _group_by_leaf(

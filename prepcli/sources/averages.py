@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Key, Option, PrepError, text, usage_error
 from prepcli.planning.state_names import OPT_STATE, PARAMS, SEPARATOR, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, SourceTensor
 
 AVERAGE_SLOT = f"{OPT_STATE}.ema"
 
@@ -21,28 +21,28 @@ def use_averages(source: Source) -> Source:
         UsageError: The checkpoint has no averages.
         PrepError: Averages of some parameters only are not supported.
     """
-    in_slot = [
-        tensor for tensor in source.state_tensors if split_name(tensor.name)[0] == AVERAGE_SLOT
-    ]
-    if not in_slot:
-        why = "`optimizer.ema` was not set in the run's recipe"
-        raise usage_error(
-            f"{source.display_name} has no averaged parameters", why, "remove `--ema`"
-        )
-    if any(is_leaf_path(split_name(tensor.name)[1]) for tensor in in_slot):
-        why = "a run with `optimizer.freeze` averages only the other parameters"
-        raise PrepError(
-            f"{source.display_name} has averages of some parameters only", why, "remove `--ema`"
-        )
-    averages = tuple(
-        replace(tensor, name=qualify(PARAMS, split_name(tensor.name)[1])) for tensor in in_slot
-    )
-    parameters = (
+    hint = text("remove {}", Option("ema", True))
+    averages: list[SourceTensor] = []
+    others: list[SourceTensor] = []
+    for tensor in source.state_tensors:
+        slot, name = split_name(tensor.name)
+        if slot != AVERAGE_SLOT:
+            others.append(tensor)
+            continue
+        # The averages of a complete slot are named like the tensors of the parameters. A slot that
+        # lacks parameters keeps the paths of its leaves (`planning.state_rows`).
+        if is_leaf_path(name):
+            why = text("a run with {} averages only the other parameters", Key("optimizer.freeze"))
+            raise PrepError(
+                f"{source.display_name} has averages of some parameters only", why, hint
+            )
+        averages.append(replace(tensor, name=qualify(PARAMS, name)))
+    if not averages:
+        why = text("{} was not set in the run's recipe", Key("optimizer.ema"))
+        raise usage_error(f"{source.display_name} has no averaged parameters", why, hint)
+    parameters = [
         replace(tensor, name=f"{PARAMS}{SEPARATOR}{tensor.name}") for tensor in source.tensors
-    )
-    others = (
-        tensor for tensor in source.state_tensors if split_name(tensor.name)[0] != AVERAGE_SLOT
-    )
+    ]
     return replace(
-        source, tensors=averages, state_tensors=(*parameters, *others), has_averages=True
+        source, tensors=tuple(averages), state_tensors=(*parameters, *others), has_averages=True
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.console.formatting import format_bytes
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import find_item
@@ -29,6 +29,7 @@ from prepcli.sources.folders import Access, Kind, LocalFiles
 from prepcli.sources.references import BucketUrl
 from prepcli.sources.source import WEIGHT_SUFFIXES
 
+# A listing and an index are untrusted. These limits bound what they make this machine fetch.
 MAX_INDEX_NBYTES = 1 << 30  # of all nodes of an OCDBT index
 MAX_METADATA_NBYTES = 1 << 20
 MAX_SMALL_FILES_NBYTES = 1 << 30  # of all small files together
@@ -49,7 +50,9 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
     name = reference.display_name
     if access.offline:
         raise usage_error(
-            f"cannot read `{name}` with `--offline`", "an object store needs the network", COPY_HINT
+            text("cannot read `{}` with {}", name, Option("offline", True)),
+            "an object store needs the network",
+            COPY_HINT,
         )
     if not access.allow_urls:
         raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
@@ -99,6 +102,8 @@ class BucketFolder:
         remote = RemoteCheckpoint(
             tuple(self._files.values()), self._bucket, create_placeholder_folder()
         )
+        # Check all names before the first file is written: a key such as `a/../../x` is valid in a
+        # bucket, and would leave the folder of placeholder files.
         for file in remote.files:
             placeholder_path(remote.placeholder_folder, file)
         with rename_in_errors(remote.placeholder_folder, self.display_name):
@@ -108,10 +113,16 @@ class BucketFolder:
     def _fetch_hf_folder(self, remote: RemoteCheckpoint) -> None:
         """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""
         top = [file for file in remote.files if "/" not in file.path]
-        weights = [file for file in top if Path(file.path).suffix in WEIGHT_SUFFIXES]
-        self._fetch_small_files(
-            remote, [file for file in top if file not in weights and file.size <= SMALL_NBYTES]
-        )
+        small: list[RemoteFile] = []
+        weights: list[RemoteFile] = []
+        for file in top:
+            if Path(file.path).suffix in WEIGHT_SUFFIXES:
+                weights.append(file)
+            elif file.size <= SMALL_NBYTES:
+                small.append(file)
+        self._fetch_small_files(remote, small)
+        # Weights of all formats get a placeholder, so that the folder has the same names as the
+        # bucket. Only safetensors files get their header.
         for file in weights:
             write_sparse_file(remote.placeholder_folder, remote.reader, file)
         safetensors_files = [file for file in weights if file.path.endswith(".safetensors")]
@@ -121,8 +132,14 @@ class BucketFolder:
         """Fetch all files except data files, then the OCDBT index of the item."""
         if not any(file.path.rpartition("/")[2] == OCDBT_MANIFEST for file in remote.files):
             raise _no_index_error(remote)
-        data_files = [file for file in remote.files if _is_data_file(file)]
-        self._fetch_small_files(remote, [file for file in remote.files if not _is_data_file(file)])
+        data_files: list[RemoteFile] = []
+        small: list[RemoteFile] = []
+        for file in remote.files:
+            if _is_data_file(file):
+                data_files.append(file)
+            else:
+                small.append(file)
+        self._fetch_small_files(remote, small)
         item = find_item(remote.placeholder_folder)
         if item is None or not (item / OCDBT_MANIFEST).is_file():
             raise _no_index_error(remote)
@@ -143,8 +160,6 @@ class BucketFolder:
             content = self._contents.get(file.path)
             if content is None:
                 content = read_all(self._bucket, file)
-            else:
-                content = content
             write_small_file(remote.placeholder_folder, file, content)
 
         map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
@@ -156,7 +171,10 @@ def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
     steps = listed_steps(paths)
     if not steps and RECIPE_FILE not in paths:
         return list(files)
-    return [file for file in files if listed_step(file.path) in (None, *steps[-1:])]
+    # A step without a manifest is being written, or a kill left it. Neither may be opened as the
+    # newest one. A run that has only such steps keeps its other files, and is reported as begun.
+    kept_steps = (None, *steps[-1:])
+    return [file for file in files if listed_step(file.path) in kept_steps]
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:
@@ -174,13 +192,19 @@ def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
     files = {placeholder_path(remote.placeholder_folder, file): file for file in remote.files}
     fetched_nbytes = 0
 
+    # The index is a tree: a node names the byte ranges of its children, in any data file of the
+    # item. The reader calls `fetch` before it reads a range, so that exactly the nodes on its way
+    # are requested, and their placeholders stay sparse elsewhere.
+
     def fetch(location: ValueLocation) -> None:
         nonlocal fetched_nbytes
         fetched_nbytes += location.nbytes
         if fetched_nbytes > MAX_INDEX_NBYTES:
             why = f"it has more than {format_bytes(MAX_INDEX_NBYTES)}"
-            raise PrepError(f"the index of {remote.reader.name} is too large", why)
+            raise PrepError(f"the index of {remote.reader.name} is too large", why, COPY_HINT)
         path = item / location.path
+        # The path is part of the index, so untrusted. A path outside of the listing is not read here,
+        # and the reader reports that the file is missing.
         if path in files:
             ranges = [(location.offset, location.nbytes)]
             write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges=ranges)

@@ -101,6 +101,8 @@ class DecodedArrayReader:
         cached = self._cache.get(key)
         if cached is not None and cached.read(start, into):
             return
+        # A cached reader that cannot go back to `start`: this chunk is read in an order other than
+        # that of its bytes. Decode it once more, and keep all of it for the reads to come.
         is_reread = cached is not None
         self._cache.drop(key)
         reader = open_chunk(self._blob, self._index(number), self._cache, keep_whole=is_reread)
@@ -142,7 +144,10 @@ def open_chunk(
     if not codec_names:
         return _UncompressedChunk(stored)
     with contextlib.ExitStack() as stack:
+        # Closes the file unless the streamed reader, which closes it itself, is returned.
         stack.callback(stored.close)
+        # The header of a zstd frame states the window that its decoder allocates. It is untrusted, and
+        # compared with the memory of the cache before there is a decoder.
         decoder_nbytes = decoder_memory_nbytes(
             codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes
         )

@@ -92,9 +92,11 @@ Select = Callable[[Sequence[str]], Sequence[str]]
 
 def _names_matching(*patterns: str) -> Select:
     """Return a function that selects the names that match a pattern, ignoring case."""
-    return lambda names: [
-        name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
-    ]
+
+    def matches_any(name: str) -> bool:
+        return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+    return lambda names: [name for name in names if matches_any(name)]
 
 
 def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
@@ -102,12 +104,30 @@ def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
     return lambda names: names if matches(names) else ()
 
 
-# The first rule that selects a name decides.
+def _adapter_config(names: Sequence[str]) -> Sequence[str]:
+    """Return the config of an adapter that lies in a folder without a model."""
+    if ADAPTER_CONFIG in names and CONFIG not in names:
+        return [ADAPTER_CONFIG]
+    return []
+
+
+def _training_files(names: Sequence[str]) -> Sequence[str]:
+    """Return the PyTorch files of a training run that are not the model."""
+    matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
+    return [name for name in matching if name.lower().endswith(SUFFIXES)]
+
+
+# The first rule that selects a name decides, so the order matters:
+#   1. What would be read as a model and is none: an adapter and quantised weights are safetensors
+#      files too, and their tensors do not have the values of the model.
+#   2. Weights, the format with the safest and fastest reader first. Repositories on the hub often
+#      have the same model as safetensors, PyTorch and Flax.
+#   3. Formats that are not supported. A repository may have GGUF files beside its safetensors, so
+#      that these rules come after the weights.
+#   4. PyTorch files of any other name, and last the files that only a training run has: an
+#      `optimizer.bin` beside a model must not hide it.
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
-    (
-        lambda names: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names and CONFIG not in names else [],
-        ADAPTER,
-    ),
+    (_adapter_config, ADAPTER),
     (_names_matching("quantize_config.json"), GPTQ),
     (_names_matching("quant_config.json"), AWQ),
     (select_safetensors_files, "safetensors"),
@@ -118,14 +138,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_names_matching("*.gguf"), GGUF),
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
-    (
-        lambda names: [
-            n
-            for n in _names_matching(*TRAINING_FILE_PATTERNS)(names)
-            if n.lower().endswith(SUFFIXES)
-        ],
-        TRAINING_FILES,
-    ),
+    (_training_files, TRAINING_FILES),
 )
 
 
@@ -142,6 +155,8 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
         PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
     """
     names = folder.names()
+    # Not one of RULES, which see only names at the top: the metadata of a run's item is two folders
+    # below it.
     if any(_is_item_metadata(name) for name in names):
         return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
@@ -246,8 +261,12 @@ def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
     """Return the error for a folder with no file of a known format."""
     if is_begun_run(names):
         return no_step_error(display_name)
+    if names:
+        listed = join_names(names, max_names=MAX_LISTED)
+    else:
+        listed = "nothing"
     return PrepError(
         f"`{display_name}` holds no checkpoint",
-        "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "
-        f"found {join_names(names, max_names=MAX_LISTED) if names else 'nothing'}",
+        f"looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found {listed}",
+        "name the folder with the weights",
     )

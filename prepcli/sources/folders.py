@@ -120,11 +120,11 @@ class LocalFolder:
     def names(self) -> list[str]:
         """List the names in the folder, and the metadata file of its Orbax item."""
         item = find_item(self.path)
+        names = [name for name in list_folder(self.path) if name != METADATA_FILE]
+        # Only the item that will be opened is listed, e.g. the one of a run's last step.
         if item is None:
-            metadata = []
-        else:
-            metadata = [(item.relative_to(self.path) / METADATA_FILE).as_posix()]
-        return [*metadata, *(name for name in list_folder(self.path) if name != METADATA_FILE)]
+            return names
+        return [(item.relative_to(self.path) / METADATA_FILE).as_posix(), *names]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file. Fewer if the file is shorter."""

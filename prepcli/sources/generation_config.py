@@ -23,8 +23,14 @@ def model_eos_token_ids(
         generation_config: Its generation_config.json. None if it has none.
         vocab: Vocabulary size.
     """
-    generation = {} if generation_config is None else read_config(generation_config)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    listed = eos if isinstance(eos, list) else [eos]
+    eos = config.get("eos_token_id")
+    # The order of transformers' `generate`. The end of a chat turn is often an id that only
+    # generation_config.json lists.
+    if generation_config is not None:
+        eos = read_config(generation_config).get("eos_token_id", eos)
+    if isinstance(eos, list):
+        listed = eos
+    else:
+        listed = [eos]
     # `type` instead of `isinstance`: True is no token id.
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)

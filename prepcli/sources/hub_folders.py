@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, Text, text
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.manifest import MANIFEST_FILE
@@ -48,14 +48,10 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     revision = repo.revision
     is_offline = prepare_hub(access.offline, access.retry_policy)
     if is_offline and access.stream:
-        if access.offline:
-            why = "--offline"
-        else:
-            why = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
         raise PrepError(
             f"cannot stream {hub_id}",
-            f"{why} disables network access",
-            "remove `--stream` to read from the cache",
+            _offline_reason(access),
+            text("remove {} to read from the cache", Option("stream", True)),
         )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
         if is_offline:
@@ -69,11 +65,21 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     return HubFolder(listing, access)
 
 
+def _offline_reason(access: Access) -> Text:
+    """Return which setting disables network access."""
+    if access.offline:
+        return text("{} disables network access", Option("offline", True))
+    variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+    return text("{} disables network access", variable)
+
+
 def _cached_folder(repo: HubRepo) -> LocalFolder:
     """Return the cached snapshot of a model. Raise FileNotFoundError if there is none, or none with weights."""
     path = cached_snapshot(repo.display_name, repo.revision)
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
+    # Another program may have cached only the tokenizer or the config of this revision. A folder of a
+    # known format without its own weights passes, to be reported as what it is.
     if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
         raise FileNotFoundError(f"{path} has no weights")
     return folder
@@ -117,6 +123,10 @@ class HubFolder:
         names = files_to_download(self.names())
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
+        # A model's repository may have an adapter too. Only the adapter itself needs these settings,
+        # and a conversion would copy them beside its output.
+        if kind == "adapter":
+            names = [*names, safetensors.ADAPTER_CONFIG]
         with self._translate_errors():
             if self.access.stream:
                 return self._fetch_streamed(kind, names)
@@ -125,17 +135,16 @@ class HubFolder:
 
     def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> LocalFiles:
         """Fetch the small files, and the headers of the safetensors files."""
+        # Requests for ranges name the commit: between two of them, a branch could move to weights of
+        # another version.
         if kind != "safetensors" or self.listing.commit is None:
-            no_weights = "`--stream` reads safetensors, and the model has none"
+            option = Option("stream", True)
             if kind != "safetensors":
-                why = no_weights
+                why = text("{} reads safetensors, and the model has none", option)
             else:
                 why = "the hub did not report a commit"
-            raise PrepError(
-                f"cannot stream {self.display_name}",
-                why,
-                "without `--stream` it is downloaded first",
-            )
+            hint = text("without {} it is downloaded first", option)
+            raise PrepError(f"cannot stream {self.display_name}", why, hint)
         weights = [name for name in names if name.endswith(".safetensors")]
         remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))
         return LocalFiles(remote.placeholder_folder, remote, self.listing.commit)
@@ -153,6 +162,8 @@ def files_to_download(names: Sequence[str]) -> list[str]:
     are selected if there are no safetensors, Flax files if there is neither.
     """
     top = [name for name in names if "/" not in name]
+    # With an index, files outside of it are left: Mistral's repositories also have the whole model
+    # as `consolidated.safetensors`, with other tensor names.
     if safetensors.INDEX_FILE in top:
         weights = [safetensors.INDEX_FILE, *(name for name in top if _SHARD.fullmatch(name))]
     elif safetensors.SINGLE_FILE in top:

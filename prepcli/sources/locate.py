@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from prepcli.errors import usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file
@@ -68,13 +68,18 @@ def locate(
         kind = detect_file(reference.path, reference.display_name)
     else:
         kind = detect(folder, allow_adapters=access.allow_adapters)
+    # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     local_files = folder.prepare_local_files(kind)
+    if isinstance(reference, LocalPath):
+        part = reference.part
+    else:
+        part = ""
     return LocatedCheckpoint(
         display_name=reference.display_name,
         model_name=_manifest_name(reference, local_files) or reference.model_name,
         kind=kind,
         local_files=local_files,
-        part=reference.part if isinstance(reference, LocalPath) else "",
+        part=part,
     )
 
 
@@ -111,6 +116,9 @@ def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
     """Raise UsageError for `--stream` if every checkpoint is a local folder."""
     if stream and all(checkpoint.local_files.remote is None for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
+        option = Option("stream", True)
         raise usage_error(
-            "`--stream` has no effect", f"{names} is read from a local folder", "remove `--stream`"
+            text("{} has no effect", option),
+            f"{names} is read from a local folder",
+            text("remove {}", option),
         )

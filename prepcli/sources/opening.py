@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from prepcli.errors import Option, Text, text
 from prepcli.formats.file_records import check_files, check_header, read_manifest_of_file
 from prepcli.formats.manifest import SIZE_KEY, find_manifest_folder, read_manifest
 from prepcli.planning.plan import SourceFile
@@ -79,20 +80,21 @@ def check_local_files(local_files: LocalFiles, names: Collection[str] | None = N
         selected = {*records}
     else:
         selected = records.keys() & names
+    # The rest of a model on the hub was not downloaded. What is absent here is not missing there.
     if local_files.commit is not None:
-        # only some of the small files of a hub model are fetched
         selected = {name for name in selected if (folder / name).exists()}
+    # Larger files are placeholders with holes. Their digest is compared with the bytes of the remote
+    # file, while these are read.
     if local_files.remote is not None:
-        # larger files are placeholders, which are never read
         selected = {name for name in selected if records[name][SIZE_KEY] <= SMALL_NBYTES}
         check_files(folder, manifest, selected, hint=_upload_hint)
     else:
         check_files(folder, manifest, selected)
 
 
-def _upload_hint(name: str) -> str:
+def _upload_hint(name: str) -> Text:
     """Return the hint for a damaged file of an output that is read from a bucket or from the hub."""
-    return f"upload {name} again: `--accept` works on local outputs only"
+    return text("upload {} again: {} works on local outputs only", name, Option("accept"))
 
 
 def _check_headers(source: Source) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.console.bounded_text import shorten
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Key, Option, PrepError, Text, text, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import (
     STEP_NAME,
@@ -124,6 +124,8 @@ def parse_reference(
     """
     if step is not None:
         return _without_revision(_parse_step(name, step), revision)
+    # A path that exists comes first: a folder called `gpt2` or `owner/name` is what the user made,
+    # and its result must not depend on the network.
     cwd = cwd or Path()
     part, path = split_part(name)
     folder = cwd / os.path.expanduser(path)
@@ -143,9 +145,10 @@ def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is
     Raises:
         UsageError: There is no such folder, or more than one.
     """
-    candidates = sorted(
-        folder for folder in _visible_folders(cwd) if _has_manifest(folder) and is_candidate(folder)
-    )
+    candidates: list[Path] = []
+    for folder in _visible_folders(cwd):
+        if _has_manifest(folder) and is_candidate(folder):
+            candidates.append(folder)
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
@@ -165,21 +168,24 @@ def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is
 def _has_manifest(folder: Path) -> bool:
     """Return whether a folder, or a step in a run folder, has a manifest."""
     try:
-        steps = (child for child in folder.iterdir() if child.name.isdecimal())
-        return (folder / MANIFEST_FILE).is_file() or any(
-            (step / MANIFEST_FILE).is_file() for step in steps
-        )
+        if (folder / MANIFEST_FILE).is_file():
+            return True
+        for child in folder.iterdir():
+            if child.name.isdecimal() and (child / MANIFEST_FILE).is_file():
+                return True
+    # Another user's folder, or one that was removed since it was listed.
     except OSError:
-        return False
+        pass
+    return False
 
 
 def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     """Return the reference to a run's step. Raise UsageError if a local run does not have it."""
     if isinstance(step, str) and step not in (BEST, LAST) and not STEP_NAME.fullmatch(step):
         raise usage_error(
-            f"`--step {step}` is invalid",
+            text("{} is invalid", Option("step", step)),
             "it takes the number of a step, best or last",
-            f"`--step {LAST}`",
+            text("{}", Option("step", LAST)),
         )
     if is_url(run):
         return _parse_step_url(run, str(step))
@@ -200,13 +206,17 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
         why = missing
     if steps and step == BEST:
         why = f"{why}; none has an evaluation loss"
-        hint = '`checkpoint.best = "eval_loss"` records it'
+        hint = text("{} records it", Key("checkpoint.best", "eval_loss"))
         raise usage_error(f"{run} has no best step", why, hint)
-    raise usage_error(
-        f"{run} has no step {step}" if step not in (BEST, LAST) else f"{run} has no step",
-        why,
-        f"`--step {LAST}`" if steps else "",
-    )
+    if step in (BEST, LAST):
+        what = f"{run} has no step"
+    else:
+        what = f"{run} has no step {step}"
+    if steps:
+        hint = text("{}", Option("step", LAST))
+    else:
+        hint = "name the folder of a run that has saved a step"
+    raise usage_error(what, why, hint)
 
 
 def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | None:
@@ -222,11 +232,13 @@ def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | N
 
 def _parse_step_url(run: str, step: str) -> BucketUrl:
     """Return the reference to a step of a run in an object store."""
+    # The listing of the run's folder shows its last step, which `BucketFolder` selects.
     if step == LAST:
         return BucketUrl(run, parse_url(run))
     if step == BEST:
         why = "the manifests of all steps would be read over the network"
-        raise usage_error(f"`--step {BEST}` is not supported for {run}", why, "`--step N`")
+        what = text("{} is not supported for {}", Option("step", BEST), run)
+        raise usage_error(what, why, text("{}", Option("step", "N")))
     url = f"{run.rstrip('/')}/{step}"
     return BucketUrl(url, parse_url(url))
 
@@ -238,12 +250,15 @@ def _without_revision(
     if revision is None:
         return reference
     what = f"`{reference.display_name}` has no revision {revision}"
-    raise usage_error(what, "it is not on the hub, and only models on the hub have revisions")
+    why = "it is not on the hub, and only models on the hub have revisions"
+    raise usage_error(what, why, text("remove {}", Option("revision")))
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
     """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`. Raise UsageError for other texts."""
     name, revision = _split_revision(name, revision)
+    # A text that can only be a path is not looked up on the hub. The error of the hub would hide
+    # that the folder does not exist.
     if reason := _path_reason(name):
         raise _missing_path_error(name, reason, cwd)
     alias = ALIASES_BY_NAME.get(name)
@@ -263,7 +278,7 @@ def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
         return name, revision
     if not suffix or revision not in (None, suffix):
         if suffix:
-            why = f"`@{suffix}` and `--revision {revision}`"
+            why = text("`@{}` and {}", suffix, Option("revision", revision))
         else:
             why = "nothing follows the @"
         raise usage_error(
@@ -274,9 +289,9 @@ def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
 
 def _path_reason(name: str) -> str:
     """Return why a text must be a path. An empty string if it may be a name."""
-    start = next((start for start in _PATH_STARTS if name.startswith(start)), None)
-    if start is not None:
-        return f"begins with `{start}`"
+    for start in _PATH_STARTS:
+        if name.startswith(start):
+            return f"begins with `{start}`"
     if name in (".", ".."):
         return f"is `{name}`"
     if name.endswith("/"):
@@ -288,12 +303,12 @@ def _path_reason(name: str) -> str:
 
 def _visible_folders(cwd: Path) -> list[Path]:
     """List the folders, except hidden ones and partial outputs."""
-    children = [child for child in sorted(cwd.iterdir()) if child.is_dir()]
-    return [
-        child
-        for child in children
-        if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)
-    ]
+    folders: list[Path] = []
+    for child in sorted(cwd.iterdir()):
+        is_hidden = child.name.startswith(".") or child.name.endswith(PARTIAL_SUFFIX)
+        if not is_hidden and child.is_dir():
+            folders.append(child)
+    return folders
 
 
 def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
@@ -306,7 +321,7 @@ def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
     )
 
 
-def _missing_path_hint(path: str, target: Path, cwd: Path) -> str:
+def _missing_path_hint(path: str, target: Path, cwd: Path) -> str | Text:
     """Return a hint with a folder of a similar name, else with the folders there, else with the command for names."""
     if target.parent.is_dir():
         names = [folder.name for folder in _visible_folders(target.parent)]
@@ -315,23 +330,26 @@ def _missing_path_hint(path: str, target: Path, cwd: Path) -> str:
     if suggestion := suggest(target.name, names):
         return f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
     if not names:
-        return "`prep models` lists the models that can be named without a path"
+        return text("{} lists the models that can be named without a path", Command("models"))
     if target.parent.resolve() == cwd.resolve():
         where = "here"
     else:
         where = f"in {target.parent}"
-    listed = ", ".join(names[:MAX_LISTED_FOLDERS]) + (
-        " …" if len(names) > MAX_LISTED_FOLDERS else ""
-    )
+    listed = ", ".join(names[:MAX_LISTED_FOLDERS])
+    if len(names) > MAX_LISTED_FOLDERS:
+        listed += " …"
     return f"folders {where}: {listed}"
 
 
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:
-    suggestion = suggest(
-        name, [*ALIASES_BY_NAME, *(folder.name for folder in _visible_folders(cwd))]
-    )
+    folder_names = [folder.name for folder in _visible_folders(cwd)]
+    suggestion = suggest(name, [*ALIASES_BY_NAME, *folder_names])
+    if suggestion:
+        hint = f"did you mean `{suggestion}`?"
+    else:
+        hint = text("{} lists the aliases", Command("models"))
     return usage_error(
         f"no checkpoint called `{name}`",
         "not a folder here, not an alias, and a hub id has the form owner/name",
-        f"did you mean `{suggestion}`?" if suggestion else "`prep models` lists the aliases",
+        hint,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import DamagedError, Option, PrepError, text
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
 from prepcli.formats.orbax import READABLE_SUFFIXES
@@ -122,12 +122,15 @@ class Source:
     def display_names(self) -> dict[str, str]:
         """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
         names = {t.name: self.names.full_name(t.name) for t in self.tensors}
-        for slot, name in (split_name(t.name) for t in self.state_tensors):
-            if is_leaf_path(name):
-                full_name = name
+        for tensor in self.state_tensors:
+            slot, name = split_name(tensor.name)
+            if not slot:
+                names[tensor.name] = name
+            # Its name is the path of a leaf, which is the same in every naming scheme.
+            elif is_leaf_path(name):
+                names[tensor.name] = tensor.name
             else:
-                full_name = self.names.full_name(name)
-            names[qualify(slot, name)] = qualify(slot, full_name) if slot else name
+                names[tensor.name] = qualify(slot, self.names.full_name(name))
         return names
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
@@ -186,9 +189,9 @@ def read_config(path: Path) -> dict[str, Any]:
         PrepError: The file is missing, or is not a JSON object.
     """
     if not os.path.exists(path):
-        raise PrepError(
-            f"{path.parent} has no {path.name}", "it describes the model of the weights"
-        )
+        what = f"{path.parent} has no {path.name}"
+        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
+        raise PrepError(what, "it describes the model of the weights", hint)
     try:
         config = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
     except ValueError as error:
@@ -202,16 +205,15 @@ def small_files(folder: Path) -> tuple[Path, ...]:
     """List the files of a model except config, weights and code: tokenizer, generation config, licence, ..."""
     if not folder.is_dir():
         return ()
+    skipped_names = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
     # Code of a model is never copied: a folder that prep writes runs no code when it is loaded.
-    skipped = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
-    return tuple(
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and path.name not in skipped
-        and path.suffix not in {*WEIGHT_SUFFIXES, ".py"}
-        and not path.name.startswith(".")
-    )
+    skipped_suffixes = {*WEIGHT_SUFFIXES, ".py"}
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        is_skipped = path.name in skipped_names or path.suffix in skipped_suffixes
+        if not is_skipped and not path.name.startswith(".") and path.is_file():
+            files.append(path)
+    return tuple(files)
 
 
 class WeightFileHeader(Protocol):

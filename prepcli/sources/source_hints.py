@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.errors import Option, PrepError, text
 
 CONFIG = "config.json"
 PART_SEPARATOR = "::"
@@ -43,10 +43,8 @@ class SourceHints:
             path = folder
         if path.is_dir():
             path = path / CONFIG
-        else:
-            path = path
         if self.config_path is None and not path.is_file():
-            hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
+            hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
             raise PrepError(f"{display_name} has no model config", f"{path} does not exist", hint)
         return path
 

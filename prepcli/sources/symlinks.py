@@ -33,15 +33,14 @@ def resolve_small_file(path: Path, root: Path) -> Path:
         folder = root
     else:
         folder = root.parent
-    if folder in path.parents:
-        folder = folder
-    else:
+    if folder not in path.parents:
         folder = path.parent
+    # Compare real paths: the checkpoint may itself be named through a link, and a text such as
+    # `folder/../x` begins with the folder without lying in it.
     real_path = path.resolve()
     real_folder = folder.resolve()
-    if real_folder in real_path.parents or any(
-        blobs in real_path.parents for blobs in _hub_cache_blobs(real_folder)
-    ):
+    blobs = _hub_cache_blobs(real_folder)
+    if real_folder in real_path.parents or blobs in real_path.parents:
         return real_path
     why = f"it leaves {folder}, and such files are copied unparsed"
     what = f"{path} is a link to {_link_target(path, real_path)}"
@@ -49,14 +48,17 @@ def resolve_small_file(path: Path, root: Path) -> Path:
 
 
 def _link_target(path: Path, real_path: Path) -> str:
-    # A path that is not a link itself has a link among its parent folders.
-    return os.readlink(path) if path.is_symlink() else str(real_path)
+    if path.is_symlink():
+        return os.readlink(path)
+    # A parent folder of the path is the link.
+    return str(real_path)
 
 
-def _hub_cache_blobs(folder: Path) -> tuple[Path, ...]:
+def _hub_cache_blobs(folder: Path) -> Path | None:
     """Return the `blobs` folder of the model if `folder` is a snapshot in the Hugging Face cache."""
+    # All files of a snapshot are links to `../../blobs/HASH`. Other models' blobs stay out of reach.
     model = folder.parent.parent
     is_snapshot = folder.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
     if is_snapshot:
-        return (model / BLOBS,)
-    return ()
+        return model / BLOBS
+    return None

@@ -46,9 +46,10 @@ def label_tensors(
             leaf = ", ".join(f"{slot}.{use.path}" for use in uses.get(parameter, ()))
         else:
             leaf = ""
-        labels[name] = TensorLabel(
-            leaf, source.names.full_name(parameter) if leaf else display_name
-        )
+        # The path of the leaf begins with the slot. Do not repeat it in the name of the tensor.
+        if leaf:
+            display_name = source.names.full_name(parameter)
+        labels[name] = TensorLabel(leaf, display_name)
     return labels
 
 

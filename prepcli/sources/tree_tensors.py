@@ -97,12 +97,10 @@ def tensors_from_manifest(
     # the recorded names select among alternate rows
     recorded_names = {names.bare_name(name) for name in manifest.tensors}
     rows = parameter_rows(family, config, manifest.scan, manifest.scan_axis, recorded_names)
-    kept_rows = {
-        path: row
-        for path, row in rows.items()
-        if path != family.tying.head_leaf or not manifest.is_tied
-    }
-    leaf_tensors = tuple(_leaf_tensors(kept_rows, family.sizes(config)))
+    # A tied head has no leaf: the embedding stores it.
+    if manifest.is_tied:
+        rows.pop(family.tying.head_leaf, None)
+    leaf_tensors = tuple(_leaf_tensors(rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
             what = f"{folder} lacks the leaf {PARAMS}.{path}"
@@ -182,6 +180,8 @@ def iter_tensors(
         names: Naming scheme of the tensors in `records`.
     """
     tensors: dict[str, SourceTensor] = {}
+    # One tensor may be stored in several leaves, e.g. the fused `c_attn` of GPT-2 in q, k and v. Each
+    # of them adds a region.
     for path, row, name, stacked_indices in leaf_tensors:
         region = leaves[path].region(path, row, stacked_indices)
         if name in tensors:
@@ -213,7 +213,11 @@ def _check_leaf_shape(
 ) -> None:
     if leaf.shape != row.leaf_shape:
         why = f"its shape is {list(leaf.shape)}, its {config_source} implies {list(row.leaf_shape)}"
-        raise PrepError(f"{display_name}: the leaf {name} has the wrong shape", why)
+        raise PrepError(
+            f"{display_name}: the leaf {name} has the wrong shape",
+            why,
+            "are config.json and the weights of one model?",
+        )
 
 
 # Trees of other libraries
@@ -299,7 +303,7 @@ def match_foreign_tree(
     tensors = (*matched, *unmatched)
     if len({tensor.name for tensor in tensors}) != len(tensors):
         why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
-        raise PrepError(f"{display_name} has a tensor twice", why)
+        raise PrepError(f"{display_name} has a tensor twice", why, GET_AGAIN_HINT)
     outside = [
         (name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)
     ]
@@ -311,6 +315,8 @@ def _present_leaf_tensors(
 ) -> list[LeafTensor]:
     """List the tensors of the leaves that exist. Raise PrepError if a leaf has the wrong shape."""
     sizes = family.sizes(config)
+    # The config is untrusted, and the rows below are one object per layer. An unstacked tree has a
+    # leaf for each layer, so its leaves bound them.
     if tree_format.layer_axis is None:
         max_layers = len(leaves)
     else:
@@ -334,13 +340,14 @@ def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[Dropped
     nbytes_by_key: dict[str, int] = {}
     for name, leaf in leaves:
         key = name.partition(".")[0]
-        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + math.prod(leaf.shape) * itemsize(
-            leaf.dtype
-        )
+        leaf_nbytes = math.prod(leaf.shape) * itemsize(leaf.dtype)
+        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + leaf_nbytes
     for key, nbytes in nbytes_by_key.items():
-        yield DroppedTensor(
-            key, nbytes, OPT_STATE_RULE if key == OPT_STATE else TRAINING_STATE_RULE
-        )
+        if key == OPT_STATE:
+            rule = OPT_STATE_RULE
+        else:
+            rule = TRAINING_STATE_RULE
+        yield DroppedTensor(key, nbytes, rule)
 
 
 def _leaves_below_root(
@@ -355,7 +362,8 @@ def _leaves_below_root(
             path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
             path = layout.path_aliases.get(path, path)
             if path in below:
-                raise PrepError(f"{display_name} has a leaf twice", f"two leaves are named {path}")
+                why = f"two leaves are named {path}"
+                raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
             below[path] = leaf
     return below
 
@@ -372,8 +380,10 @@ def _best_format(
             best = tree_format
             best_score = score
     if best is None:
-        names = ", ".join(list(leaves)[:MAX_LISTED]) + (" …" if len(leaves) > MAX_LISTED else "")
-        why = f"found {names or 'no arrays'}, which are not the leaves of a {family.name}"
+        listed = ", ".join(list(leaves)[:MAX_LISTED]) or "no arrays"
+        if len(leaves) > MAX_LISTED:
+            listed += " …"
+        why = f"found {listed}, which are not the leaves of a {family.name}"
         hint = f"supported layouts: {_example_leaves(family, config)}, below {_roots_text(roots)}"
         raise PrepError(f"{display_name} has no known layout", why, hint)
     return best
@@ -381,14 +391,12 @@ def _best_format(
 
 def _example_leaves(family: Family, config: HFConfig) -> str:
     """Describe each supported layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
-    rows_by_layout = {
-        name: TreeFormat(name, "").rows(family, config) for name in (NATIVE_LAYOUT, *family.layouts)
-    }
-    examples = {
-        name: next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
-        for name, rows in rows_by_layout.items()
-    }
-    return " or ".join(f"{name} ({path})" for name, path in examples.items())
+    examples: list[str] = []
+    for name in (NATIVE_LAYOUT, *family.layouts):
+        rows = TreeFormat(name, "").rows(family, config)
+        path = next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
+        examples.append(f"{name} ({path})")
+    return " or ".join(examples)
 
 
 def _roots_text(roots: Collection[str]) -> str:
@@ -422,14 +430,17 @@ def _score(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFCo
 
 
 def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
+    # Of two formats with equal scores `_best_format` keeps the first one. A tree with as many layers
+    # as the first dim has rows fits both axes by its shapes, so the usual axis 0 comes first.
     for root in roots:
         for axis in (0, 1, None):
             yield TreeFormat(NATIVE_LAYOUT, root, axis)
         for name, layout in family.layouts.items():
-            for axis in (None, 0, 1) if layout.stacked_name else (None,):
-                yield TreeFormat(name, root, axis)
-            if family.prefix and all(
-                path.startswith(family.prefix) or not layer_atom_in(path)
-                for path in layout.parameters
-            ):
+            yield TreeFormat(name, root, None)
+            if layout.stacked_name:
+                yield TreeFormat(name, root, 0)
+                yield TreeFormat(name, root, 1)
+            # A base model, saved without its head, has the paths below the prefix.
+            layer_paths = filter(layer_atom_in, layout.parameters)
+            if family.prefix and all(path.startswith(family.prefix) for path in layer_paths):
                 yield TreeFormat(name, root, None, has_prefix=False)

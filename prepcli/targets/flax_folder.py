@@ -153,6 +153,7 @@ def _check_layout_complete(
         raise PrepError(
             f"{source.display_name} cannot be written in the layout {layout}",
             f"the layout {verb} {listed}",
+            "use another layout, e.g. a Hugging Face folder",
         )
 
 

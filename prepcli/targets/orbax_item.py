@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
@@ -194,8 +194,9 @@ def _mixed_dtypes_error(
     why = f"{display_name} is {reported.dtype}, {source.names.display_name(other.name)} is {other.dtype}"
     hint = text("{} writes one leaf per layer", Option("scan", False))
     if reported.dtype not in FLOAT_DTYPES:
-        command = f"prep inspect {source.display_name} '{display_name}' --stats"
-        hint = f"a parameter is floating-point: `{command}` shows its values"
+        option = Option("stats", True)
+        command = Command("inspect", source.display_name, display_name, option)
+        hint = text("a parameter is floating-point: {} shows its values", command)
     return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
@@ -251,6 +252,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         raise PrepError(
             f"{source.names.display_name(use.tensor.name)} is {dtype}",
             "zarr does not support elements smaller than a byte",
+            "use a checkpoint of the model in bfloat16",
         )
     spec = None
     if partitioning.mesh:
@@ -279,12 +281,17 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
 
 def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
     """Return the atoms of each dim of a leaf."""
-    return [tuple(factor.atom for factor in dim) for dim in axis_map.leaf_dims]
+    names: list[tuple[str, ...]] = []
+    for dim in axis_map.leaf_dims:
+        names.append(tuple(factor.atom for factor in dim))
+    return names
 
 
 def _source_offset(tensor: SourceTensor) -> int:
     first = tensor.placement[0]
-    return first.offset if isinstance(first, Contiguous) else 0
+    if isinstance(first, Contiguous):
+        return first.offset
+    return 0
 
 
 def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[OutputLeaf]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import usage_error
+from prepcli.errors import Key, text, usage_error
 from prepcli.formats.manifest import read_manifest
 from prepcli.planning.plan import SmallFile
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE
@@ -50,7 +50,9 @@ def tokenizer_folder(recipe: Recipe) -> Path:
     if recipe.model.config is None or not any((folder / name).is_file() for name in TOKENIZERS):
         why = "a random start has no checkpoint with a tokenizer"
         raise usage_error(
-            "`data.tokenizer` is missing", why, '`tokenizer = "gpt2"` in [data], a folder or a file'
+            text("{} is missing", Key("data.tokenizer")),
+            why,
+            '`tokenizer = "gpt2"` in [data], a folder or a file',
         )
     return folder
 

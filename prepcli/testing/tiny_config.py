@@ -144,17 +144,16 @@ def _tiny_sizes(
 
 def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> dict[str, Any]:
     """Return the size fields set by the config, and the ones with a default from a large model."""
-    fields = {
-        name: wanted[axis]
-        for axis, names in SIZE_FIELDS.items()
-        for name in names
-        if config.get(name)
-    }
+    fields: dict[str, Any] = {}
+    for axis, names in SIZE_FIELDS.items():
+        for name in names:
+            if config.get(name):
+                fields[name] = wanted[axis]
+    # Without these fields, the size is the default of the family, which is that of a large model.
     for axis in REQUIRED_AXES:
-        if not any(name in fields for name in SIZE_FIELDS[axis]):
-            fields[next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))] = (
-                wanted[axis]
-            )
+        if fields.keys().isdisjoint(SIZE_FIELDS[axis]):
+            read = next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))
+            fields[read] = wanted[axis]
     return fields
 
 
@@ -196,9 +195,11 @@ def _layer_kinds(config: HFConfig) -> list[Any]:
     for name in LAYER_LISTS:
         if isinstance(config.get(name), list):
             return list(dict.fromkeys(config[name]))
-    return list(
-        dict.fromkeys(kind for kinds, _ in config.get(LAYER_PATTERN) or () for kind in kinds)
-    )
+    # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
+    distinct: dict[Any, None] = {}
+    for kinds, _ in config.get(LAYER_PATTERN) or ():
+        distinct |= dict.fromkeys(kinds)
+    return list(distinct)
 
 
 def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,9 +42,8 @@ class TensorLocation:
     def matching_views(self, tensor: np.ndarray, leaf: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of the same elements in the tensor and in the leaf, in the order of the leaf."""
         atom_array, names = split_into_atoms(self.axis_map, tensor)
-        order = [
-            factor.atom for dim in self.axis_map.leaf_dims for factor in dim if factor.atom in names
-        ]
+        factors = itertools.chain(*self.axis_map.leaf_dims)
+        order = [factor.atom for factor in factors if factor.atom in names]
         tensor_view = atom_array.transpose([names.index(atom) for atom in order])
         return tensor_view, leaf[self.leaf_index].reshape(tensor_view.shape)
 
@@ -248,9 +248,17 @@ def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list
     part = tensor[
         tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)
     ]
-    factors: list[SizedAxis] = [factor for dim in row.source_dims for factor in dim.factors]
+    factors: list[SizedAxis] = []
+    for dim in row.source_dims:
+        factors.extend(dim.factors)
+    # e.g. the k of a fused (three heads head_dim): `three` is fixed at 1, the others are free.
+    index: list[slice | int] = []
+    free_atoms: list[str] = []
+    for factor in factors:
+        if factor.fixed is None:
+            index.append(slice(None))
+            free_atoms.append(factor.atom)
+        else:
+            index.append(factor.fixed)
     values = part.reshape([factor.extent for factor in factors])
-    values = values[
-        tuple(slice(None) if factor.fixed is None else factor.fixed for factor in factors)
-    ]
-    return values, [factor.atom for factor in factors if factor.fixed is None]
+    return values[tuple(index)], free_atoms

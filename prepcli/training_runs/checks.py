@@ -56,7 +56,9 @@ def check_machine(
     observer = run.observer
     plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host)
     if run.request.dry_run:
-        available_text = format_bytes(available) if available else "unknown"
+        available_text = "unknown"
+        if available:
+            available_text = format_bytes(available)
         observer.note(memory_table(plan.inputs, plan.memory, available_text))
     if run.is_first:
         for warning in context_warnings(recipe, plan.inputs):
@@ -148,7 +150,7 @@ def check_memory(
     )
     what = f"a step needs about {format_bytes(plan.memory.peak)} on each device"
     why = f"{format_bytes(available_nbytes)} are available"
-    hint = "more or larger devices, or a shorter `data.seq_length`"
+    hint = text("more or larger devices, or a shorter {}", Key("data.seq_length"))
     if change is not None:
         keys = [
             text("{}", Key(key, value, is_override=True)) for key, value in change.values.items()
@@ -176,6 +178,7 @@ def device_memory_nbytes(
             CPU devices.
         num_processes: Processes of the run on this machine, with as many devices each.
     """
+    # Accelerators report the memory that XLA may allocate. CPU devices have no statistics.
     stats = devices[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         return int(limit)
@@ -243,12 +246,15 @@ def disk_warnings(
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
     if num_checkpoints * one_nbytes > free_nbytes:
         sizes = f"{num_checkpoints:,} checkpoints of {format_bytes(one_nbytes)}"
-        yield f"{folder} will hold {sizes}, its disk has {format_bytes(free_nbytes)} free: a smaller `checkpoint.keep`"
+        free = format_bytes(free_nbytes)
+        yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
 
 
 def _max_checkpoints(saves: int, keep: int | Literal["all"]) -> int:
     """Return the most checkpoints that exist at once: the kept ones, and a new one before an old one is removed."""
-    return saves if keep == "all" else min(saves, keep + 1)
+    if keep == "all":
+        return saves
+    return min(saves, keep + 1)
 
 
 def _nearest_existing_folder(folder: Path) -> Path:

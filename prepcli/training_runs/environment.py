@@ -118,4 +118,6 @@ def environment_warning(before: object, now: Mapping[str, Any], *, step: int) ->
 
 
 def _text(value: object) -> str:
-    return "none" if value in (None, "") else str(value)
+    if value in (None, ""):
+        return "none"
+    return str(value)

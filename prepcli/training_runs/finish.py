@@ -43,9 +43,12 @@ def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
     """Return a result with the fields that every result has, and further ones."""
     storage = prepared.run.storage
     steps = storage.steps(refresh=False)
+    output = None
+    if steps:
+        output = storage.step_name(steps[-1])
     return TrainResult(
         run=storage.name,
-        output=storage.step_name(steps[-1]) if steps else None,
+        output=output,
         step=step,
         steps=prepared.loop.steps,
         resumed_at=prepared.step,
@@ -56,7 +59,14 @@ def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
 
 
 def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
-    code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
-    why = f"step {step} is saved" if has_saved_step else "no step was completed"
-    template = "stopped by {}" if reason.startswith("SIG") else "stopped: {}"
-    return PrepError(text(template, reason), why, RESUME_HINT, code)
+    # 75 asks a launcher to start the job again. Ctrl-C is the user's, who does not want that.
+    code = STOPPED
+    if reason == signal.Signals.SIGINT.name:
+        code = INTERRUPTED
+    why = "no step was completed"
+    if has_saved_step:
+        why = f"step {step} is saved"
+    what = text("stopped: {}", reason)
+    if reason.startswith("SIG"):
+        what = text("stopped by {}", reason)
+    return PrepError(what, why, RESUME_HINT, code)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.engine.files import io_error
-from prepcli.errors import usage_error
+from prepcli.errors import Key, text, usage_error
 from prepcli.execution.run_storage import RunStorage
 from prepcli.inspection.run_record import SAMPLES_FILE
 from prepcli.training_runs.run import Run
@@ -31,14 +31,15 @@ def check_logs(log: Log, storage: RunStorage) -> None:
     from trainer.training.tensorboard_log import import_tensorboard
     from trainer.training.wandb_log import import_wandb
 
+    hint = text("{}", Key("log.tensorboard", "FOLDER"))
+    # Objects of a store are written whole. Nothing can be appended to one.
     if log.tensorboard is True and not storage.is_on_disk:
+        what = text("{} needs a run in a folder", Key("log.tensorboard", True))
         why = f"event files are appended to, and {storage.name} is in an object store"
-        raise usage_error(
-            "`log.tensorboard = true` needs a run in a folder", why, '`log.tensorboard = "FOLDER"`'
-        )
+        raise usage_error(what, why, hint)
     if "://" in str(log.tensorboard):
-        what = f'`log.tensorboard = "{log.tensorboard}"` is not a folder'
-        raise usage_error(what, "event files are appended to", '`log.tensorboard = "FOLDER"`')
+        what = text("{} is not a folder", Key("log.tensorboard", log.tensorboard))
+        raise usage_error(what, "event files are appended to", hint)
     if log.tensorboard:
         import_tensorboard()
     if log.wandb is not None:

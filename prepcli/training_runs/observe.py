@@ -165,6 +165,7 @@ class LiveDisplay:
 
     def on_step(self, step: int) -> None:
         """Show the step if the last drawing is a tenth of a second old."""
+        # Between two log lines, the time left follows from the seconds per step of the last one.
         status = self.status
         if status.remaining_s is not None and status.step_s is not None:
             status.remaining_s = status.step_s * (status.steps - step)
@@ -280,7 +281,9 @@ class TrainReporter:
 
 def _format_tokens(count: int) -> str:
     """Format as `3.1 M tokens` or `310 M tokens`."""
-    decimals = 0 if count >= 10_000_000 else 1
+    decimals = 1
+    if count >= 10_000_000:
+        decimals = 0
     return f"{count / 1e6:,.{decimals}f} M tokens"
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import Key, PrepError, text
 from prepcli.execution.run_storage import TOKENS_FOLDER
 from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.remote.placeholders import create_placeholder_folder
@@ -154,10 +154,10 @@ def build_sampler(
     try:
         tokenizer = load_tokenizer(Path(recipe.data.tokenizer) if recipe.data.tokenizer else files)
     except PrepError as error:
-        hint = f"`data.tokenizer`, or no `{SAMPLES_KEY}`"
-        raise PrepError(
-            f"`{SAMPLES_KEY}` needs a tokenizer", f"{error.what}: {error.why}", hint
-        ) from error
+        what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
+        why = text("{}: {}", error.what, error.why)
+        hint = text("{}, or no {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
+        raise PrepError(what, why, hint) from error
     vocab = model.true_vocab_size
     generation_config = files / GENERATION_CONFIG_FILE
     eos_token_ids = model_eos_token_ids(

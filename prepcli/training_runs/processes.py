@@ -144,6 +144,7 @@ def _settings_digest(recipe: Recipe) -> str:
 
 
 def _is_shared(key: str) -> bool:
+    # Paths differ between hosts, and so do the keys of `cluster` that say which process this is.
     return not is_path(key) and (not key.startswith("cluster.") or key in SHARED_CLUSTER_KEYS)
 
 
@@ -251,17 +252,20 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
     from trainer.distributed.heartbeat import JobEnd
 
     if isinstance(error, Stopped | Interrupted | KeyboardInterrupt):
-        is_stop = isinstance(error, Stopped)
-        reason = error.signal_name if is_stop else INTERRUPT
+        reason = INTERRUPT
+        code = INTERRUPTED
+        if isinstance(error, Stopped):
+            reason = error.signal_name
+            code = STOPPED
         what = f"stopped by {reason} of process {group.index}"
         end = JobEnd("stopped", group.index, what, reason)
-        code = STOPPED if is_stop else INTERRUPTED
     else:
-        reported = error if isinstance(error, PrepError) else as_prep_error(error)
+        reported = as_prep_error(error)
         why = " - ".join(text for text in (reported.what, reported.why) if text)
         what = f"process {group.index} ({group.places[group.index]}) failed"
         end = JobEnd("failed", group.index, what, why)
         code = reported.code
+    # The reason first: the others would report a lost process if this one left before it is known.
     watchdog.end_job(end)
     group.exit_without_disconnecting(code)
 
@@ -286,6 +290,8 @@ def _job_error(
         hint = RESTART_HINT
         code = STOPPED
     if end.kind == "stopped":
-        code = INTERRUPTED if end.why == INTERRUPT else STOPPED
+        code = STOPPED
+        if end.why == INTERRUPT:
+            code = INTERRUPTED
         return PrepError(end.what, "", hint, code)
     return PrepError(end.what, end.why, hint, code)

@@ -62,7 +62,9 @@ def random_config(table: Model) -> dict[str, Any]:
         return override_fields(find_preset(table.preset), table.overrides)
     assert table.config is not None
     path = Path(table.config)
-    return override_fields(read_config(path / CONFIG if path.is_dir() else path), table.overrides)
+    if path.is_dir():
+        path = path / CONFIG
+    return override_fields(read_config(path), table.overrides)
 
 
 def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel:
@@ -103,5 +105,9 @@ def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> di
 
 def _model_name(table: Model) -> str:
     """Return the name of the model: its preset, or the folder of its config."""
+    if table.preset:
+        return table.preset
     path = Path(table.config or "").resolve()
-    return table.preset or (path.name if path.is_dir() else path.parent.name)
+    if path.is_dir():
+        return path.name
+    return path.parent.name

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.progress import NullProgress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Key, PrepError, text, usage_error
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_datasets import README, matches, read_metadata, select_files
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
@@ -24,6 +24,7 @@ from trainer.data.files import DataFile
 from trainer.data.remote_files import Selection
 from trainer.files.reading import open_regular_file
 
+# A revision has no slash, except for the branches `refs/convert/NAME` that the hub makes.
 HUB_URL = re.compile(
     r"hf://datasets/(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/@]+(?:/convert/[^/]+)?))?(?:/(?P<path>.+))?",
     re.ASCII,
@@ -61,20 +62,25 @@ class DataFinder:
             files = list(self._find_in_bucket(url, accepts))
         if not files:
             why = "no object of that name, no data file in a folder of that name, and no match of it as a glob"
-            raise PrepError(
-                f"no data in `{url}`", why, "check the spelling; `data.type` sets the type of files"
-            )
+            hint = text("check the spelling; {} sets the type of files", Key("data.type"))
+            raise PrepError(f"no data in `{url}`", why, hint)
         return files
 
     def _find_in_bucket(self, url: str, accepts: Callable[[str], bool]) -> Iterator[DataFile]:
         """Yield an object, or else the objects of a folder or a glob, sorted by name."""
         glob = GLOB_SIGNS.search(url)
-        parent, _, name = (url[: glob.start()] if glob else url.rstrip("/")).rpartition("/")
+        # List below the last folder before the first sign of a glob, e.g. `gs://b/a` of `gs://b/a/x-*`.
+        literal = url.rstrip("/")
+        if glob:
+            literal = url[: glob.start()]
+        parent, _, name = literal.rpartition("/")
         pattern = url.removeprefix(f"{parent}/")
+        # `gs://b` is a bucket, in which no object has an empty name.
         is_bucket = parent.endswith(":/")
-        bucket = Bucket(
-            parse_url(url if is_bucket else parent), retry_policy=self.access.retry_policy
-        )
+        folder = parent
+        if is_bucket:
+            folder = url
+        bucket = Bucket(parse_url(folder), retry_policy=self.access.retry_policy)
         if not glob and not is_bucket and (file := bucket.find_file(name)) is not None:
             yield _bucket_file(bucket, file)
             return
@@ -82,7 +88,12 @@ class DataFinder:
             bucket = replace(bucket, url=parse_url(url))
         for file in bucket.list_files():
             is_visible = not any(part.startswith(".") for part in file.path.split("/"))
-            if is_visible and (matches(file.path, pattern) if glob else accepts(file.path)):
+            # A glob names its files. In a folder, the type of the data selects them.
+            if glob:
+                is_selected = matches(file.path, pattern)
+            else:
+                is_selected = accepts(file.path)
+            if is_visible and is_selected:
                 yield _bucket_file(bucket, file)
 
     def _find_on_hub(
@@ -94,7 +105,8 @@ class DataFinder:
                 f"`{url}` is an invalid URL", "it names no dataset on the hub", HUB_HINT
             )
         if match["revision"] and selection.revision not in (None, match["revision"]):
-            why = f"`@{match['revision']}` and `data.revision` {selection.revision}"
+            key = Key("data.revision")
+            why = text("`@{}` and {} {}", match["revision"], key, selection.revision)
             raise usage_error(f"`{url}` has two revisions", why, "remove one of them")
         revision = match["revision"] or selection.revision
         is_offline = prepare_hub(self.access.offline, self.access.retry_policy)
@@ -166,9 +178,15 @@ class HubDataset:
 
     def readme(self) -> Path | None:
         """Return the path of the README in the cache, which then also has the commit of the revision."""
-        names = [README] if README in self.listing.siblings else []
+        # Also without a README: the download records the commit of the revision in the cache, by which
+        # a later start without network finds the files.
+        names: list[str] = []
+        if README in self.listing.siblings:
+            names = [README]
         folder = self.listing.download(names, NullProgress())
-        return folder / README if names else None
+        if names:
+            return folder / README
+        return None
 
     def data_file(self, name: str) -> DataFile:
         """Return a file, identified by the hub's hash of its content."""
@@ -194,9 +212,11 @@ class CachedDataset:
     @property
     def names(self) -> Sequence[str]:
         """Names of its files."""
-        return sorted(
-            str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()
-        )
+        names: list[str] = []
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                names.append(str(path.relative_to(self.folder)))
+        return sorted(names)
 
     def readme(self) -> Path | None:
         """Return the path of the README.
@@ -204,7 +224,9 @@ class CachedDataset:
         None if it is not in the cache.
         """
         path = self.folder / README
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
 
     def data_file(self, name: str) -> DataFile:
         """Return a file with the digest that the hub listed: the cache names the target of its link by it."""

@@ -124,10 +124,12 @@ class StartCheckpoint:
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        source = self.model if isinstance(self.model, StartModel) else self.reader
+        manifest = self.reader.manifest
+        if isinstance(self.model, StartModel):
+            manifest = self.model.manifest
         if self.lora is None:
-            return source.manifest
-        return {**source.manifest, "lora": self.lora}
+            return manifest
+        return {**manifest, "lora": self.lora}
 
     @property
     def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
@@ -152,7 +154,9 @@ class StartCheckpoint:
         if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
             return
         source = self._open_source(self.reader)
-        tensors = source.all_tensors if has_state else source.tensors
+        tensors = source.tensors
+        if has_state:
+            tensors = source.all_tensors
         check_without_checksums(source, tensors, observer, hint=self.hint)
 
     def sample_digest(self) -> str:
@@ -175,13 +179,17 @@ def open_last_step(storage: RunStorage, step: int, *, verify: bool) -> StartChec
     """Open the last step of a run, to resume from it."""
     hint = damage_hint(storage, step)
     reader = storage.open_step(step, verify, hint)
+    # The step of a bucket is a folder of placeholder files, whose path means nothing to the user.
+    name = ""
+    if not storage.is_on_disk:
+        name = storage.step_name(step)
     return StartCheckpoint(
         reader,
         reader.folder,
         reader.folder / HF_FOLDER,
         resume_step=int(reader.manifest["step"]),
         hint=hint,
-        name="" if storage.is_on_disk else storage.step_name(step),
+        name=name,
     )
 
 
@@ -204,7 +212,9 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     model = StartModel(reader.manifest, with_recipe_tokenizer(files, recipe))
     # Only another tokenizer than the checkpoint's needs the files beside the checkpoint's folder.
     has_own_tokenizer = model.small_files == files
-    return StartCheckpoint(reader, reader.folder if has_own_tokenizer else model, folder)
+    if has_own_tokenizer:
+        return StartCheckpoint(reader, reader.folder, folder)
+    return StartCheckpoint(reader, model, folder)
 
 
 def open_model_start(
@@ -234,6 +244,8 @@ def open_model_start(
         return _open_random_start(recipe, sharding, check_config)
     located = locate(recipe.model.path, access=access)
     check_stream(access.stream, located)
+    # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
+    # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.local_files.path
     is_local = located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
@@ -242,7 +254,9 @@ def open_model_start(
     if (path / CONFIG).is_file():
         check_config(recipe_config(read_config(path / CONFIG), recipe.model))
     source = open_source(located)
-    rules = source.tree_manifest.rules if recipe.rules is None else recipe.rules
+    rules = recipe.rules
+    if rules is None:
+        rules = source.tree_manifest.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
     manifest = start_manifest(source, reader, located.model_name) | {
         "mesh": str(sharding.mesh),
@@ -286,13 +300,16 @@ def start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str
 
 def _is_written_by_prep(path: Path) -> bool:
     """Return whether an Orbax checkpoint has a manifest."""
+    # Without an item, `open_reader` reports what is missing.
     item = find_item(path)
     return item is None or read_manifest(find_manifest_folder(item)) is not None
 
 
 def _tokenizer_folder(source: Source) -> Path:
     """Return the folder of the model's small files."""
-    return source.small_files[0].parent if source.small_files else source.root
+    if source.small_files:
+        return source.small_files[0].parent
+    return source.root
 
 
 def with_adapters(
@@ -313,7 +330,7 @@ def with_adapters(
     if LORA_KEY in start.manifest:
         why = "the step of a run with LoRA has only adapters"
         raise usage_error(
-            "`model.path` is not a complete model",
+            text("{} is not a complete model", Key("model.path")),
             why,
             text("{} adds them to their base", Command("merge")),
         )
@@ -355,10 +372,10 @@ def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> 
     dtypes: dict[str, str] = {}
     for path in model.frozen_paths:
         dtype = start.reader.leaves[f"params.{path}"].dtype
-        dtypes[path] = (
-            # Devices do not compute in float8.
-            dtype if dtype in FLOAT_DTYPES else "float32"
-        )
+        # Devices do not compute in float8.
+        if dtype not in FLOAT_DTYPES:
+            dtype = "float32"
+        dtypes[path] = dtype
     return dtypes
 
 
@@ -387,10 +404,12 @@ def base_facts(
 
 def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Raise PrepError if the frozen parameters differ from the ones that the adapters were trained with."""
+    # The names are not compared: a copy of the base at another path resumes the run.
     before = manifest.get(BASE_KEY, {})
     now = facts[BASE_KEY]
     if before.get("digest") == now["digest"]:
         return
     what = f"{now['name']} differs from the checkpoint that the run began with"
     why = f"its parameters have the digest {now['digest']}, those of {before.get('name')} had {before.get('digest')}"
-    raise PrepError(what, why, "`model.path` of the checkpoint that the run began with")
+    hint = text("{} of the checkpoint that the run began with", Key("model.path"))
+    raise PrepError(what, why, hint)

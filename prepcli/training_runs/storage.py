@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
 
 RUNS_FOLDER = Path("runs")
+# Errors of a file system on which no run can be changed, and so none can be damaged without a lock.
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # A converted model, in the folder of a run that an earlier version of prep began
 INIT_FOLDER = "init"
@@ -64,6 +65,8 @@ def open_run_storage(out: Path | None, recipe: Recipe, observer: Observer) -> Ru
 
 def _recipe_digest(recipe: Recipe) -> str:
     """Return the digest of a recipe without the keys that say which process this is."""
+    # A restarted job takes the lock of its killed predecessor over at once, because both have the same
+    # digest. Their hosts and addresses may differ.
     values = recipe.model_dump(mode="json", exclude={"cluster"})
     return digest(json.dumps(values, sort_keys=True).encode())
 
@@ -126,7 +129,10 @@ def _overtaken_error(storage: RunStorage, step: int, last_step: int) -> PrepErro
     """Return the error for a run that another process has trained since this one read its last step."""
     what = f"{storage.name} is at step {last_step}, and this process has read step {step}"
     why = "another process has trained the run meanwhile; nothing was changed"
-    code = STOPPED if last_step else FAILED
+    # 75 asks a launcher to start the job again. That helps only if there is a step to resume from.
+    code = FAILED
+    if last_step:
+        code = STOPPED
     return PrepError(
         what, why, "start again once it has ended: the run resumes from its last step", code
     )
@@ -138,8 +144,11 @@ def explain_removed_step(storage: RunStorage, step: int) -> Iterator[None]:
     try:
         yield
     except PrepError as error:
-        steps = storage.steps() if step else []
-        if step and step not in steps:
+        if not step:
+            raise
+        # Another process that trains the run removes old steps, also one that is being read here.
+        steps = storage.steps()
+        if step not in steps:
             raise _overtaken_error(storage, step, max(steps, default=0)) from error
         raise
 
@@ -184,6 +193,8 @@ def describe_kept(storage: RunStorage) -> str:
 
 def _describe_tokens(folder: Path) -> str:
     """Describe the tokens in a folder: all, a part of them after a kill, or none (empty)."""
+    # A store of tokens has its name only when it is complete. A part has the suffix `.partial`, and
+    # its journal lists the tokens from which the next start continues.
     stores = [path for path in folder.glob("*") if path.is_dir()]
     if any(not path.name.endswith(".partial") for path in stores):
         return "the tokens"

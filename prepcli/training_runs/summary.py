@@ -109,7 +109,9 @@ def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:
 
 
 def _size_text(size: int) -> str:
-    return "all" if size == WHOLE else str(size)
+    if size == WHOLE:
+        return "all"
+    return str(size)
 
 
 def rope_text(arch_config: ArchConfig) -> str:

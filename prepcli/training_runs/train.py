@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,11 +126,15 @@ def train_run(
 
 def _describe_durable(run: Run) -> str:
     """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
-    return "" if run.request.dry_run else describe_kept(run.storage)
+    if run.request.dry_run:
+        return ""
+    return describe_kept(run.storage)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
     """Return the options that all processes of a run must share."""
+    # A process with another value would leave the others alone in a collective, e.g. a dry run ends
+    # before the first step. The names are those of `prep train`, for the error of `compare_settings`.
     return {
         "--restart": request.restart,
         "--stop-after": request.stop_after,
@@ -154,8 +158,10 @@ def _train_in_group(run: Run) -> TrainResult:
         run.observer.note(
             f"tokens and metrics are written to {run.folder} first; `data.cache` names a folder for tokens"
         )
-    lock = nullcontext() if is_dry_run else hold_run(storage, run.group, run.observer.warn)
-    with lock:
+    # A dry run writes nothing to the run, and may be asked for while another process trains it.
+    if is_dry_run:
+        return _train_locked(run)
+    with hold_run(storage, run.group, run.observer.warn):
         return _train_locked(run)
 
 
@@ -224,9 +230,13 @@ def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
     recipe = run.recipe
     recipe_sharding = _recipe_sharding(run)
     access = make_access(run.observer, offline=request.offline)
+    # A missing data file or a mesh that the devices do not fill is found before a model is located,
+    # which may download it.
     check_inputs(recipe, DataFinder(access, run.observer.note))
     check_devices(recipe, recipe_sharding)
     last_step = _last_step(run)
+    # A step of a run with LoRA has only the adapters. Its frozen parameters come from the recipe's
+    # model at every start.
     if last_step and not recipe.lora.is_enabled:
         start = open_last_step(run.storage, last_step, verify=request.verify)
     else:
@@ -290,6 +300,8 @@ def _last_step(run: Run) -> int:
 
     0 starts from the recipe's checkpoint.
     """
+    # Another host may list the folder from a cache of its file system. Processes that start from
+    # different steps would compute different gradients, so that only process 0 decides.
     last_step = 0
     if not run.request.restart:
         last_step = max(run.storage.steps(), default=0)
@@ -323,7 +335,9 @@ def _load_train_state(prepared: PreparedRun) -> TrainState:
             on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
         )
     _check_exact_state(prepared)
-    return restore_state(reader, setup, None if start.adapters is None else base)
+    if start.adapters is None:
+        return restore_state(reader, setup, None)
+    return restore_state(reader, setup, base)
 
 
 def _check_exact_state(prepared: PreparedRun) -> None:
@@ -346,11 +360,12 @@ def _check_exact_state(prepared: PreparedRun) -> None:
     is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
     if not is_saved and has_optimizer_state(prepared.loop.setup):
         what = f"step {prepared.step} has no optimizer state to resume from"
-        raise PrepError(what, "it was saved with `checkpoint.optimizer_state = false`", hint)
+        why = text("it was saved with {}", Key("checkpoint.optimizer_state", False))
+        raise PrepError(what, why, hint)
     cast = reader.manifest.get("param_cast")
     if cast is not None and cast["to"] != run.recipe.model.param_dtype:
         what = f"step {prepared.step} has no exact parameters to resume from"
-        why = f"they were cast to {cast['to']}, the `checkpoint.dtype` of the run"
+        why = text("they were cast to {}, the {} of the run", cast["to"], Key("checkpoint.dtype"))
         raise PrepError(what, why, hint)
 
 
@@ -387,6 +402,7 @@ def _run_training(prepared: PreparedRun, state: TrainState) -> TrainResult:
                 # kill after `clear` leaves a run without steps: the next start begins at step 0.
                 checkpoints.clear()
                 remove_exports(run)
+            # A kill between the save of a step and the end of its export leaves the step without one.
             if exports is not None:
                 exports.start_missing(checkpoints.steps())
             if run.is_first:
@@ -410,7 +426,9 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
 
     def free_nbytes_per_process() -> int | None:
         free_nbytes = free_memory()
-        return None if free_nbytes is None else free_nbytes // prepared.processes_per_host
+        if free_nbytes is None:
+            return None
+        return free_nbytes // prepared.processes_per_host
 
     return CheckpointManager(
         run.storage,
@@ -448,6 +466,8 @@ def _take_steps(
         run.enter_phase(phase)
 
     has_sampler = loop.sampler is not None
+    # From here on, a signal is only remembered. The loop asks for it after each step, so that the step
+    # in progress is completed and saved.
     with (
         open_metrics(run, prepared.step) as metrics,
         open_sample_log(run, prepared.step, has_sampler=has_sampler) as sample_log,

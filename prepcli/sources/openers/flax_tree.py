@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.file_records import read_manifest_of_file
 from prepcli.formats.flax_folder import check_index, find_weight_files
@@ -72,34 +72,43 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
     else:
         manifest = read_manifest_of_file(path)
     records = (manifest or NO_MANIFEST).tensors
-    with_digests = (
-        replace(tensor, digests=recorded_digests(records, tree.names.full_name(tensor.name)))
-        for tensor in tree.tensors
-    )
-    tensors = tuple(sorted(with_digests, key=_file_position))
+    tensors: list[SourceTensor] = []
+    for tensor in sorted(tree.tensors, key=_file_position):
+        digests = recorded_digests(records, tree.names.full_name(tensor.name))
+        tensors.append(replace(tensor, digests=digests))
     extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
+    # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
+    if hints.part == "trainstate_params":
+        extra_entries = ()
+    # The blobs of concatenated pieces. Without any, the placements number the files.
+    blobs = flax_files.blobs
+    if len(blobs) == len(flax_files.files):
+        blobs = ()
     return Source(
         display_name=display_name,
         root=folder if path.is_dir() else path,
         family=tree.names.family,
         config=config,
         names=tree.names,
-        tensors=tensors,
+        tensors=tuple(tensors),
         files=flax_files.files,
         file_stamps=tuple(
             SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
             for document in flax_files.documents
         ),
-        small_files=tuple(
-            file for file in small_files(config_path.parent) if file.suffix in SETTINGS_SUFFIXES
-        ),
+        small_files=_settings_files(config_path.parent),
         manifest=manifest,
         tensor_file_names=tuple(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
         ),
-        blobs=flax_files.blobs if len(flax_files.blobs) > len(flax_files.files) else (),
-        extra_entries=() if hints.part == "trainstate_params" else extra_entries,
+        blobs=blobs,
+        extra_entries=extra_entries,
     )
+
+
+def _settings_files(folder: Path) -> tuple[Path, ...]:
+    """List the small files that belong to a model."""
+    return tuple(file for file in small_files(folder) if file.suffix in SETTINGS_SUFFIXES)
 
 
 def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
@@ -109,7 +118,10 @@ def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[Dropped
         return
     for document in flax_files.documents:
         for entry in document.non_arrays:
-            key = entry.path[0] if entry.path else PARAMS
+            if entry.path:
+                key = entry.path[0]
+            else:
+                key = PARAMS
             if key not in listed_names and key != PARAMS:
                 listed_names.add(key)
                 yield DroppedTensor(key, 0, TRAINING_STATE_RULE)
@@ -159,12 +171,13 @@ class FlaxFiles:
         for array, blob, offset in self.array_locations():
             name = ".".join(array.path)
             if name in leaves:
-                raise PrepError(f"{display_name} has a leaf twice", f"two leaves are named {name}")
+                why = f"two leaves are named {name}"
+                raise PrepError(f"{display_name} has a leaf twice", why, GET_AGAIN_HINT)
             zeros = (0,) * len(array.shape)
             locate_chunks = partial(_single_chunk, StridedPlacement(blob, offset, zeros, zeros))
-            leaves[name] = StoredLeaf(
-                array.shape, array.dtype, tuple(max(1, n) for n in array.shape), locate_chunks
-            )
+            # A chunk has at least one element in each dim, also in an empty array.
+            chunk_shape = tuple(max(1, n) for n in array.shape)
+            leaves[name] = StoredLeaf(array.shape, array.dtype, chunk_shape, locate_chunks)
         return leaves
 
     def safetensors_file_name(self, blob: int) -> str:
@@ -179,12 +192,15 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
     """Read the headers of all files of a checkpoint."""
     documents = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
     check_index(path, documents)
-    pieces_blobs = {
-        number: blob
-        for number, document in enumerate(documents)
-        if (blob := _join_split_arrays(document)).ranges
-    }
-    blobs = (*(document.path for document in documents), *pieces_blobs.values())
+    # Flax splits an array above 1 GiB into several msgpack values, each with a header of its own. The
+    # payloads are joined in one blob, in which the array is contiguous.
+    pieces_blobs: dict[int, Blob] = {}
+    for number, document in enumerate(documents):
+        blob = _join_split_arrays(document)
+        if blob.ranges:
+            pieces_blobs[number] = blob
+    paths = [document.path for document in documents]
+    blobs = (*paths, *pieces_blobs.values())
     return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *pieces_blobs))
 
 

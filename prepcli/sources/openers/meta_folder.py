@@ -7,13 +7,14 @@ dims, the order of Hugging Face pairs the two halves of a head.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.formats.torch_files import (
@@ -178,16 +179,19 @@ def _load_config(
         config = read_config(hints.resolve_config_path(path, display_name))
         if config.get("model_type") != FAMILY.name:
             why = f"its config.json says `{config.get('model_type')!s:.40}`, such files contain `{FAMILY.name}`"
-            raise PrepError(f"{display_name} has the wrong model_type", why)
+            hint = text(
+                "{}: a folder with the {} of these weights", Option("config", "FOLDER"), CONFIG
+            )
+            raise PrepError(f"{display_name} has the wrong model_type", why, hint)
         return config
     params = _read_params(path, display_name)
     try:
-        is_tied = is_small_llama_3_2(params) or not any(
-            tensor.name == LM_HEAD for tensor in headers[0].tensors
-        )
+        # Meta's files of LLaMA 3.2 1B and 3B store the head although it is the embedding.
+        has_head = any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        is_tied = is_small_llama_3_2(params) or not has_head
         return to_hf_config(params, _vocab_size(params, headers), is_tied)
     except ValueError as error:
-        hint = f"`--config` names a {CONFIG} instead"
+        hint = text("{} names a {} instead", Option("config"), CONFIG)
         raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
 
 
@@ -195,7 +199,12 @@ def _read_params(folder: Path, display_name: str) -> Any:
     path = folder / META_PARAMS_FILE
     if not path.exists():
         why = "the number of heads is not known without it"
-        hint = f"put Meta's {META_PARAMS_FILE} next to the files, or `--config` names the model's {CONFIG}"
+        hint = text(
+            "put Meta's {} next to the files, or {} names the model's {}",
+            META_PARAMS_FILE,
+            Option("config"),
+            CONFIG,
+        )
         raise PrepError(f"{display_name} has no {META_PARAMS_FILE}", why, hint)
     try:
         if stat_file(path).st_size > MAX_PARAMS_NBYTES:
@@ -223,7 +232,11 @@ def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
     if len(shape := shapes.get(LM_HEAD, ())) == 2:
         return shape[0] * len(headers)
     if len(shape := shapes.get(EMBEDDING, ())) == 2:
-        return shape[0] * (len(headers) if shape[1] == params.get("dim") else 1)
+        # LLaMA 3 shards the rows of the embedding: each file has its full width, and a part of the
+        # vocabulary. LLaMA 1 and 2 shard its columns.
+        if shape[1] == params.get("dim"):
+            return shape[0] * len(headers)
+        return shape[0]
     raise ValueError(f"it has no vocab_size, and {headers[0].file_name} has no {EMBEDDING}")
 
 
@@ -245,9 +258,8 @@ class _ShardedTensors:
         for header in headers:
             tensors.extend(header.tensors)
         blob_numbers, self.blobs = assign_blobs(tensors, self.paths)
-        self._shards_by_name: dict[
-            str, list[tuple[TorchTensor, int]]
-        ] = {}  # each with its blob number
+        # Each shard with its blob number.
+        self._shards_by_name: dict[str, list[tuple[TorchTensor, int]]] = {}
         for tensor, blob in zip(tensors, blob_numbers):
             self._shards_by_name.setdefault(tensor.name, []).append((tensor, blob))
 
@@ -297,18 +309,16 @@ class _ShardedTensors:
         """Raise PrepError unless each file has a shard, all of one dtype."""
         if len(shards) != len(self._headers):
             files_with_shard = {tensor.file for tensor, _ in shards}
-            lacking = next(
-                header.file_name
-                for number, header in enumerate(self._headers)
-                if number not in files_with_shard
-            )
+            numbers = range(len(self._headers))
+            first = next(number for number in numbers if number not in files_with_shard)
             raise PrepError(
-                f"{lacking} lacks {quote_name(name)}",
+                f"{self._headers[first].file_name} lacks {quote_name(name)}",
                 "each file of Meta's has a part of each tensor",
+                GET_AGAIN_HINT,
             )
         if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
             why = f"their dtypes are {' and '.join(sorted(dtypes))}"
-            raise PrepError(f"the parts of {quote_name(name)} differ", why)
+            raise PrepError(f"the parts of {quote_name(name)} differ", why, GET_AGAIN_HINT)
 
     def _placement(
         self,
@@ -363,9 +373,10 @@ class _ShardedTensors:
                     why,
                     "check that no `consolidated.*.pth` is missing",
                 )
-        return tuple(
-            n // num_files if dim == axis else n for dim, n in enumerate(axis_map.leaf_shape)
-        )
+        shape = list(axis_map.leaf_shape)
+        if axis is not None:
+            shape[axis] //= num_files
+        return tuple(shape)
 
     def _shape_error(
         self, tensor: TorchTensor, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]
@@ -387,5 +398,7 @@ class _ShardedTensors:
 
 def _permutes_elements(axis_map: AxisMap) -> bool:
     """Return whether Meta's order of elements differs from that of the Hugging Face tensor."""
-    meta_atoms = [factor.atom for dim in axis_map.leaf_dims for factor in dim]
-    return meta_atoms != [factor.atom for dim in axis_map.source_dims for factor in dim.factors]
+    # e.g. (heads half two) and (heads two half): equal shapes, and another order of the rows.
+    meta_factors = itertools.chain(*axis_map.leaf_dims)
+    hf_factors = itertools.chain(*(dim.factors for dim in axis_map.source_dims))
+    return [factor.atom for factor in meta_factors] != [factor.atom for factor in hf_factors]

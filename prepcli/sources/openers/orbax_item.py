@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
-from prepcli.errors import PrepError
+from prepcli.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     find_manifest_folder,
@@ -75,9 +75,8 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
         return _open_foreign(item, path, display_name, hints)
     if not manifest.is_tree:
         why = f"it is an Orbax item, its {MANIFEST_FILE} is that of a Hugging Face folder"
-        raise PrepError(
-            f"{display_name} has an invalid manifest", why, "`prep inspect` shows its contents"
-        )
+        hint = text("{} shows its contents", Command("inspect"))
+        raise PrepError(f"{display_name} has an invalid manifest", why, hint)
     config = manifest.config
     names = TensorNames(manifest_family(manifest.fields), manifest.is_prefixed)
     blobs, leaves = stored_leaves(item)
@@ -106,12 +105,10 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         config_path = find_config(item.folder, path)
     if config_path is None:
         why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
-        hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
+        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"{display_name} was not written by prep", why, hint)
     if config_path.is_dir():
         config_path = config_path / CONFIG
-    else:
-        config_path = config_path
     config = read_config(config_path)
     blobs, leaves = stored_leaves(item)
     tree = match_foreign_tree(leaves, family_of(config), config, display_name)
@@ -177,7 +174,11 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
         just the item's files. Leaves, by dotted name.
     """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
-    blobs: list[Path | Blob] = [*item.files] if any(direct) else []
+    # An item whose arrays are all encoded needs no numbers for its files: each array is a blob, and
+    # opens the files of its chunks itself.
+    blobs: list[Path | Blob] = []
+    if any(direct):
+        blobs.extend(item.files)
     leaves: dict[str, StoredLeaf] = {}
     for number, meta in enumerate(item.arrays):
         locate_chunks: Callable[[LeafPiece], Placement] = partial(_chunk_places, item, number)
@@ -189,7 +190,9 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
             locate_chunks = partial(_placement_of_piece, placement)
             blobs.append(DecodedArray(item, number))
         leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
-    return (() if all(direct) else tuple(blobs)), leaves
+    if all(direct):
+        return (), leaves
+    return tuple(blobs), leaves
 
 
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
@@ -236,6 +239,8 @@ def _as_strided(
     locations: Mapping[tuple[int, ...], tuple[int, int]], first: tuple[int, ...], counts: list[int]
 ) -> StridedPlacement | None:
     """Return the chunks' locations as a strided placement, or None if they are irregular."""
+    # A strided placement is a few numbers in the plan, an explicit one an entry per chunk. A 7B model
+    # in chunks of 4 MiB has 3,000 of them.
     places = list(locations.values())
     if not places:
         return None
@@ -243,6 +248,7 @@ def _as_strided(
         step = places[1][1] - places[0][1]
     else:
         step = 0
-    if any(place != (places[0][0], places[0][1] + i * step) for i, place in enumerate(places)):
-        return None
+    for i, place in enumerate(places):
+        if place != (places[0][0], places[0][1] + i * step):
+            return None
     return StridedPlacement(*places[0], first, strides(counts, step))

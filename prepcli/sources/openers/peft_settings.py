@@ -107,7 +107,8 @@ def read_settings(folder: Path) -> PeftSettings:
         # 0 == False in Python, but an integer is no switch
         if not any(type(value) is type(plain) and value == plain for plain in plain_values):
             why = "only plain LoRA adapters are"
-            raise PrepError(f"{folder}: {key} = {_value_text(value)} is not supported", why)
+            hint = "PEFT's `merge_and_unload()` merges other adapters"
+            raise PrepError(f"{folder}: {key} = {_value_text(value)} is not supported", why, hint)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
@@ -137,9 +138,9 @@ def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig
         first_tensors.setdefault(
             f"{PEFT_PREFIX}{family.prefix}{module}.lora_A.weight", projection.name
         )
-    targets = tuple(
-        dict.fromkeys(name for tensor, name in first_tensors.items() if tensor in names)
-    )
+    # A dict drops repeated names and keeps their order.
+    found = {name: None for tensor, name in first_tensors.items() if tensor in names}
+    targets = tuple(found)
     if not targets:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(

@@ -35,9 +35,10 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
         PrepError: A file is broken or not supported.
     """
     folder = safetensors.read_safetensors_folder(path)
-    config = read_config(
-        hints.resolve_config_path(path, display_name) if hints.config_path else path / CONFIG
-    )
+    config_path = path / CONFIG
+    if hints.config_path:
+        config_path = hints.resolve_config_path(path, display_name)
+    config = read_config(config_path)
     family = family_of(config)
     manifest = read_manifest(path)
     names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])

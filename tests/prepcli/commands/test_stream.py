@@ -184,7 +184,7 @@ def test_stream_is_rejected_offline(files, tmp_path: Path):
             why = (
                 "HF_HUB_OFFLINE=1 disables network access"
                 if offline
-                else "--offline disables network access"
+                else "`--offline` disables network access"
             )
             assert report["error"]["what"] == "cannot stream o/good"
             assert report["error"]["why"] == why

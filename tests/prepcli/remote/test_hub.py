@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 from prepcli.sources.hub_folders import files_to_download
+from tests.helpers.adapters import ALPHA, RANK, make_adapter
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
@@ -72,6 +73,14 @@ for name in names:
         answer |= {"error": [error.what, error.why, error.hint, error.code]}
     answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
     print(json.dumps(answer))
+"""
+ADAPTER_SCRIPT = """
+import json, sys
+from prepcli.inspection.contents import read_contents
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+contents = read_contents(locate(sys.argv[1], access=Access(allow_adapters=True)))
+print(json.dumps([contents.adapter, contents.non_arrays]))
 """
 Answer = dict[str, object]
 
@@ -193,7 +202,8 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
                   "try again later; a download continues where it stopped", 1],
         "o/long": ["cannot read o/long", "a file had another number of bytes than the hub announced",
                    "try again; a proxy between may change what it sends", 1],
-        "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1],
+        "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md",
+                    "name the folder with the weights", 1],
     }  # fmt: skip
     answers = run_locate.locate_all([*expected], PREP_TIMEOUT="5")  # retries of HTTP 503 wait 3.5 s
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
@@ -298,3 +308,15 @@ def test_files_to_download_selects_one_format() -> None:
         "params.json",
     ]
     assert files_to_download(["x.gguf", "imatrix.bin", "training_args.bin"]) == []
+
+
+def test_adapter_is_downloaded_with_its_settings(tmp_path: Path):
+    adapter = tmp_path / "adapter"
+    make_adapter(adapter, {"model.layers.0.self_attn.q_proj": (8, 8)})
+    files = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    with serve_hub({"o/adapter": FakeRepo({**files, "README.md": b"not wanted"})}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        process = run_python(ADAPTER_SCRIPT, "o/adapter", cwd=tmp_path, env=environment)
+    assert (process.returncode, process.stderr) == (0, "")
+    settings, remarks = json.loads(process.stdout)
+    assert (settings["rank"], settings["alpha"], remarks) == (RANK, ALPHA, [])

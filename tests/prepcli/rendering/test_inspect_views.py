@@ -126,7 +126,8 @@ def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "saved", {"x": np.ones(3)})
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
-        "error: saved was not written by prep\n  why: it has no manifest that describes the dims of its leaves\n",
+        "error: saved was not written by prep\n  why: it has no manifest that describes the dims of its leaves\n"
+        " hint: `prep save-init` converts it\n",
     )
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
@@ -139,7 +140,8 @@ def test_shards_reject_config_of_other_model(capsys: Capture) -> None:
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
         1,
         "error: model: transformer.wte.weight has the wrong shape\n"
-        "  why: its shape is [13, 8], its config implies [14, 8]\n",
+        "  why: its shape is [13, 8], its config implies [14, 8]\n"
+        " hint: are config.json and the weights of one model?\n",
     )
 
 

@@ -90,7 +90,7 @@ def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
     assert (error.what, error.why, error.hint) == (
         "`./x` holds no checkpoint",
         prefix + "nothing",
-        "",
+        "name the folder with the weights",
     )
     error = detect_error(fill(tmp_path / "x", "notes.txt"), "./x")
     assert error.why == prefix + "notes.txt"
