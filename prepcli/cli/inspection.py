@@ -21,6 +21,31 @@ from prepcli.errors import usage_error
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.options import SourceOptions
 
+ShardsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shards",
+        metavar="LEAF",
+        help="Draw the shards of a leaf on each device.",
+        show_default=False,
+    ),
+]
+ShardsMeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="DP,FSDP,MP",
+        help="Set the mesh of --shards; default: the source's.",
+        show_default=False,
+    ),
+]
+DiffOption = Annotated[
+    str | None,
+    typer.Option(
+        "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
+    ),
+]
+
 
 @expand_option_groups
 def verify(
@@ -70,30 +95,9 @@ def inspect(
     stats: Annotated[
         bool, typer.Option("--stats", help="Read the data; print min, max, mean, NaN ….")
     ] = False,
-    shards: Annotated[
-        str | None,
-        typer.Option(
-            "--shards",
-            metavar="LEAF",
-            help="Draw the shards of a leaf on each device.",
-            show_default=False,
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--mesh",
-            metavar="DP,FSDP,MP",
-            help="Set the mesh of --shards; default: the source's.",
-            show_default=False,
-        ),
-    ] = None,
-    diff: Annotated[
-        str | None,
-        typer.Option(
-            "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
-        ),
-    ] = None,
+    shards: ShardsOption = None,
+    mesh: ShardsMeshOption = None,
+    diff: DiffOption = None,
     *,
     options: Annotated[SourceOptions, Omit("step", "memory")],
     output_options: OutputOptions,

@@ -68,6 +68,35 @@ GraceOption = Annotated[
 ]
 
 
+TimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--time",
+        metavar="LIMIT",
+        help="Set the time limit, such as 24:00:00.",
+        show_default=False,
+    ),
+]
+PartitionOption = Annotated[
+    str | None,
+    typer.Option("--partition", metavar="NAME", help="Use this partition.", show_default=False),
+]
+AccountOption = Annotated[
+    str | None,
+    typer.Option("--account", metavar="NAME", help="Charge this account.", show_default=False),
+]
+ModuleOption = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="NAME", help="Load a module; repeatable.", show_default=False),
+]
+SbatchOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch", metavar="OPTION", help="Add an sbatch option; repeatable.", show_default=False
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptOptions:
     """Options of the targets that are scripts."""
@@ -130,38 +159,11 @@ def slurm(
     devices_per_node: DevicesPerNodeOption = None,
     cpus: CpusOption = None,
     mem: MemOption = None,
-    time: Annotated[
-        str | None,
-        typer.Option(
-            "--time",
-            metavar="LIMIT",
-            help="Set the time limit, such as 24:00:00.",
-            show_default=False,
-        ),
-    ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option("--partition", metavar="NAME", help="Use this partition.", show_default=False),
-    ] = None,
-    account: Annotated[
-        str | None,
-        typer.Option("--account", metavar="NAME", help="Charge this account.", show_default=False),
-    ] = None,
-    module: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--module", metavar="NAME", help="Load a module; repeatable.", show_default=False
-        ),
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch",
-            metavar="OPTION",
-            help="Add an sbatch option; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    time: TimeOption = None,
+    partition: PartitionOption = None,
+    account: AccountOption = None,
+    module: ModuleOption = None,
+    sbatch: SbatchOption = None,
     log: Annotated[
         str | None,
         typer.Option(

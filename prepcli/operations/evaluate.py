@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from prepcli.operations.conversion import (
     source_line,
 )
 from prepcli.operations.evaluation_keys import option_of_key
-from prepcli.operations.evaluation_model import load_model
+from prepcli.operations.evaluation_model import LoadedModel, load_model
 from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
 from prepcli.operations.model_files import tokenizer_path
 from prepcli.operations.open_params import compute_dtype, open_params
@@ -118,7 +118,6 @@ def _evaluate(
     from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
-    from trainer.training.evaluation import evaluate as evaluate_dataset
 
     # The backend reads the settings of exact sums when it starts, so nothing may use a device before this.
     if options["reduction"] == "exact":
@@ -147,16 +146,7 @@ def _evaluate(
         mesh = opened.sharding.mesh
         started_s = time.monotonic()
         observer.note("compiling for the first batch")
-        results: dict[str, EvaluationResult] = {}
-        for name, dataset in datasets.items():
-            results[name] = evaluate_dataset(
-                loaded.params,
-                dataset,
-                eval_step=loaded.eval_step,
-                sharding=opened.sharding,
-                batch_size=loaded.batch_size,
-                limit=options["limit"],
-            )
+        results = _compute_results(options, datasets, opened, loaded)
         compute_s = time.monotonic() - started_s
         sources: dict[str, EvaluationScores] = {}
         for name, dataset in datasets.items():
@@ -182,6 +172,28 @@ def _evaluate(
         compute_seconds=compute_s,
         seconds=0.0,
     )
+
+
+def _compute_results(
+    options: EvaluateOptions,
+    datasets: Mapping[str, Dataset],
+    opened: OpenedModel,
+    loaded: LoadedModel,
+) -> dict[str, EvaluationResult]:
+    """Return the sums of losses and correct tokens of each source."""
+    from trainer.training.evaluation import evaluate as evaluate_dataset
+
+    results: dict[str, EvaluationResult] = {}
+    for name, dataset in datasets.items():
+        results[name] = evaluate_dataset(
+            loaded.params,
+            dataset,
+            eval_step=loaded.eval_step,
+            sharding=opened.sharding,
+            batch_size=loaded.batch_size,
+            limit=options["limit"],
+        )
+    return results
 
 
 def _scores(result: EvaluationResult, *, num_sequences: int) -> dict[str, Any]:

@@ -176,9 +176,8 @@ def plan_pad_vocab(
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), match_options(options))
     dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
-    resize = VocabResize(
-        vocabulary, vocab_tensors(match), make_fill(options["init"], options["seed"], source)
-    )
+    fill = make_fill(options["init"], options["seed"], source)
+    resize = VocabResize(vocabulary, vocab_tensors(match), fill)
     row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
     tensors = [
         (file, t)
@@ -191,6 +190,7 @@ def plan_pad_vocab(
         for _, t in tensors
     }
     config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
+    name = f"{_base_name(located)}-padded"
     plan = Plan(
         command="pad-vocab",
         request=_command_line(options, source),
@@ -205,7 +205,7 @@ def plan_pad_vocab(
         ),
         checks=match.checks,
         settings={
-            "name": f"{_base_name(located)}-padded",
+            "name": name,
             "kind": "hf",
             "family": source.family.name,
             "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
@@ -215,12 +215,6 @@ def plan_pad_vocab(
         },
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
-    vocab_fields = {
-        "true": vocabulary.true_size,
-        "padded": size,
-        "multiple": _effective_multiple(options),
-        "init": options["init"],
-    }
     note = _vocabulary_line(
         source,
         resize,
@@ -232,11 +226,23 @@ def plan_pad_vocab(
     save_init_options = _save_init_options(options, source)
     return PlannedConversion(
         plan,
-        f"{_base_name(located)}-padded",
+        name,
         notes=(note,),
-        fields={"vocab": vocab_fields},
+        fields={"vocab": _vocab_fields(options, vocabulary, size)},
         next_command=lambda out: f"prep save-init {out}{save_init_options}",
     )
+
+
+def _vocab_fields(
+    options: PadVocabOptions, vocabulary: Vocabulary, size: int
+) -> dict[str, int | str | None]:
+    """Return the JSON fields of the padding."""
+    return {
+        "true": vocabulary.true_size,
+        "padded": size,
+        "multiple": _effective_multiple(options),
+        "init": options["init"],
+    }
 
 
 def _check_source_kind(source: Source) -> None:
