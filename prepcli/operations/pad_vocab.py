@@ -179,11 +179,8 @@ def plan_pad_vocab(
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
     row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
-    tensors = [
-        (file, t)
-        for file, t in zip(source.tensor_file_names, source.tensors)
-        if t.name not in dropped_by_option
-    ]
+    named_files = zip(source.tensor_file_names, source.tensors)
+    tensors = [(file, t) for file, t in named_files if t.name not in dropped_by_option]
     files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
     targets = {
         t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name])
