@@ -60,7 +60,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     import jax
 
     from prepcli.restore.item_reader import open_reader
-    from trainer.training.loading import load_float32_params
+    from trainer.training.loading import load_params
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory of earlier restores
@@ -75,7 +75,11 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
             time.process_time(),
         )
         state = jax.block_until_ready(
-            read_state(reader, setup) if start else load_float32_params(reader, setup)
+            read_state(reader, setup)
+            if start
+            else load_params(
+                reader, setup.model, sharding=setup.sharding, dtype_of=lambda path: "float32"
+            )
         )
         duration_s, cpu_s, read_nbytes = (
             time.monotonic() - start_s,

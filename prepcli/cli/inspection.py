@@ -11,7 +11,6 @@ import typer
 from prepcli.cli.operation_parameters import Omit
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import (
-    DEFAULT_MEMORY,
     CheckpointArgument,
     FamilyArgument,
     OptionalCheckpointArgument,
@@ -19,7 +18,7 @@ from prepcli.cli.options import (
 )
 from prepcli.errors import usage_error
 from prepcli.operations.inspection_options import VerifyOptions
-from prepcli.operations.options import SourceOptions
+from prepcli.operations.options import DEFAULT_MEMORY, SourceOptions
 
 ShardsOption = Annotated[
     str | None,

@@ -20,10 +20,7 @@ from typing import Any, get_type_hints, is_typeddict
 from prepcli.cli.operation_parameters import Omit, from_command_line, typer_parameters
 from prepcli.cli.options import (
     JsonOption,
-    OfflineOption,
     QuietOption,
-    RevisionOption,
-    StreamOption,
     VerboseOption,
 )
 from prepcli.console.progress import Mode
@@ -31,15 +28,6 @@ from prepcli.console.ui import Ui, open_ui
 
 # Names of the options that all commands have, after their own.
 OUTPUT_OPTION_NAMES = ("json", "quiet", "verbose", "progress")
-
-
-@dataclass(frozen=True, slots=True)
-class HubOptions:
-    """Options for reading a checkpoint from the Hugging Face hub."""
-
-    revision: RevisionOption = None
-    offline: OfflineOption = False
-    stream: StreamOption = False
 
 
 @dataclass(frozen=True, slots=True)

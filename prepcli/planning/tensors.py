@@ -12,7 +12,6 @@ ITEM_BITS = {
     "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
 }  # fmt: skip
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # dtypes that can be cast
-CAST_DTYPES = ("float32", "bfloat16", "float16")  # dtypes to cast to
 
 
 @dataclass(frozen=True, slots=True)

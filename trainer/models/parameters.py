@@ -32,7 +32,6 @@ ALWAYS: Condition = ""
 # Stands in place of a condition if the parameter does not exist.
 NEVER = None
 # Stands for the layer index in a name or path.
-LAYER_PLACEHOLDER = f"{{{LAYERS}}}"
 # Path parts of a model with both.
 ENCODER = "encoder"
 DECODER = "decoder"

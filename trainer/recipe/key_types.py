@@ -88,7 +88,6 @@ RatioRange = Annotated[
 ]
 
 
-PATH_OR_SOURCES = {"absent": "required, or `sources`"}
 ProfileSteps = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 
 

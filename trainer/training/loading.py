@@ -124,13 +124,6 @@ def _without_params(state: TrainState) -> TrainState:
     return {name: value for name, value in state.items() if name != "params"}
 
 
-def load_float32_params(reader: CheckpointReader, setup: StepSetup) -> Tree:
-    """Load the parameters in float32."""
-    return load_params(
-        reader, setup.model, sharding=setup.sharding, dtype_of=lambda path: "float32"
-    )
-
-
 def load_params(
     reader: CheckpointReader,
     model: ModelSpec,

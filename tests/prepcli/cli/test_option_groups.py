@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 
-from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
+from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import CheckpointArgument, ProgressOption
 from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """A group of options with a text and flags."""
+
+    revision: str | None = None
+    offline: bool = False
+    stream: bool = False
 
 
 @expand_option_groups

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.options import (
-    DEFAULT_MEMORY,
     complete_checkpoint,
     complete_devices,
     complete_family,
@@ -17,6 +16,7 @@ from prepcli.cli.options import (
 )
 from prepcli.console.formatting import parse_bytes
 from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.operations.options import DEFAULT_MEMORY
 from tests.prepcli.sources.test_detect import fill
 from trainer.models.suggest import suggest
 
