@@ -12,7 +12,6 @@ from prepcli.errors import Option, text, usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
-DEFAULT_MEMORY = "512MiB"
 # larger slabs are not faster: their pages must be faulted in first
 MAX_SLAB_NBYTES = 32 * MIB
 MAX_BUFFERS = 8
