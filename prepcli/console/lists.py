@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 MAX_NAMES = 20
-# Six lines of a terminal with 80 columns. With what failed and a hint, a message has about ten lines.
-MAX_CHARS = 480
+# Eight lines of a terminal with 80 columns. With what failed and a hint, a message has about ten lines.
+MAX_CHARS = 640
 
 
 def join_names(

@@ -24,7 +24,7 @@ from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_bl
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"
-REBUILD_HINT = "create the checkpoint again, or pass `--no-verify`"
+REBUILD_HINT = text("create the checkpoint again, or pass {}", Option("verify", False))
 # Size of the file: checksums of 128 TiB in blocks of 1 MiB.
 MAX_CHECKSUMS_NBYTES = 1 << 30
 

@@ -144,7 +144,7 @@ def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "what", "hint"),
     [
-        ('{"t": "a"}', "a.jsonl:1: no column `s`", "`--set 'data.fields=[SOURCE], TARGET'`"),
+        ('{"t": "a"}', "a.jsonl:1: no column `s`", "`--set data.fields='[SOURCE], TARGET'`"),
         ('{"t": 3, "s": "a"}', "a.jsonl:1: column `t` is not text", "fix or remove the line"),
         ('["t"]', "a.jsonl:1: not an object but a list", "jq"),
         ("\n\n", "the data has no source-target pair", ""),
