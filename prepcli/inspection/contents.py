@@ -266,7 +266,8 @@ def _read_meta(path: Path, display_name: str) -> CheckpointContents:
 
 
 def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
-    # Shards interleave the rows or columns of a tensor, so only the copy of element 0 tells where it begins.
+    # A tensor is split among the files of the shards. The copy of element 0 names the file and the offset
+    # at which it begins.
     first_element_box = ((0, 1),) * len(tensor.shape)
     copies = location_copies(
         tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box

@@ -80,7 +80,7 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """The last step with metrics, or the last saved one."""
-        # Metrics are ahead of the last save. A run without a log line has only the save.
+        # Metrics may be ahead of the last save. A run without a log line has only the save.
         steps = [saved.step for saved in self.checkpoints[-1:]]
         return max(
             steps + ([] if self.metrics.last_step is None else [self.metrics.last_step]), default=0

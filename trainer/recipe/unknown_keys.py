@@ -110,7 +110,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def guess_key(path: str) -> str:
     """Return the recipe key probably meant by an unknown key, or "" if none is close."""
-    # A name of another trainer is known for certain. Similar spellings are guesses, and come after it.
+    # A name of another trainer is known for certain, so it comes before similar spellings.
     return key_for_synonym(path) or _closest_key_in_table(path) or _same_name_in_any_table(path)
 
 
