@@ -52,5 +52,6 @@ def shorten(text: str, width: int) -> str:
     """Shorten a text to `width` with an ellipsis in its middle. The ends identify a name."""
     if len(text) <= width:
         return text
+    # Width 9 is 4 + 1 + 4 characters: `abcdefghijkl` becomes `abcd…ijkl`.
     tail = (width - 1) // 2
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"

@@ -86,6 +86,7 @@ def format_bytes_of(done_nbytes: int, total_nbytes: int) -> str:
     unit = _fitting_unit(total_nbytes)
     if not unit:
         return f"{done_nbytes} of {_count_bytes(total_nbytes)}"
+    # Both numbers get the digits of the total: 24.24 has two, so 11.1 is shown as 11.10.
     digits = len(_in_unit(total_nbytes, unit).partition(".")[2])
     return f"{done_nbytes / BINARY_UNITS[unit]:.{digits}f} of {format_bytes(total_nbytes)}"
 

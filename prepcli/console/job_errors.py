@@ -16,6 +16,7 @@ def label_errors(process: int | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # An attribute, and no wrapping exception: handlers further out still see the type of the error.
         vars(error)["process"] = process
         raise
 

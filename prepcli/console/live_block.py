@@ -32,6 +32,8 @@ class LiveBlock:
         self._console = Console(file=stream, force_terminal=True)
         self._live = Live(
             console=self._console,
+            # No thread of rich redraws: `draw` does. The Ui prints messages to `stream`, so that rich need not
+            # replace the standard streams, and stdout has the result only.
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -74,6 +76,8 @@ class LiveBlock:
 
     def close(self) -> None:
         """Leave the last lines on the screen, and the cursor below them."""
+        # In this order: the unfinished line is printed while the block can move below it. Once
+        # `is_open` is false, other threads print to the terminal itself.
         self._text_above.end_line()
         self.is_open = False
         self._live.stop()

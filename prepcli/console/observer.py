@@ -176,6 +176,8 @@ class RecordingObserver:
 
 def observer_of(progress: Progress | Observer | None) -> Observer:
     """Return the Observer for the argument `progress` of an operation."""
+    # `isinstance` of a protocol looks for the names of its methods only. A Progress has `note` too,
+    # but neither `warn` nor `progress`.
     if isinstance(progress, Observer):
         return progress
     return SilentObserver(progress or NullProgress())

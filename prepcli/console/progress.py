@@ -263,6 +263,7 @@ class BarProgress:
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Draw the bar."""
+        # An error may have left the last task without its `end`. Two bars would overwrite each other.
         self.end()
         self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
         self.last_note = ""
@@ -330,6 +331,7 @@ def _rich_bar(stream: TextIO) -> RichProgress:
 
     console = Console(file=stream, force_terminal=True)
     return RichProgress(
+        # Paths and names may have brackets, e.g. `[draft]`, which rich would take for markup and drop.
         TextColumn("{task.description} ", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=_bar_cells(console.width)),
         TextColumn(" {task.fields[state]}", markup=False, table_column=Column(no_wrap=True)),

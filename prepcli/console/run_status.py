@@ -114,6 +114,7 @@ def sparkline(values: Sequence[float | None]) -> str:
         if value is None:
             bars += " "
         else:
+            # E.g. losses 3.0, 2.5, 2.0: round(7 * 1.0) = 7, round(7 * 0.5) = 4 and 0 give `█▅▁`.
             bars += SPARK_LEVELS[round(top * (value - low) / span)]
     return bars
 

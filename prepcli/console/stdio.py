@@ -130,6 +130,8 @@ def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
 def redirect_to_null(stream: TextIO) -> None:
     """Discard the stream's buffer and all text written to it from now on."""
     with contextlib.suppress(OSError, ValueError):  # streams in tests have no descriptor
+        # The descriptor is replaced, not the stream: Python flushes the buffer of stdout at exit, and a
+        # failure there would print an error and change the exit code to 120.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -197,6 +197,7 @@ class Ui:
         if report.next_command:
             self.note(f"next: {report.next_command}")
         if self.as_json:
+            # `NaN` is not JSON. An exception here is better than an object that other programs cannot read.
             text = json.dumps(self._document(report), allow_nan=False)
         elif "".join(self.streamed) == report.text:
             text = ""

@@ -62,6 +62,7 @@ def as_prep_error(error: BaseException) -> PrepError:
     if isinstance(error, PrepError):
         return error
     if (
+        # `tempfile` has tried every folder, and raises an error with a text and without a file name.
         isinstance(error, FileNotFoundError)
         and error.filename is None
         and "temporary directory" in str(error)

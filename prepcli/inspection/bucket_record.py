@@ -32,16 +32,20 @@ def read_bucket_run(bucket: Bucket) -> RunRecord:
     if RECIPE_FILE not in files:
         raise not_a_run_error(bucket.name, exists=bool(files))
     folder = create_placeholder_folder()
+    # Of the steps, which may have terabytes, the listing gives all that the record needs.
     for name in files.keys() & RECORD_FILES:
         download_file(bucket, files[name], folder / name)
     with rename_in_errors(folder, bucket.name):
         record = read_run(folder)
+    # `gs://b` has an empty path: the bucket is the run.
     title = bucket.url.path.rpartition("/")[2] or bucket.url.bucket
     return replace(record, name=bucket.name, title=title, checkpoints=_saved_steps(files.values()))
 
 
 def _saved_steps(files: Iterable[RemoteFile]) -> tuple[SavedStep, ...]:
     """Return the complete steps among the files of a run, with their sizes."""
+    # Key None collects the files outside of steps. Steps without a manifest are counted too, and left out
+    # at the end: their upload was interrupted, or is in progress.
     paths = list[str]()
     nbytes = Counter[int | None]()
     for file in files:

@@ -266,6 +266,8 @@ def _read_meta(path: Path, display_name: str) -> CheckpointContents:
 
 
 def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
+    # A tensor is split among the files of the shards. The copy of element 0 names the file and the offset
+    # at which it begins.
     first_element_box = ((0, 1),) * len(tensor.shape)
     copies = location_copies(
         tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box
@@ -379,12 +381,17 @@ def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> Tensor
     meta = item.arrays[array_number]
     stored_values = item.chunks[array_number]
     if blob is None:
+        # OCDBT may keep a small chunk inline in its index. Such a chunk has no byte range.
         first = None
         chunks = {
             index: value for index, value in stored_values.items() if isinstance(value, StoredRange)
         }
     else:
+        # b'' and not None if no chunk is stored: for None, `first_chunk` would take a range of the decoded
+        # blob, and that is no place in a file.
         first = next(iter(stored_values.values()), b"")
+        # The blob has all chunks decoded, in C order of the grid: in a grid [2, 3] with chunks of 64 bytes,
+        # chunk [1, 0] is number 3 and begins at byte 192.
         nbytes = meta.chunk_nbytes
         chunks = {
             unravel_chunk_index(meta.grid, number): StoredRange(blob, number * nbytes, nbytes)
@@ -446,6 +453,7 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
         shapes = _shapes_of_tree(family, contents)
     else:
         shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
+    # A tied pair counts once, as the embedding. A file that has only the head keeps it.
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)
     rows = parameter_rows(family, contents.config, tensors=shapes)

@@ -81,6 +81,8 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         axis_map = bind_row(row, sizes)
         dims = tuple(_atoms(dim) for dim in axis_map.leaf_dims)
         for tensor_name, indices in axis_map.tensors():
+            # All layers of a stacked leaf give the same name, and the caller's dict keeps one of them.
+            # Each tensor's shape is checked all the same.
             leaf_name = f"{PARAMS}.{path.format(**indices)}"
             if is_item:
                 entry = entries.get(leaf_name)
@@ -125,6 +127,7 @@ def find_leaf(
         UsageError: No leaf or several leaves match.
     """
     matches = [name for name in leaves if name in (pattern, f"{PARAMS}.{pattern}")]
+    # Dots at both ends keep parts whole: `attn` matches `layers.attn.q`, and not `layers.cross_attn.q`.
     matches = matches or [
         name for name in leaves if f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)
     ]

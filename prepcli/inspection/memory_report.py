@@ -31,6 +31,7 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         "batch": estimated.batch,
         f"saved by {len(run.arch_config.sliding_windows)} layers (remat {_policy_text(run)})": estimated.saved,
         "one layer at work": estimated.layer,
+        # A part of the layer above it, and no further term of the peak.
         **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,

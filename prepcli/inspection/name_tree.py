@@ -119,6 +119,7 @@ def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
 def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
     """Yield the children with their labels. Equal numbered children are merged, at the place of the first number."""
     numbers = sorted(int(label) for label in children if _NUMBER.fullmatch(label))
+    # A frozen TreeNode is hashed by its content, so equal layers are one key: 32 layers give one group.
     groups: dict[TreeNode, list[int]] = {}
     for number in numbers:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)

@@ -199,4 +199,5 @@ class RunMetrics:
         # The last number of tokens is the last key.
         self._best_losses[key] = min(best, loss)
         if len(self._best_losses) > MAX_EVAL_SIZES:
+            # `pop` above moves a used key to the end, so the first key is the one that was not used for longest.
             del self._best_losses[next(iter(self._best_losses))]

@@ -80,6 +80,7 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """The last step with metrics, or the last saved one."""
+        # Metrics may be ahead of the last save. A run without a log line has only the save.
         steps = [saved.step for saved in self.checkpoints[-1:]]
         return max(
             steps + ([] if self.metrics.last_step is None else [self.metrics.last_step]), default=0
@@ -89,6 +90,7 @@ class RunRecord:
     def steps(self) -> int | None:
         """The last step of the complete run, or None if it is unknown."""
         steps = self.environment.get("steps")
+        # `isinstance(True, int)` is true in Python, and `is_number` excludes it.
         if isinstance(steps, int) and is_number(steps):
             return steps
         return None
@@ -152,6 +154,8 @@ def _read_samples(
             shown = f"{text[:MAX_TEXT_NCHARS]} ..."
         last[prompt] = number, SavedSample(line["step"], prompt, shown)
         kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
+    # The even sample may lack the last text of a prompt, the one of most interest. Line numbers as keys
+    # keep it once if the sample has it too, and restore the order of the file.
     by_line = dict(last.values())
     for texts in kept.values():
         by_line.update(texts.items)

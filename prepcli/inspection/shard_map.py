@@ -90,6 +90,7 @@ def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_PictureSide, _PictureSide
     across = _side(spec, dims[1])
     if not _fits(down, across, shard):
         across = _elide(across)
+    # Each pass shortens the longer side to 3 parts. The loop ends at 3 x 3 cells at the latest.
     while len(down.drawn_parts) * len(across.drawn_parts) > MAX_CELLS:
         if len(across.drawn_parts) > len(down.drawn_parts):
             across = _elide(across)
@@ -114,6 +115,8 @@ def _fits(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> boo
 
 
 def _cell_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> int:
+    # A line is `│ cell` per part, `│`, two spaces and the label. A label of 6 characters and 4 parts:
+    # (80 - 8 - 1) // 4 - 1 = 16 columns for a cell.
     label_width = max(len(down.label(part, shard)) for part in down.drawn_parts) + 2
     return min(MAX_CELL_WIDTH, (WIDTH - label_width - 1) // len(across.drawn_parts) - 1)
 

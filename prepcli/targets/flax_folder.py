@@ -81,6 +81,7 @@ def lay_out_flax_folder(
     uses_by_tensor: dict[str, list[LeafUse]] = {}
     for name, use in _leaf_uses(source, layout, tensors, vocab_size):
         uses_by_tensor.setdefault(name, []).append(use)
+    # Before the lookups below: they expect each tensor of the layout in `tensors`.
     _check_layout_complete(source, layout, uses_by_tensor, tensors)
     leaves: dict[tuple[str, ...], MsgpackLeaf] = {}
     for name, uses in uses_by_tensor.items():
@@ -116,6 +117,8 @@ def _leaf_uses(
     sizes = family.sizes(source.config) | {"vocab": vocab_size}
     for path, row in _layout_rows(source, layout, tensors).items():
         axis_map = bind_row(row, sizes)
+        # The layout has the paths of a model with a head, e.g. `transformer.h.0` of GPT-2.
+        # A base model has the same leaf as `h.0`.
         path_template = path
         if not source.names.is_prefixed:
             path_template = path.removeprefix(family.prefix)
@@ -127,6 +130,7 @@ def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[
     """Return the axis-map rows of the layout, without the row of a tied head."""
     family = source.family
     rows = layout_rows(family.layouts[layout], source.config)
+    # Flax computes a tied head with the embedding, and transformers expects no leaf for it.
     head_tensor = family.tying.head_tensor
     if not family.is_tied(source.config) or head_tensor in tensors:
         return dict(rows)
@@ -163,6 +167,8 @@ def _shards(
     entries: list[LayoutEntry] = []
     for path in sort_paths(leaves):
         leaf = leaves[path]
+        # `split_into_shards` takes one text per tensor. The parts come from dotted names of the layout and
+        # have no slash, so `split` below gives the same path.
         entries.append(("/".join(path), leaf.dtype, leaf.shape, leaf.nbytes))
     shards: list[tuple[str, list[tuple[str, ...]]]] = []
     for name, group in split_into_shards(entries, limit_nbytes, STEM, SUFFIX):
@@ -224,6 +230,8 @@ def with_tied_head(source: Source) -> Source:
     if any(tensor.name == tie.head_tensor for tensor in source.tensors):
         return source
     embedding = next(tensor for tensor in source.tensors if tensor.name == tie.embedding_tensor)
+    # A plan must read every byte of its files exactly once, and here two tensors have the same bytes.
+    # With 2 files, the head reads file 1 as blob 3: blobs 2 and 3 are files 0 and 1 again.
     reads: tuple[Path | Blob, ...] = source.byte_sources
     placement = tuple(_shift_blob_numbers(part, len(reads)) for part in embedding.placement)
     head = replace(embedding, name=tie.head_tensor, placement=placement)

@@ -100,6 +100,7 @@ def _copied_file(path: Path, root: Path, manifest: Manifest, path_prefix: str) -
     return SmallFile(
         path_prefix + path.name,
         copied_from=str(real_path),
+        # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
         stamp=(file_stat.st_size, file_stat.st_mtime_ns),
         xxh3=recorded_xxh3(path, root, manifest),
     )
@@ -122,6 +123,7 @@ def settings_files(
 
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
     """Return the safetensors index. A single file named SINGLE_FILE needs no index."""
+    # transformers opens SINGLE_FILE by its name, and a file of another name only if an index lists it.
     if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
         return (SmallFile(INDEX_FILE, encode_index(layouts)),)
     return ()
@@ -142,4 +144,6 @@ def output_config(
     config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}
     if is_tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
         return config
+    # The output has its own head, and the config would tie it even so.
+    # transformers would then compute the logits with the embedding instead.
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}

@@ -63,6 +63,7 @@ class OrbaxItemLayout:
         """Return the bytes that one device of the mesh holds."""
         total = 0
         for leaf in self.leaves:
+            # Exact: `leaf_spec` splits a dim only into equal parts.
             total += leaf.nbytes // math.prod(self.specs[leaf.name].shards_per_dim)
         return total
 
@@ -135,6 +136,8 @@ def make_item(
     # first tensor of each leaf, which sets its dtype
     first_tensors: dict[str, SourceTensor] = {}
     pieces: list[tuple[str, LeafPiece]] = []
+    # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
+    # Moments and other state keep their dtypes.
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
     for use in _leaf_uses(source, accounting, table, vocab_size):
         tensor = use.tensor
@@ -156,6 +159,7 @@ def make_item(
         pieces.append((tensor.name, piece))
     layout = place_chunks(piece for _, piece in pieces)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
+    # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
     for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
@@ -233,6 +237,7 @@ def _leaf_uses(
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
     for tensor, slot, name in tensors:
+        # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
@@ -266,6 +271,8 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
             rules=partitioning.rules,
             checkpoint=source.display_name,
         )
+        # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
+        # the other axes are split as in the parameter.
         reduced = reduced_axes(row.leaf_shape, parameter.leaf_shape)
         spec = parameter_spec.without_axes(reduced or ())
     chunk = chunk_shape(
@@ -275,6 +282,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         itemsize=itemsize(dtype),
         min_split_bytes=partitioning.min_split_nbytes,
     )
+    # zarr has no chunk of extent 0: a leaf [0, 8] has chunks [1, 8].
     grid = ChunkGrid(row.leaf_shape, tuple(max(1, length) for length in chunk))
     return _LeafLayout(dtype, grid, spec)
 
@@ -288,6 +296,7 @@ def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
 
 
 def _source_offset(tensor: SourceTensor) -> int:
+    # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
     first = tensor.placement[0]
     if isinstance(first, Contiguous):
         return first.offset

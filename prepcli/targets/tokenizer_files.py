@@ -83,8 +83,11 @@ def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple
     if recipe.data.tokenizer is None:
         return files
     named = _tokenizer_files(recipe)
+    # Only files that a load uses are compared: beside a tokenizer.json, another vocab.json changes nothing.
     if _is_part_of(_loaded_files(named), _loaded_files(files)):
         return files
+    # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
+    # of the old one would apply to the new vocabulary.
     replaced = {PATH_PREFIX + name for name in (*TOKENIZERS, *TOKENIZER_SETTINGS)}
     return (*(file for file in files if file.path not in replaced), *named)
 
@@ -111,6 +114,7 @@ def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple
     """
     names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
     paths = [adapter / name for name in names if (adapter / name).is_file()]
+    # An adapter of PEFT may have the unchanged tokenizer of its base beside it. Only a manifest shows prep's own.
     manifest = read_manifest(adapter)
     if manifest is None or not any(path.name in TOKENIZERS for path in paths):
         return files
@@ -132,6 +136,7 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
     # The user names this file, so that a link may leave the folder.
     real_path = named.resolve()
     (tokenizer,) = copied_files([real_path], real_path.parent)
+    # Loaders find a tokenizer by its name: `my-bpe.model` becomes `tokenizer.model`, `my-bpe.json` `tokenizer.json`.
     name = (
         SENTENCEPIECE_TOKENIZER
         if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix

@@ -89,8 +89,10 @@ def plan_training_step(
     item = make_item(
         source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
     )
+    # The state has the padded vocabulary of the start already, so no row is filled.
     resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))
     source_name = start_manifest["name"]
+    # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":
         source_name = start_manifest["source"]["name"]
     settings = {key: start_manifest.get(key) for key in COPIED_KEYS}
@@ -113,6 +115,7 @@ def plan_training_step(
         display_names=source.display_names(),
         item=STATE_ITEM,
     )
+    # Proves, without reading a tensor, that each byte of the state is written to exactly one place.
     coverage.check(plan, lambda: split_streams(plan.streams, slab_nbytes))
     return plan
 
@@ -128,6 +131,7 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
         chunk_shape = tuple(max(1, extent) for extent in leaf.shape)
         placement = partial(_single_chunk, number)
         stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
+    # Training has changed the values: the digests that the start's manifest records no longer apply.
     no_records = {"tensors": {}, "slots": {}, "others": {}}
     manifest = Manifest({**start_manifest, "config": config, **no_records})
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
@@ -161,6 +165,7 @@ def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: Mapping[str, Any])
     """Return the config with the parameters' dtype in its dtype keys."""
     dtypes = {leaf.dtype for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")}
     changed_config = dict(config)
+    # config.json has room for one dtype. With several, the dtype of the start stays.
     if len(dtypes) == 1:
         (dtype,) = dtypes
         for key in DTYPE_KEYS:

@@ -29,6 +29,7 @@ def check_repository(checkpoint: Checkpoint, group: ProcessGroup, observer: Obse
     Raises:
         PrepError: It does not.
     """
+    # Process 0 alone uploads. The other hosts need no token of the hub.
     if checkpoint.push is not None and group.index == 0:
         target = parse_push_target(checkpoint.push, private=False)
         check_push(target, retry_policy_from_env(os.environ, observer.note))
@@ -96,6 +97,8 @@ def remove_exports(run: Run) -> None:
     """
     if not run.is_first:
         return
+    # The new run has the same step numbers. `describe_missing_exports` would count an old `exports/20`
+    # as the export of the new step 20.
     folder = run.folder / EXPORTS_FOLDER
     try:
         if folder.is_dir():
@@ -120,6 +123,7 @@ def push_last_step(run: Run, result: TrainResult) -> TrainResult:
     repository = run.recipe.checkpoint.push
     if repository is None or not run.is_first or result.error is not None:
         return result
+    # The folder stays in the run. If the upload fails, the next start uploads it without a new export.
     out = _export_folder(run, result.steps)
     _make_parent(out)
     run.observer.note(f"pushing step {result.steps} to {repository}")

@@ -110,6 +110,7 @@ class LineDisplay:
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
+        # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
         progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
         text = f"step {progress}  loss {format_number(line['loss'])}"
         if "z_loss" in line:
@@ -154,6 +155,7 @@ class LiveDisplay:
 
         The phase of a step is shown with the step.
         """
+        # `step 12` and `step 13` are both `training`: a step does not redraw the block here, but in `on_step`.
         name = PHASES.get(phase.partition(" ")[0], phase)
         if name != self.status.phase:
             self.status.phase = name
@@ -237,6 +239,8 @@ def _sample_text(sample: Sample) -> str:
 
 
 def _one_line(text: str) -> str:
+    # `printable` keeps newlines and tabs, so whitespace is joined first.
+    # A newline would break the line of the sample in two.
     return printable(" ".join(text.split()))
 
 
@@ -303,6 +307,8 @@ def tokenize_progress(observer: Observer) -> Callable[[int, int, int], None]:
             progress.begin("tokenize", total, nbytes)
             done_nbytes = nbytes
         tokens = _format_tokens(n_tokens)
+        # `--progress json` prints an event per note, without a minimum interval.
+        # The text changes at most once per 0.1 M tokens, and only a changed text is passed on.
         if n_tokens and tokens != shown_tokens:
             progress.note(tokens)
             shown_tokens = tokens

@@ -68,6 +68,7 @@ def prepare_run(
         sharding,
         processes_per_host=processes_per_host,
     )
+    # Before the data is tokenized, which may take hours: a prompt or tokenizer that cannot work is found here.
     sampler = build_sampler(
         recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
     )

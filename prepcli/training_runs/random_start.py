@@ -97,6 +97,8 @@ def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> di
             "padded": padded_size,
         },
         "layout": "native",
+        # No checkpoint shows how its tensors are named. A complete model with its head has the prefix,
+        # e.g. `model.layers.0` of Llama.
         "prefixed": True,
         "mesh": str(mesh),
         "rules": list(rules),
@@ -107,6 +109,7 @@ def _model_name(table: Model) -> str:
     """Return the name of the model: its preset, or the folder of its config."""
     if table.preset:
         return table.preset
+    # `Path('.').name` is empty, and the resolved path ends with the name of the folder.
     path = Path(table.config or "").resolve()
     if path.is_dir():
         return path.name

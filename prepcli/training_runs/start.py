@@ -58,6 +58,8 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 def damage_hint(storage: RunStorage, step: int) -> str:
     """Return the hint of the error for a damaged step of a run."""
+    # The known steps are enough for a hint. A new listing of a bucket could fail itself,
+    # and its error would replace the error about the damage.
     earlier_steps = [earlier for earlier in storage.steps(refresh=False) if earlier < step]
     if not earlier_steps:
         return text("{} starts the run again", Option("restart", True))
@@ -134,6 +136,7 @@ class StartCheckpoint:
     @property
     def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
         """Reader of the training state, if the run is resumed."""
+        # With LoRA the moments are of the adapters only, and are saved in the step of the adapters.
         return self.adapters or self.reader
 
     def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
@@ -167,6 +170,7 @@ class StartCheckpoint:
         """
         if isinstance(self.reader, ItemReader):
             return sample_digest(self._open_source(self.reader))
+        # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
         assert isinstance(self.reader, WeightsReader)
         return sample_digest(self.reader.source)
 
@@ -250,10 +254,12 @@ def open_model_start(
     is_local = located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
         return _open_orbax_start(path, recipe, verify=verify)
+    # The batch and config.json are checked first: `open_source` reads the header of every weight file.
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
         check_config(recipe_config(read_config(path / CONFIG), recipe.model))
     source = open_source(located)
+    # None means that the recipe has no rules, and [] that all dims have the default rules.
     rules = recipe.rules
     if rules is None:
         rules = source.tree_manifest.rules
@@ -335,6 +341,7 @@ def with_adapters(
             text("{} adds them to their base", Command("merge")),
         )
     config = start.manifest["config"]
+    # A saved step has priority over `lora.path`, which is read by the first start only.
     if last_step:
         reader = storage.open_step(last_step, verify, damage_hint(storage, last_step))
         lora = lora_from_manifest(reader.manifest)

@@ -61,6 +61,8 @@ def _mesh_lines(setup: StepSetup) -> Iterator[str]:
     yield f"mesh {axes} = {devices}; {state_size} of parameters and moments per device"
     dims: set[str] = set()
     for leaf in setup.model.leaves.values():
+        # The first atom of a dim names it. A rule for a dim that the model lacks, e.g. `experts`,
+        # has no effect and is not shown.
         dims.update(dim[0] for dim in leaf.dims if dim)
     yield f"rules {', '.join(rule_texts(sharding.rules, dims))}"
 
@@ -146,8 +148,10 @@ def dropout_text(dropout: DropoutConfig) -> str:
 
 def _describe_rope(rope: Rope) -> str:
     details = [f"theta {rope.theta:,.10g}"]
+    # longrope has a list with one factor per frequency, and no single factor.
     if rope.rope_type not in ("default", "longrope"):
         details.append(f"factor {rope.factor:g}")
+    # Linear scaling divides every position by the factor, whatever length the model was trained with.
     if rope.rope_type not in ("default", "linear"):
         details.append(f"original positions {rope.original_max_positions:,}")
     return f"{rope.rope_type} ({', '.join(details)})"

@@ -370,6 +370,7 @@ def _invalid_profile(profile: Mapping[str, Any]) -> str:
     """Return why a profile's table is invalid, or "" if it is valid."""
     if {*profile} != {"start", "steps"}:
         return f"its keys are {', '.join(profile) or 'missing'}, not start and steps"
+    # `isinstance(True, int)` is true, and a bool is no number of steps.
     invalid = [key for key, value in profile.items() if type(value) is not int or value < 1]
     if invalid:
         return f"{invalid[0]} is {format_value(profile[invalid[0]])}, not a positive integer"

@@ -72,6 +72,7 @@ def is_accepted(value: Any, key_schema: Mapping[str, Any]) -> bool:
 
 def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
     if "const" in alternative:
+        # `1 == True` in Python, so the types are compared as well.
         return value == alternative["const"] and type(value) is type(alternative["const"])
     if "enum" in alternative:
         return isinstance(value, str) and value in alternative["enum"]
@@ -90,6 +91,7 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
         return bool(value)
     if isinstance(value, str):
         return len(value) >= alternative.get("minLength", 0) and bool(
+            # JSON schema does not anchor patterns, so this is no `fullmatch`.
             re.search(alternative.get("pattern", ""), value)
         )
     return _is_within(value, alternative)

@@ -116,6 +116,8 @@ def source_data(data: Data, source: DataSource) -> Data:
         if from_example is None:
             fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
     columns = {"fields": fields, "fields_from_example": from_example}
+    # Keys of the source have priority over the columns of `[data]`. `model_copy` validates nothing,
+    # and both models are valid.
     return data.model_copy(update={**columns, **keys, "sources": None})
 
 
@@ -138,6 +140,7 @@ def _parse_source(number: int, table: Mapping[str, Any]) -> DataSource:
         return DataSource.model_validate(table)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
+    # Outside of the `except` block, so that the error has no pydantic error as its context.
     raise _key_error(number, str(details["loc"][0]), details["type"], table)
 
 

@@ -40,6 +40,8 @@ class Data(BaseModel):
         "ids; auto: as the suffixes of the files tell. Files of text, json and csv may be compressed (.gz, .zst)",
         examples=["text"],
     )
+    # Required, and None is valid: the loader sets None if the recipe has `sources`. A default of None
+    # would hide a recipe that has neither.
     path: Paths | None = Field(
         description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
         examples=["data/train.txt"],
@@ -182,6 +184,7 @@ class Data(BaseModel):
         "encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
         examples=["span_corruption"],
     )
+    # T5 was trained with 15 % of the tokens in spans of 3 (arXiv:1910.10683, section 3.7).
     noise_density: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.15,
         description="fraction of the tokens of a block that span corruption moves to the target",

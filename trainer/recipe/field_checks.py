@@ -39,6 +39,8 @@ def chat_problems(recipe: Recipe) -> Iterator[Problem]:
     ):
         return
     for key in TEXT_KEYS:
+        # A default counts as absent, even if it is written: the complete recipe that a run keeps
+        # has all keys, and must load without errors.
         if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             yield Problem(
@@ -121,6 +123,7 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
     except PrepError:
         # Reported by _list_problems.
         return
+    # Span corruption makes sources from the text itself, and needs their length.
     keys = ("data.source_prefix",) if data.objective == SPAN_CORRUPTION else SOURCE_KEYS
     for key in keys:
         if value_of(recipe, key) is not None and not has_source:

@@ -19,6 +19,8 @@ from typing import Literal, TypeAlias
 from trainer.models.errors import Key, text, usage_error
 
 SIGNS = re.compile(r"[\[\]{},+]|<\||\|>")
+# One item, with the comma or the end after it. A bracket within a field, e.g. `a[b]`,
+# does not match, and is an error.
 ITEM = re.compile(r"\s*(?:\[(?P<bracket>[^\[\]]*)\]|(?P<field>[^\[\],]*))\s*(?P<end>,|$)")
 TOKEN = re.compile(r"<\|(.*)\|>")
 IDS = re.compile(r"\{([^{}]+)\}")
@@ -136,6 +138,7 @@ def _parse_field(body: str) -> Field:
 def _parse_token(name: str) -> int | Literal["bos", "eos"]:
     if name == "bos" or name == "eos":
         return name
+    # `int` would also take `1_000`, ` 7` and digits of other scripts. 10 digits hold every uint32.
     if re.fullmatch(r"[0-9]{1,10}", name):
         return int(name)
     raise FieldsError(f"<|{name}|> is not {SPECIAL_HINT}")

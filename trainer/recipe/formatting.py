@@ -32,6 +32,8 @@ def to_toml(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, float) and 0 < abs(value) < 0.01:
+        # repr(2e-5) is `2e-05`, and recipes have `2e-5`. Of two texts of equal length the decimal one stays:
+        # 0.0025, not 2.5e-3.
         return min(repr(value), _scientific(value), key=len)
     if isinstance(value, dict):
         return (
@@ -48,6 +50,7 @@ def _toml_key(key: str) -> str:
 
 def _scientific(value: float) -> str:
     """Return a number in scientific notation without padding: 3e-4."""
+    # E.g. 0.00025 has the digits 2 5 and the exponent -5, and the text 2.5e-4: one digit is behind the point.
     sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     first, *rest = map(str, digits)
     fraction = f".{''.join(rest)}" if rest else ""
@@ -96,6 +99,7 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         items = alternative["items"]
         if "enum" in items:
             return f"a list of {_describe_alternative(items)}"
+        # Equal bounds are a fixed length: `a list of 2 numbers`. A list without an upper bound has no count.
         if alternative.get("minItems") == alternative.get("maxItems", 0):
             count = f"{alternative['minItems']} "
         else:
@@ -121,4 +125,5 @@ def example_value(key_schema: Mapping[str, Any]) -> str:
 
 def suggest(word: str, known: Collection[str]) -> str:
     """Return the known word closest to a misspelled one, or "" if none is close."""
+    # difflib takes time in proportion to both lengths, and a key of a file may have megabytes.
     return next(iter(difflib.get_close_matches(word[:MAX_VALUE_CHARS], known, n=1)), "")

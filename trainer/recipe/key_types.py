@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from trainer.models.remat import ActivationName
 
+# TOML has types, so `"8"` for a number is a mistake and is not converted. It also has `inf` and `nan`,
+# which no key can use.
 STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 PATH_PATTERN = r"^[^\x00]+$"
 PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
@@ -16,6 +18,7 @@ PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
 def _as_tuple(value: object) -> object:
     if isinstance(value, str):
         return (value,)
+    # In strict mode pydantic takes no list for a tuple, and TOML has only lists.
     if isinstance(value, list):
         return tuple(value)
     return value
@@ -27,6 +30,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, lt=1)]
 PathText = Annotated[str, Field(pattern=PATH_PATTERN, json_schema_extra={"format": "path"})]
+# pydantic derives the schema from the tuple alone, without the text that `_as_tuple` takes.
+# The schema is written out: error messages and the reference page are made from it.
 Paths = Annotated[
     tuple[PathText, ...],
     Field(min_length=1),

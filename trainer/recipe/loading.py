@@ -259,9 +259,11 @@ def _expand_path(text: str, key: str) -> str:
                 f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`"
             )
     expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], text)
+    # The value of a variable may contain `${`. It is not expanded again: with A = `${A}` that has no end.
     if "${" in expanded:
         why = "only `${NAME}` is expanded, and only once"
         raise usage_error(f"`{key}` is {format_value(expanded)}", why, "remove the remaining `${`")
+    # `expanduser` would also look up `~name` as a user, but a file may have this name.
     if expanded.startswith("~/") or expanded == "~":
         return os.path.expanduser(expanded)
     return expanded

@@ -21,6 +21,7 @@ def check_wandb_table(table: Mapping[str, Any] | None) -> None:
     """
     if table is None:
         return
+    # JSON schemas of a recipe describe two levels, e.g. `log.wandb`. The third level is checked here.
     for key, value in table.items():
         if key not in WANDB_KEYS:
             hint = did_you_mean(key, WANDB_KEYS)

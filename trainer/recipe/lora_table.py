@@ -17,6 +17,7 @@ from trainer.recipe.key_types import (
 )
 
 # Default of `alpha`.
+# The scale alpha / rank is then 2 for every rank.
 ALPHA_PER_RANK = 2
 
 

@@ -24,6 +24,8 @@ from trainer.recipe.key_types import (
 )
 
 DEFAULT_OPTIMIZER = "adamw"
+# PaLM (arXiv:2204.02311, section 5): 0.01 for 10,000 steps, then 1 / sqrt(step).
+# Both rates are 0.01 at step 10,000.
 PALM_WARMUP_STEPS = 10_000
 # The `lr` of palm at which its learning rate is 1 / sqrt(step).
 PALM_REFERENCE_LR = 0.01
@@ -176,6 +178,7 @@ class AdafactorTable(OptimizerTable):
     type: Literal["adafactor"] = Field(description="second moments of row and column means")
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.0
+    # Adafactor (arXiv:1804.04235): the second moment decays with 1 - step^-0.8.
     decay_rate: SecondMomentPower = 0.8
     factored: bool = Field(
         default=True, description="keep row and column means of matrices only", examples=[False]
@@ -196,6 +199,7 @@ class LionTable(OptimizerTable):
     """Lion: the sign of an interpolated momentum."""
 
     type: Literal["lion"] = Field(description="sign of an interpolated momentum")
+    # Lion (arXiv:2302.06675): 0.9 weights the update, 0.99 the momentum that is kept.
     b1: FirstDecay = 0.9
     b2: SecondDecay = 0.99
     clip_norm: ClipNorm = 1.0
@@ -221,6 +225,8 @@ class MuonTable(OptimizerTable):
     newton_schulz_steps: PositiveInt = Field(
         default=5, description="Newton-Schulz iterations of the orthogonalization", examples=[5]
     )
+    # AdamW's updates have a root mean square of 0.2 to 0.4 (arXiv:2502.16982). With 0.2, matrices
+    # take the learning rate and the weight decay of AdamW.
     update_rms: NonNegativeFloat = Field(
         default=0.2,
         description="root mean square of the updates of matrices, 0.2 for the `lr` of AdamW; 0: scale by "
@@ -283,6 +289,7 @@ OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {
 
 def optimizer_type(value: Any) -> str:
     """Return the type of an `[optimizer]` table. The default if it is absent or unknown, which validation reports."""
+    # pydantic passes a table when it validates a recipe, and a model when it serializes one.
     name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     if isinstance(name, str) and name in OPTIMIZER_TABLES:
         return name
@@ -296,5 +303,6 @@ AnyOptimizerTable = Annotated[
     | Annotated[MuonTable, Tag("muon")]
     | Annotated[SGDTable, Tag("sgd")]
     | Annotated[PalmTable, Tag("palm")],
+    # `Field(discriminator="type")` would make `type` required in every recipe. The function has a default.
     Discriminator(optimizer_type),
 ]

@@ -211,6 +211,7 @@ def _mesh_with_mp(degree: Any) -> str:
 
 
 def _preset(family: str, size: str) -> str:
+    # `7b` and `6.7b` are sizes. A path or a hub id has a slash, and stays.
     if re.fullmatch(r"[\w.]+", size):
         return f"{family}-{size}"
     return size
@@ -264,8 +265,10 @@ def _device_count(ids: Any) -> int:
 
 def _profile(steps: Any) -> Any:
     """Return the value of `train.profile` for a switch or a number of steps."""
+    # `0 == False` in Python, so the 0 stands for the switch false too.
     if steps in (0, "0", "false", "False"):
         return ValueAdvice("remove it: no steps are recorded by default")
+    # `is`, because `1 == True`, and 1 is a number of steps.
     if steps is True or steps in ("true", "True"):
         return {"start": 10, "steps": 3}
     number = parse_decimal(steps) if isinstance(steps, str) else steps

@@ -71,6 +71,8 @@ def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepErro
         path: The recipe.
         diagnostics: At least one diagnostic.
     """
+    # False sorts before True. Lines of the file come first. `--set` and missing keys both have line 0,
+    # and only the place of `--set` begins with dashes.
     ordered = sorted(
         diagnostics, key=lambda item: (not item.line, item.line, not item.place.startswith("--"))
     )

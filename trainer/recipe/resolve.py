@@ -65,6 +65,8 @@ def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
 
 def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int) -> int:
     micro_size = _micro_batch_size(batch, n_devices, n_replicas)
+    # With size 64, `micro_size` 16 gives 4 micro-batches, and `accumulate` 4 gives micro-batches of 16.
+    # With neither, the step is one micro-batch.
     divisor = micro_size or batch.accumulate or size
     if size % divisor:
         what = f"`batch.size` {size} is not a whole number of micro-batches"
@@ -95,6 +97,7 @@ def _set_hint(key: str, value: object) -> Text:
 
 
 def _round_up(number: int, multiple: int) -> int:
+    # E.g. 60 in multiples of 16: -60 // 16 = -4, and 4 * 16 = 64.
     return -(-number // multiple) * multiple
 
 

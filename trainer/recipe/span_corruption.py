@@ -54,6 +54,9 @@ def span_sizes(source_length: int, *, noise_density: float, mean_span_length: fl
         n_noise = min(max(round(block_length * noise_density), 1), block_length - 1)
         return SpanSizes(block_length, n_noise, max(round(n_noise / mean_span_length), 1))
 
+    # The source of a block is shorter than the block, e.g. with density 0.15 and spans of 3:
+    # 568 tokens have 85 of noise in 28 spans. The source has 568 - 85 + 28 + 1 = 512 tokens, the target
+    # 85 + 28 + 1 = 114. A block of 569 tokens would have a source of 513.
     length = source_length
     while sizes(length + 1).source_length <= source_length:
         length += 1
@@ -79,6 +82,7 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
         mean_span_length=data.mean_noise_span_length,
     )
     n_other = sizes.block_length - sizes.n_noise
+    # Each span has a token of noise at least, and another token that separates it from the next span.
     if sizes.source_length > data.source_length or sizes.n_spans > min(n_other, sizes.n_noise):
         why = f"`noise_density` {data.noise_density:g} and `mean_noise_span_length` {data.mean_noise_span_length:g}"
         raise usage_error(

@@ -244,6 +244,7 @@ KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))
 def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
     """Yield the type of each optimizer, and the JSON schema of each of its keys by name."""
     members = table_members(schema(), "optimizer")
+    # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
     for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
         # The schema of a member allows its own type only, the schema of the key allows all.
         yield name, {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}

@@ -20,6 +20,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         RecursionError: Lists are nested even more deeply.
     """
     values = tomllib.loads(text)
+    # tomllib builds the tables of a dotted key `a.a.a` in a loop, to any depth. A recursive search
+    # could reach Python's recursion limit.
     pending: list[tuple[Any, int]] = [(values, 0)]
     while pending:
         value, depth = pending.pop()

@@ -110,6 +110,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def guess_key(path: str) -> str:
     """Return the recipe key probably meant by an unknown key, or "" if none is close."""
+    # A name of another trainer is known for certain, so it comes before similar spellings.
     return key_for_synonym(path) or _closest_key_in_table(path) or _same_name_in_any_table(path)
 
 
@@ -181,6 +182,7 @@ def option_hint(option: str, value_text: str) -> str:
         key = key_for_synonym(name) or _same_name_in_any_table(name)
     if not key:
         return ""
+    # An option without a value is a switch, e.g. `--bf16`.
     value = translate_value(name, value_text or True)
     if isinstance(value, ValueAdvice):
         return value
