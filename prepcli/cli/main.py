@@ -42,6 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0 on success, 1 on failure, 2 for a usage error, 75 when stopped by a signal (the written data is kept for
         the next run), 130 when interrupted.
     """
+    # First of all: a file opened earlier could get the descriptor of a closed stderr, and receive its messages.
     open_closed_streams()
     escape_unencodable()
     args = sys.argv[1:] if args is None else list(args)
@@ -77,6 +78,7 @@ def _run(args: Sequence[str], ui: Ui) -> int:
 
 def _failure_ui(args: Sequence[str]) -> Ui:
     """Return the Ui that reports failures, from unparsed words: an error may occur before options are parsed."""
+    # Words after `--` belong to another command, e.g. `prep launch slurm r.toml -- --json`.
     options = args[: args.index("--")] if "--" in args else args
     commands = [name for name in _command_names() if name in options]
     first = min(commands, key=options.index, default="")
@@ -156,6 +158,7 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
             f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"
         )
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
+    # Typer appends `(env var: 'PREP_MEMORY')` even if the command line gave the value.
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
     why = why.removeprefix("Value error, ")
@@ -206,6 +209,7 @@ def _recipe_hint(option: str, args: Sequence[str]) -> str:
     from trainer.recipe import option_hint
 
     index = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
+    # A slice past the end is empty where an index would raise: `prep train --lr` has no next word.
     _, equals, value = "".join(args[index : index + 1]).partition("=")
     next_word = "".join(args[index + 1 : index + 2])
     return option_hint(option, value if equals or next_word.startswith("--") else next_word)

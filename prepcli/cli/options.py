@@ -45,6 +45,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 def complete_recipe_or_checkpoint(incomplete: str) -> list[str]:
     """Return the recipes and the checkpoints that start with `incomplete`."""
     names = [*complete_recipe(incomplete), *complete_checkpoint(incomplete)]
+    # A folder may have the name of a recipe. The shell would offer it twice.
     return [*dict.fromkeys(names)]
 
 

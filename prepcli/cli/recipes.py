@@ -47,6 +47,7 @@ def recipes(
 
     ui = output_options.open_console("recipes")
     is_copy = words is not None and words[0] == COPY
+    # The bool is an index: `copy NAME` loses its first word.
     names = words[is_copy:] if words else []
     if names[1:]:
         raise usage_error(

@@ -87,6 +87,7 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
+            # Typer turns a KeyboardInterrupt into Exit(130), which has no notes. It does not catch Interrupted.
             interrupted = Interrupted()
             for note in notes_of(error):
                 interrupted.add_note(note)
@@ -98,7 +99,9 @@ app = typer.Typer(
     cls=CommandGroup,
     name="prep",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    # `cli.main` prints errors. Typer would print its own traceback first.
     pretty_exceptions_enable=False,
+    # Otherwise Typer imports rich for every `--help`, and treats brackets in a help text as markup.
     rich_markup_mode=None,
 )
 

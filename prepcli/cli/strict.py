@@ -27,6 +27,7 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`; raise a UsageError that names the first empty value."""
+        # The parser removes words from its list, so it gets a copy.
         values, _, _ = self.make_parser(ctx).parse_args(
             args=list(args)
         )  # unconverted, because Path("") is `.`
@@ -51,6 +52,7 @@ class OneProcessCommand(StrictCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; raise UsageError if a launcher started several processes of it."""
+        # With `srun -n 8 prep demo`, eight processes would delete and write the same folder.
         share, launcher = launcher_share(os.environ)
         if share.count > 1:
             why = f"this is process {share.index} of {share.count}, as {launcher} says"
@@ -87,6 +89,8 @@ def option_name(parameter: Any) -> str:
 
 def _with_variable(text: str, parameter: Any) -> str:
     option = re.escape(option_name(parameter))
+    # An option with a value first: `--memory abc` -> `PREP_MEMORY=abc`. The second pattern replaces the bare name, but
+    # not `--mem` in `--memory`.
     with_overrides = re.sub(rf"{option} (?=[^ `])", f"{parameter.envvar}=", text)
     return re.sub(rf"{option}(?![\w-])", parameter.envvar, with_overrides)
 

@@ -70,6 +70,7 @@ def train(
         raise usage_error(
             "no recipe was given", "a TOML file describes the training", "`prep train RECIPE`"
         )
+    # Libraries may print to descriptor 1 during training. Scripts read the result from there.
     with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
         result = run(recipe, **arguments, progress=replace(ui, out=stdout), **options)
     return ui.finish(training_report(result))

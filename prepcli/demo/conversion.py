@@ -105,6 +105,7 @@ def _data_nbytes(unfinished: Path) -> int:
 def _durable_nbytes(unfinished: Path) -> int:
     """Return the number of durable bytes in the journal. Its last line may be cut short."""
     try:
+        # [1:-1] drops the header, and what follows the last line break: an empty text or a torn line.
         lines = (unfinished / WORK_FOLDER / f"{JOURNAL_STEM}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:
         return 0

@@ -89,6 +89,7 @@ def _devices_section(out: Path) -> Iterator[str]:
     assert manifest.leaves is not None
     mesh = parse_mesh(manifest.mesh)
     shape = manifest.leaves[f"params.{SHOWN_LEAF}"]["shape"]
+    # The axes of embed.tokens are [vocab, embed]. With mesh 1,2,4 the rules split vocab by mp and embed by fsdp.
     spec = partition_spec([("vocab",), ("embed",)], shape, mesh, PARAM_RULES)
     caption = f"{shape} on mesh {mesh}: the slices that each of {mesh.n_devices} devices holds."
     yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {caption}</p>"

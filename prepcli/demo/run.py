@@ -96,6 +96,7 @@ def _prepare_folder(out: Path) -> None:
     Raises:
         PrepError: The folder was not made by a demo, or cannot be created.
     """
+    # Only a folder with the marker loses files, so a folder of the user with the same name stays as it is.
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
         why = f"it has no {MARKER}"
@@ -104,6 +105,7 @@ def _prepare_folder(out: Path) -> None:
     for name in OUTPUTS:
         remove_output(out / name)
     try:
+        # A kill between the two lines leaves an empty folder, which the next demo accepts.
         out.mkdir(parents=True, exist_ok=True)
         (out / MARKER).touch()
     except OSError as error:

@@ -130,9 +130,11 @@ def step_environment(folder: Path, **more: str) -> dict[str, str]:
     """
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str((folder / CACHE_FOLDER).resolve()),
+        # By default JAX caches only programs that took more than a second to compile. Those of a tiny model are faster.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+    # A cache that the user has set wins. The demo is offline in any case.
     return {**cache, **os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 

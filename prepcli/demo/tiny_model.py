@@ -62,7 +62,9 @@ CONFIG = {
     "hidden_size": 512,
     "num_layers": 4,
     "num_heads": 8,
+    # GPT-Neo takes None as 4 * hidden_size = 2048.
     "intermediate_size": None,
+    # Two times global and local: 4 layers.
     "attention_types": [[["global", "local"], 2]],
     "window_size": 64,
     "max_position_embeddings": 256,
@@ -125,6 +127,7 @@ def _write_file(path: Path, layout: SafetensorsLayout) -> None:
 
 def _random_values(tensor: FileTensor) -> np.ndarray:
     """Return normal values with standard deviation STD, around 1 for the scale of a norm."""
+    # The name seeds the values, so they do not depend on the order of the tensors or on their file.
     random = np.random.default_rng([SEED, *tensor.name.encode()])
     values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
     # The scale of a norm is the only weight with one dim.

@@ -177,6 +177,8 @@ class CheckpointManager:
             with contextlib.suppress(*ignored):
                 self._wait_for_save()
             if error is None and self._exports is not None:
+                # The last save could not remove a step that was still exported, so old steps are removed once more
+                # afterwards.
                 self._exports.wait()
                 self._remove_old_steps()
         finally:
@@ -223,6 +225,8 @@ class CheckpointManager:
         """
         self._wait_for_save()
         if self._has_memory(leaves):
+            # The next training step donates the buffers of the state. All shards must be on the host before this method
+            # returns.
             copies = {name: leaf.on_host() for name, leaf in leaves.items()}
             self._pending = BackgroundSave(partial(self._save, step, copies, manifest_fields))
             return self._pending
@@ -233,6 +237,8 @@ class CheckpointManager:
     def _has_memory(self, leaves: Mapping[str, HostLeaf]) -> bool:
         """Return whether a copy of the leaves takes at most half of the free memory."""
         free_nbytes = self._free_memory_nbytes()
+        # `num_elements` counts only the shards of this process: 7e9 float32 parameters with two AdamW moments take 84
+        # GB, and 10.5 GB on each of 8 processes that share them.
         copy_nbytes = sum(leaf.num_elements * itemsize(leaf.dtype) for leaf in leaves.values())
         return free_nbytes is None or copy_nbytes <= free_nbytes // 2
 
@@ -265,6 +271,8 @@ class CheckpointManager:
     ) -> None:
         if reserved := PREP_KEYS & {*manifest_fields}:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
+        # An error of process 0 in this block ends the save in all processes. Otherwise the others would wait for a step
+        # that process 0 never creates.
         with joint_work(self._group, f"save-{step}-begun"):
             self._check_new_step(step)
             save = StepSave(step, self._plan(step, leaves, manifest_fields), leaves, self._group)
@@ -297,6 +305,8 @@ class CheckpointManager:
         if self._keep.newest == "all" or not self._is_first:
             return
         in_use = self._exports.in_use() if self._exports is not None else ()
+        # The new step is durable here. A kill between two removals leaves more steps than the rule keeps. The next save
+        # removes them.
         for step in removable_steps(self.steps(), self._keep, self._losses, in_use):
             self._storage.remove_step(step)
 
@@ -318,6 +328,8 @@ class CheckpointManager:
     ) -> Plan:
         """Return the plan of a save. Its part without the step number is made once."""
         stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+        # Shapes and dtypes are equal in all steps of a run, so a long run plans once. The small files and the step
+        # number differ between steps and are added below.
         if self._layout is None or self._layout[0] != stored:
             plan = plan_training_step(
                 stored,
@@ -362,6 +374,7 @@ class StepLosses:
     def best_steps(self, steps: Sequence[int]) -> dict[int | None, int]:
         """Return the best step per number of evaluated sequences. See `run_steps.best_steps`."""
         for step in steps:
+            # A saved step is never overwritten, so a loss that was read once stays valid.
             if step not in self.losses:
                 self.losses[step] = manifest_loss(self.read_manifest(step))
         return best_steps({step: self.losses[step] for step in steps})
@@ -381,6 +394,8 @@ def removable_steps(
     if rule.newest == "all":
         return []
     old: list[int] = []
+    # Steps [10, 20, 30] with newest=2: [:-2] leaves [10]. Recipes do not allow newest=0: [:-0] is empty and would keep
+    # every step.
     for step in steps[: -rule.newest]:
         is_milestone = rule.milestones > 0 and step % rule.milestones == 0
         if not is_milestone:
@@ -419,6 +434,7 @@ class BackgroundSave:
         start_s = time.monotonic()
         try:
             self._save()
+        # Python only prints an exception that ends a thread. `wait` raises it in the training loop instead.
         except BaseException as error:
             self._error = error
         self._seconds = time.monotonic() - start_s

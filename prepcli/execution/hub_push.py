@@ -97,6 +97,7 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
                 f"cannot push to {target.repo}", why, "`hf auth login`, or set HF_TOKEN"
             ) from None
         try:
+            # `whoami` proves that the token is valid. Whether it may write shows only at the upload.
             is_public = HfApi().model_info(target.repo).private is False
         except RepositoryNotFoundError:
             return
@@ -140,12 +141,16 @@ def push_folder(
     api = HfApi()
     names = _file_names(folder)
     with _hub_errors(target):
+        # None lets the hub choose: public, or the default of the organization. False would make the repository public
+        # where an organization defaults to private.
         api.create_repo(target.repo, private=target.private or None, exist_ok=True)
         if target.revision:
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
         stale_names = _stale_weights(_list_repo(api, target), names)
         additions = [CommitOperationAdd(name, str(folder / name)) for name in names]
         _upload_files(api, target, additions, progress)
+        # The same commit adds the new weights and deletes the old ones. Otherwise a revision would have both, and
+        # transformers reads an old model.safetensors before the index of the new files.
         deletions = [CommitOperationDelete(name) for name in stale_names]
         commit = api.create_commit(
             target.repo,
@@ -153,6 +158,7 @@ def push_folder(
             commit_message=f"{folder.name} by prep",
             revision=target.revision,
         )
+        # The hub skips files that a .gitignore of the repository excludes, and reports success.
         _check_pushed(commit.commit_url, names, _list_repo(api, target), target)
     return commit.commit_url
 
@@ -219,6 +225,7 @@ def _file_names(folder: Path) -> list[str]:
 
 def _set_variables() -> None:
     """Turn off the progress bars and warnings of the hub library."""
+    # huggingface_hub reads both variables while it is imported, so this comes before its import.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 

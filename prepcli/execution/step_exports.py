@@ -41,6 +41,8 @@ class StepExports:
         """Export a step in the background if it is due."""
         if step % self._every or self._is_abandoned:
             return
+        # Before the queue: the thread may end a short export at once, and its `discard` must come after this `add`.
+        # Otherwise the step would count as in use forever.
         self._waiting.add(step)
         self._queue.put(step)
         if self._thread is None:
@@ -54,6 +56,7 @@ class StepExports:
 
     def in_use(self) -> Collection[int]:
         """Return the steps still to be read."""
+        # A copy, because the thread discards steps while the caller iterates.
         return frozenset(self._waiting)
 
     def abandon(self) -> None:
@@ -62,6 +65,7 @@ class StepExports:
         The next start makes them.
         """
         self._is_abandoned = True
+        # None wakes the thread from `get`. The thread is a daemon, so the process may end in the middle of an export.
         self._queue.put(None)
         self._thread = None
 
@@ -88,4 +92,5 @@ class StepExports:
                     f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}"
                 )
             finally:
+                # Also after a failed export: otherwise a step that cannot be exported would never be removed.
                 self._waiting.discard(step)

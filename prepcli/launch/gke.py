@@ -254,6 +254,7 @@ def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
     words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
     lines = [
         "set -e",
+        # JobSet names pods JOBSET-JOB-INDEX-POD, and its headless service has the name of the JobSet.
         f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{DEFAULT_PORT}",
         f"export JAX_NUM_PROCESSES={options.nodes}",
         f"export JAX_PROCESS_ID={index}",

@@ -169,6 +169,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
     return Hardware(
         name=f"{accelerator} with {chips} chips",
         nodes=hosts,
+        # v5p-256 counts cores: 256 / 2 = 128 chips on 32 hosts, each with 4 devices of one chip.
         node_devices=chips * generation.devices_per_chip // hosts,
         max_slices=1,
         fitting=_fitting_type(generation, training.num_devices),
@@ -258,6 +259,7 @@ def _tpu_pod_hardware(
             f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
         )
         raise usage_error(what, why, f"`--devices-per-node {sizes[0]}`")
+    # 2 slices of 4x4x8 with 4 chips per node: 2 * 128 / 4 = 64 nodes.
     nodes = slices * num_chips(topology) // options.devices_per_node
     if options.nodes != nodes:
         count = _count(slices, "slice", "slices")

@@ -75,6 +75,7 @@ def check_text(*names_and_texts: str) -> None:
     """
     for option, text in zip(names_and_texts[::2], names_and_texts[1::2]):
         _check_no_null(option, text)
+        # `splitlines` drops a last line break: "a\n" is one line for it.
         if len(text.splitlines()) > 1 or text.endswith(("\n", "\r")):
             raise usage_error(
                 f"{option} has more than one line", repr(text), f"one line per {option}"
@@ -101,6 +102,7 @@ def as_label(text: str) -> str:
     """Return a text as a name that Google Cloud and Kubernetes accept."""
     hyphenated = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
+    # The cut may fall on a hyphen, with which no label ends.
     return label[:40].rstrip("-")
 
 

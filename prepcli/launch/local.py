@@ -137,6 +137,7 @@ class ProcessWatcher:
         finally:
             for process in self.processes:
                 process.kill()
+        # The pipes close with their processes, so the readers end. Their last lines may come after the last poll.
         for thread in readers:
             thread.join()
         self._pass_lines(0)
@@ -147,6 +148,7 @@ class ProcessWatcher:
 
     def _start_readers(self, index: int) -> list[threading.Thread]:
         process = self.processes[index]
+        # One thread per pipe: a process that fills an unread pipe, 64 KiB on Linux, would wait forever.
         targets = [(self._read_lines, process.stderr), (self._read_result, process.stdout)]
         threads = [
             threading.Thread(target=target, args=(index, stream), daemon=True)

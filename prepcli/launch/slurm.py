@@ -72,6 +72,7 @@ def slurm_script(
             *(command_line(["module", "load", module]) for module in options.modules),
             *environment_lines(job),
             "",
+            # `set -e` would end the script at a failed srun, before the requeue.
             "code=0",
             f"{_srun(options, heartbeat_timeout_s)} {command_line(job.command)} || code=$?",
             "",

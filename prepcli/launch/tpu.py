@@ -66,6 +66,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
             comment(f"To delete the TPU: {resources} delete {name} {location} --force"),
             "set -euo pipefail",
             "",
+            # A queued resource may wait days for capacity. A second run of the script finds the existing one.
             f"if ! {resources} describe {name} {location} >/dev/null 2>&1; then",
             f"    {resources} create {name} --node-id={name} {location} {_hardware(options)}",
             "fi",
@@ -81,6 +82,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
             "done",
             "",
             f"{vm} scp {copy} --worker=all {location}",
+            # All hosts at once: JAX on each host waits until every other one has connected.
             f"{vm} ssh {name} --worker=all {location} --command={shlex.quote(_host_command(job, recipe))}",
         ]
     )

@@ -113,6 +113,7 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
     path = Path(file).absolute()
     if path.is_relative_to(folder.absolute()):
         file = path.relative_to(folder.absolute()).as_posix()
+    # With the slash, `config.json` matches `hf/config.json` but not `generation_config.json`.
     candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
     if len(candidates) != 1:
         why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
@@ -132,6 +133,7 @@ def _settings_files(manifest: Manifest) -> list[str]:
 
 def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
     """Change the record of one file, and return the changes."""
+    # The user edited the manifest itself. `encode_manifest` computes its digest again.
     if name == MANIFEST_FILE:
         old_digest = manifest[DIGEST_KEY]
         new_digest = manifest_digest(manifest)
@@ -154,6 +156,7 @@ def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Collection[str]:
     """Return the keys with different values in two configs."""
+    # A key with the value None differs from an absent key.
     missing = object()
     return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
 

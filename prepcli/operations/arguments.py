@@ -111,8 +111,10 @@ def _matches(value: object, annotation: Any) -> bool:
 
 def _matches_choice(value: object, choice: Any) -> bool:
     if get_origin(choice) is Literal:
+        # The types are compared too, because 1 == True == 1.0 in Python.
         return any(type(value) is type(option) and value == option for option in get_args(choice))
     if get_origin(choice) is Sequence:
+        # A str is a Sequence of str: without the first test "ab" would pass as ["a", "b"].
         if isinstance(value, str) or not isinstance(value, Sequence):
             return False
         items: Sequence[Any] = value
@@ -121,6 +123,8 @@ def _matches_choice(value: object, choice: Any) -> bool:
         return isinstance(value, get_origin(choice))
     if choice is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
+    # A bool is an int for `isinstance`. A class has the methods of the runtime-checkable protocol Progress, but it is
+    # not an instance.
     return isinstance(value, choice) and (choice is bool or not isinstance(value, bool | type))
 
 
@@ -130,6 +134,8 @@ def minimum_of(annotation: Any) -> float | None:
         if isinstance(item, Minimum):
             return item.value
     if get_origin(annotation) in (UnionType, Union, Annotated):
+        # The bound may be nested: in `Annotated[Annotated[int, Minimum(2)] | None, OptionSpec(...)]` it is two levels
+        # down.
         for member in get_args(annotation):
             bound = minimum_of(member)
             if bound is not None:

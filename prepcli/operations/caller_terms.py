@@ -54,6 +54,7 @@ def _translate_span(span: str, annotations: Mapping[str, Any]) -> str:
 
     Keep it unchanged if a part is unknown.
     """
+    # shlex raises ValueError for an unbalanced quote. KeyError means an option that no function has.
     with contextlib.suppress(ValueError, KeyError):
         words = shlex.split(span)
         if words and words[0].startswith("--"):
@@ -122,6 +123,7 @@ def _argument_of(option: str, annotations: Mapping[str, Any]) -> tuple[str, bool
     Raise KeyError if the option is unknown.
     """
     name = ARGUMENT_NAMES.get(option, option.replace("-", "_"))
+    # `--no-verify` sets `verify=False`. An argument with a name that begins with `no_` keeps its name.
     is_negated = name not in annotations and name.startswith("no_")
     name = name.removeprefix("no_") if is_negated else name
     is_flag = bool in choices_of(annotations[name])

@@ -41,4 +41,5 @@ def _join(separator: str, options: Sequence[Option]) -> str:
 
 
 def _is_set(value: object) -> bool:
+    # 0 is a value that a caller set, e.g. `seed=0`. Only None and False mean an omitted option.
     return value is not None and value is not False

@@ -180,6 +180,7 @@ def open_checkpoint(
     access = replace(access, allow_adapters=allow_adapters)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
+        # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
     source = open_source(located, common.config)
     note_unrecorded(source.display_name, source.manifest, observer)
@@ -258,6 +259,7 @@ def _at_url(
     url = str(request.url)
     details = {**conversion.details, "output": url}
     if is_uploaded_already:
+        # A dry run found the uploaded output. The user asked for a conversion, which has nothing left to do.
         del details["dry_run"]
         details["already"] = True
     return replace(
@@ -402,6 +404,7 @@ def _execute_plan(
 def _check_output_location(out: Path, source: Source) -> None:
     """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
     target = out.resolve()
+    # A conversion writes to NAME.partial and renames it at the end, so neither name may be the source.
     partial = target.with_name(target.name + ".partial")
     source_files = () if source.root.is_file() else (*source.files, *source.small_files)
     file_folders = (
@@ -457,4 +460,5 @@ def unsupported_model_reason(source: Source) -> str | None:
 def _weight_dtypes(source: Source) -> list[str]:
     """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
     largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it.
     return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})

@@ -45,10 +45,12 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the digest of a plan, the accounting of its tensors, and its casts."""
     names = plan.display_names
+    # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
     used = {s.name for s in plan.streams if s.writes and s.reads}
     return {
         "plan_digest": plan_digest(plan),
         "accounting": {
+            # A union of names: a tensor that loses only padding rows is both used and dropped.
             "tensors": len(used | {d.name for d in plan.dropped}),
             "used": len(used),
             "dropped": [
@@ -65,6 +67,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
                 for s in plan.streams
                 if s.fill
             ],
+            # Only the conversion itself can count the values that a cast changes.
             "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
         },
         "chunks": plan.chunk_count,
@@ -116,6 +119,7 @@ def dropped_text(plan: Plan) -> str:
     """Describe the dropped tensors of a plan, by rule."""
     by_rule: dict[str, int] = {}
     for dropped in plan.dropped:
+        # Dropped rows are padding of a tensor that is kept. Only whole tensors count here.
         if dropped.rows:
             continue
         by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1

@@ -132,6 +132,7 @@ def _evaluate(
                 located, source, options["mesh"], verify=options["verify"], observer=observer
             )
         )
+        # Without `cache`, the tokens are kept here until the end of the call.
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
         check_target_metrics(options, opened)
         recipes = _make_recipes(files, options, source, opened)

@@ -49,6 +49,7 @@ def plan_adapter_export(
     assert lora is not None
     match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     tensors = [tensor.cast(dtype) for tensor in source.tensors]
+    # LoRA targets projections and no embeddings, so no matrix of an adapter has a vocabulary axis.
     row_counts = output_rows(tensors, (), vocab_size=0)
     entries = header_entries(source, tensors, rows=row_counts)
     files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])
@@ -105,6 +106,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
         "task_type": "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM",
         "base_model_name_or_path": _base_name(source.tree_manifest),
         "r": lora.rank,
+        # PEFT declares lora_alpha as int and writes 16, not 16.0.
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.use_rslora,
@@ -112,10 +114,12 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
         "bias": "none",
         "target_modules": module_suffixes(family, config, lora),
         "modules_to_save": None,
+        # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
         "fan_in_fan_out": any(
             p.is_transposed for p in select_targets(family, config, lora.targets)
         ),
         "init_lora_weights": True,
+        # PEFT writes True in every saved adapter, and sets it again from `is_trainable` when it loads one.
         "inference_mode": True,
     }
 

@@ -154,6 +154,8 @@ def _needs_flax() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        # The modules import more than Flax. Another missing module is a defect and must not be reported as missing
+        # Flax.
         if error.name != "flax":
             raise
         raise PrepError(
@@ -185,10 +187,12 @@ def _build(
     param_dtype = options.get("param_dtype", "float32")
     if isinstance(model, Mapping):
         spec, sharding = model_of_config(model, mesh)
+        # The kernel is checked before the parameters are drawn, which takes long for a large model.
         computation = Computation(spec, _forward_config(spec, sharding, options))
         return init_random_params(
             spec, sharding, seed=options.get("seed", 0), dtype=param_dtype
         ), computation
+    # A test of the key, because seed=0 has no effect on a checkpoint either.
     if "seed" in options:
         raise usage_error(
             text("{} has no effect", Option("seed", options["seed"])),

@@ -127,6 +127,7 @@ class _EncodedPrompts:
         ids = self.ids[start:stop]
         if self.decoder_start_id is None:
             return ids, None
+        # T5: the encoder reads the prompt, and the decoder starts from token 0.
         return [[self.decoder_start_id]] * len(ids), ids
 
     def decoded_prefixes(self) -> Sequence[Sequence[int]]:
@@ -189,6 +190,7 @@ def _generate(
                 max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS,
             )
             generation_config = GenerationConfig(
+                # A prompt that exceeds the positions leaves no room. `check_prompts` then reports its length.
                 options["max_new_tokens"] or max(1, default_new_tokens),
                 eos_token_ids(source, model.true_vocab_size),
                 sampling,
@@ -196,6 +198,7 @@ def _generate(
             # Invalid prompts are reported before the weights are loaded.
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
             generator = _build_generator(options["dtype"], opened, generation_config, observer)
+        # The parameters are on their devices, so the files of the checkpoint are closed.
         return _generate_batches(
             generator,
             prompts,
@@ -315,6 +318,7 @@ def _generate_batches(
                 stream.finish(start, len(output_ids))
             if count > batch_size:
                 observer.note(f"{len(output_ids):,} of {count:,} prompts done")
+    # Without the compilation: otherwise the speed would grow with the number of prompts.
     seconds = time.monotonic() - start_s - generator.compile_s
     num_tokens = sum(map(len, output_ids))
     tokens_per_s = num_tokens / max(seconds, 1e-9)

@@ -113,6 +113,7 @@ class HarnessMethods:
         """
         configs = [self._generation_config(request.args[1]) for request in requests]
         texts: dict[int, str] = {}
+        # Each set of options compiles one generator. The texts return to the order of the requests at the end.
         for config in dict.fromkeys(configs):
             numbers = [number for number, other in enumerate(configs) if other == config]
             for start in range(0, len(numbers), self.batch_size):
@@ -130,6 +131,8 @@ class HarnessMethods:
         """
         from trainer.training.scoring import ScoreRequest
 
+        # Tokens such as " cat" begin with the space. The context "the " would end with a lone space token, which texts
+        # of training rarely have.
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         if stripped:
@@ -139,6 +142,8 @@ class HarnessMethods:
         else:
             prefix = [self.eos_ids[0]]
             whole = prefix + self._encode(continuation)
+        # A row of L inputs predicts L targets: tokens 0..L-1 predict tokens 1..L. The last L + 1 tokens are kept, and
+        # at most L of them are scored.
         num_scored = min(len(whole) - len(prefix), self.max_length)
         if num_scored < 1:
             raise usage_error(
@@ -167,6 +172,7 @@ class HarnessMethods:
         from trainer.generation.decode import GenerationConfig
         from trainer.generation.sampling import Sampling
 
+        # At least one position stays for the context.
         max_new_tokens = min(
             int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1
         )
@@ -358,6 +364,7 @@ def _load(
         eval_step=jit_step(model, forward_config),
         tokenizer=load_tokenizer(tokenizer_file),
         eos_ids=eos_ids,
+        # Each replica computes equally many rows: 8 rows on 3 replicas become 9.
         batch_size=-(-batch_size // num_replicas) * num_replicas,
         max_length=min(max_length, model.arch_config.max_positions),
     )

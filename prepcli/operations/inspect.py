@@ -286,6 +286,7 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     matches = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
     if pattern is None or matches:
         return matches
+    # `q_proj` matches only a tensor with this whole name. The user most likely meant `*q_proj*`.
     substring_pattern = f"*{pattern.strip('*')}*"
     suggestion = (
         substring_pattern

@@ -32,6 +32,7 @@ from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.recipe import Recipe, load_recipe
 
 SUBMIT_COMMANDS = {  # commands that read the script from stdin
+    # `--parsable` prints the job id without a sentence around it.
     "slurm": ("sbatch", "--parsable"),
     "tpu": ("bash", "-s"),
     "gke": ("kubectl", "create", "-f", "-"),
@@ -112,6 +113,7 @@ def launch_tpu(request: LaunchRequest, options: TpuOptions) -> LaunchedScript:
     """Return the `gcloud` script of a training, or run it."""
     recipe = _load_recipe(request)
     training = _training(recipe, request)
+    # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
     hardware = tpu_vm_hardware(options.accelerator, training)
     if hardware is not None:
         check_training(training, hardware)
@@ -162,6 +164,7 @@ def launch_local(
     recipe = _load_recipe(request)
     check_training(_training(recipe, request), plain_hardware(processes, devices))
     job = _job(request, "local")
+    # The processes end with this one, also after a SIGKILL: see `die_with_parent`.
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
     words = ["train"]
     if quiet:
@@ -175,6 +178,8 @@ def launch_local(
             running,
             lambda index, line: observer.note(f"[{index}] {line}", QUIET),
             poll_signal,
+            # After a lost process the others wait in a collective until its heartbeat is missed. A shorter time would
+            # kill them before they report the cause.
             grace_s=recipe.cluster.heartbeat_timeout + GRACE_MARGIN_S,
         )
         result = watcher.wait()
@@ -196,6 +201,7 @@ def _training(recipe: Recipe, request: LaunchRequest) -> Training:
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
         num_processes=recipe.cluster.n_processes,
         local_devices=recipe.cluster.n_local_devices,
+        # The last `--out` counts, as in `prep train`.
         is_in_bucket=bool(outputs) and parse_out_url(Path(outputs[-1])) is not None,
     )
 
@@ -227,6 +233,7 @@ def _deliver(target: str, script: str, request: LaunchRequest) -> LaunchedScript
 
 def _write_new(path: Path, script: str) -> None:
     try:
+        # Paths in the script may have bytes that are not UTF-8, which Python keeps as surrogates.
         write_file(path, os.fsencode(script), overwrite=False)
     except FileExistsError:
         hint = text("{} with another name", Option("out"))

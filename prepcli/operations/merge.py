@@ -128,6 +128,7 @@ def plan_merge(
         _check_base(adapter_path, source)
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
+    # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
     copy_options: Any = with_defaults(ExportOptions, {"keep_padding": True})
     copy = plan_copy(copy_options, source, located)
     updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
@@ -171,6 +172,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     settings = read_settings(path)
     header, _ = read_checked_header(path)
     check_settings(path, settings, header.tensors)
+    # PEFT writes `base_model.model.` before the name of each module, also before names that have no prefix in the base.
     family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
     adapter = open_adapter(path, family, source.config)
     tensors = (
@@ -200,6 +202,7 @@ def _check_base(adapter: Path, source: Source) -> None:
 
 def _with_adapter(source: Source, adapter: Source) -> Source:
     """Return the base with the tensors and the file of an adapter after its own."""
+    # Placements name files by number: after the files 0, 1 and 2 of the base, the adapter's file is 3.
     number = len(source.byte_sources)
 
     def placed(tensor: SourceTensor) -> SourceTensor:
@@ -252,6 +255,7 @@ def _updates(
     """
     written = {stream.name: stream for stream in plan.streams if stream.writes and stream.reads}
     transposed = [
+        # `h.{layer}.attn.c_attn` becomes `h\.\d+\.attn\.c_attn`: `re.escape` also escapes the braces of the atom.
         re.compile(re.sub(r"\\{\w+\\}", r"\\d+", re.escape(projection.module)))
         for projection in projections(source.family, source.config)
         if projection.is_transposed
@@ -276,6 +280,8 @@ def _updates(
 
 def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
     """Raise PrepError unless the product of the matrices has the shape of the tensor, which must be of floats."""
+    # W + scale * B A with A [r, in] and B [out, r], e.g. [8, 2048] and [6144, 8] for W [6144, 2048]. A transposed
+    # weight is [in, out] and adds (B A)^T.
     (rank_a, num_inputs), (num_outputs, rank_b) = update.a.shape, update.b.shape
     shape = (num_inputs, num_outputs) if update.is_transposed else (num_outputs, num_inputs)
     if rank_a != rank_b or target.shape != shape or target.dtype not in FLOAT_DTYPES:

@@ -14,6 +14,7 @@ def find_source_tokenizer(source: Source) -> Path | None:
     """Return the tokenizer of a checkpoint, a file or a folder that `load_tokenizer` reads, or None if it has none."""
     from trainer.data.tokenizer import find_tokenizer
 
+    # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.
     folders = dict.fromkeys(path.parent for path in source.small_files)
     return next(filter(None, map(find_tokenizer, folders)), None)
 

@@ -105,6 +105,8 @@ def format_command_line(
     """
     specs = option_specs(options)
     recorded = [name for name in specs if specs[name].record is not NOT_RECORDED]
+    # The sort is stable: equal places keep the order of the TypedDict. An existing output is recognised by this line,
+    # so its order may not change between versions.
     recorded.sort(key=lambda name: specs[name].record or 0)
     words = [f"prep {command} {source_name}"]
     for name in recorded:
@@ -117,6 +119,7 @@ def format_command_line(
 def _option_words(flag: str, value: object) -> list[str]:
     """Return the words that set an option, e.g. `--scan/--no-scan`, False -> `--no-scan`."""
     on, _, off = flag.partition("/")
+    # `is`, because the number 1 equals True and would lose its value.
     if value is True:
         return [on]
     if value is False:

@@ -175,6 +175,7 @@ def plan_pad_vocab(
     vocabulary = source.vocabulary(options["true_vocab"])
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), match_options(options))
+    # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
     dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
@@ -266,6 +267,7 @@ def _save_init_options(options: PadVocabOptions, source: Source) -> str:
         return ""
     mesh = parse_mesh(mesh_text)
     sizes = source.family.sizes(source.config)
+    # A dim that the mesh does not divide, e.g. the 25 heads of GPT-2 XL on mp=4, needs a rule that keeps it whole.
     rules = [
         format_rule(dim, (axes, ()))
         for dim, (axes, *alternatives) in PARAM_RULES.items()
@@ -295,6 +297,7 @@ def _file_groups(
     for file in dict.fromkeys(name for name, _ in tensors):
         file_tensors = [t for name, t in tensors if name == file]
         first = file_tensors[0].placement[0]
+        # With equal offsets within a page of 4096 bytes, direct I/O writes whole pages as they were read.
         page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
         groups.append((file, header_entries(source, file_tensors, rows=row_counts), page_offset))
     return groups
@@ -302,6 +305,7 @@ def _file_groups(
 
 def _command_line(options: PadVocabOptions, source: Source) -> str:
     """Return the command line that the manifest records, with the multiple that the size follows from."""
+    # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": _effective_multiple(options)}
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)
 

@@ -154,6 +154,7 @@ def fitting_meshes(
     num_devices = devices.number
     if not num_devices:
         mesh = _fill_open_mesh_axis(planned.recipe.mesh, devices)
+        # `--devices v5p` names no number, so the recipe's mesh decides.
         num_devices = parse_mesh(mesh).n_devices
     search = search_meshes(
         planned.recipe,
@@ -214,6 +215,7 @@ def _resolve(
         str(target),
         overrides,
         config=None if config is None else Path(config),
+        # Without a recipe, fsdp takes all devices: it splits parameters, moments and the batch.
         default_mesh="1,-1,1" if devices.number else "1,1,1",
         offline=options["offline"],
         observer=observer,

@@ -158,6 +158,7 @@ def _read_checkpoint(
     if config is not None:
         path = config / "config.json" if config.is_dir() else config
         return _Checkpoint(model_of_config(read_config(path)), str(path), NO_MANIFEST)
+    # An existing folder wins over a preset of the same name, because its shapes may differ from the published config.
     preset = None if os.path.exists(os.path.expanduser(name)) else preset_name(name)
     if preset is not None:
         return _Checkpoint(
@@ -175,6 +176,7 @@ def _read_checkpoint(
             model_of_manifest(contents.manifest.fields), contents.display_name, contents.manifest
         )
     head_tensor = family_of(contents.config).tying.head_tensor
+    # Some families use a stored head although the config ties it. It then counts as a parameter of its own.
     has_stored_head = head_tensor in {entry.name for entry in contents.entries}
     model = model_of_config(contents.config, has_stored_head=has_stored_head)
     return _Checkpoint(model, contents.display_name, NO_MANIFEST)
@@ -194,6 +196,7 @@ def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
         },
         "data": _usual_data(arch_config),
         "batch": {"per_replica": 1},
+        # Recipes require a learning rate and a number of steps. The plan of one step depends on neither.
         "optimizer": {"lr": 1e-4},
         "train": {"steps": 1},
     }
@@ -202,6 +205,7 @@ def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
 
 def _usual_data(arch_config: ArchConfig) -> dict[str, Any]:
     """Return the `[data]` table of a usual training step."""
+    # `max_positions` is 0 for T5, which has relative positions and no limit.
     length = min(arch_config.max_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
     if arch_config.encoder is None:
         return {"type": "text", "path": "data", "seq_length": length}

@@ -53,6 +53,7 @@ def convert_and_push(
         what = text("{} is not supported with several processes", Option("push"))
         raise usage_error(what, why, hint)
     retry_policy = retry_policy_from_env(os.environ, observer.note)
+    # A conversion may take an hour, so a missing token is reported before it.
     check_push(target, retry_policy)
     conversion = convert()
     if common.dry_run:

@@ -112,4 +112,5 @@ def summarize(run: RunRecord) -> dict[str, Any]:
 
 def _median(run: RunRecord, name: str) -> float | None:
     values = run.metrics.median_values(name)
+    # The median, because steps that also compile or save are much slower than the rest.
     return median(values) if values else None

@@ -140,6 +140,7 @@ def _check_padding_options(options: SaveInitOptions) -> None:
     """Raise UsageError for padding options without effect."""
     if options["pad_vocab"] == "no":
         why = "it sets the values of the padding"
+        # zeros is the default and does not count as set.
         init = options["init"] if options["init"] != "zeros" else None
         check_needs(Option("init"), init, Option("pad_vocab"), why)
         check_needs(Option("seed"), options["seed"], Option("pad_vocab"), why)
@@ -337,12 +338,15 @@ def _check_leaf_rules(
     layout: _ItemLayout, source: Source, rows: Mapping[str, ParsedAxisMap], *, is_tied: bool
 ) -> None:
     """Raise UsageError for a rule of leaves that is not used, or is for another number of dims."""
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if is_tied else None
     leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
     check_leaf_rules(layout.partitioning.rules, leaves)
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
+    # A step keeps the keys of the trainer, which a resumed run reads. prep writes its own keys again, except for the
+    # number of the step.
     step_fields = {
         key: value
         for key, value in layout.source_manifest.fields.items()
@@ -397,6 +401,7 @@ def _vocab_rows(
         return vocabulary.stored_size
     if pad_vocab == "auto":
         dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+        # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards
     option = Option("pad_vocab", pad_vocab)
@@ -424,6 +429,7 @@ def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh
+        # A mesh that hosts of four do not divide, e.g. of 6 devices, counts as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         )

@@ -67,6 +67,7 @@ def save_params(
             "gather the arrays in one process, or train with a recipe, which saves shards",
         )
     folder = Path(out)
+    # `lexists` is true for a broken link too, which `exists` would miss.
     if os.path.lexists(folder):
         raise OutputExistsError(
             f"{folder} already exists",
@@ -86,6 +87,8 @@ def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
     tokens = shapes.get(f"{PARAMS}.embed.tokens")
     if tokens is None:
         raise _mismatch_error(source, "the tree has no embed.tokens")
+    # The tree decides about the padding, e.g. [50264, 2048] for 50257 tokens. A 0-d array counts as one row here, and
+    # `_check_leaves` reports its shape.
     manifest = _manifest(source, name, vocab_rows=(*tokens.shape, 1)[0])
     _check_leaves(shapes, source, manifest)
     request = f"prep.save_params(like={source.display_name!r})"

@@ -35,6 +35,8 @@ class TokenStream:
     def finish(self, first_prompt: int, last_prompt: int) -> None:
         """Pass on the held-back text of prompts `first_prompt:last_prompt`."""
         for prompt in range(first_prompt, last_prompt):
+            # A character may need several tokens, so the decoder holds incomplete ones back. No further token completes
+            # them now.
             if text := self._decoders[prompt].finish():
                 self._pass_on(prompt, (), text)
 

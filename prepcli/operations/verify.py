@@ -236,6 +236,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
+    # Raises for a damaged checksum file, which the digests of tensors do not cover.
     read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
         return _quick_result(model, HEADER_CHECKS)
@@ -244,6 +245,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
         why = "it has no prep-manifest.json with digests"
         hint = text("{}", Command("verify", name, "OTHER"))
         raise usage_error(f"nothing to verify {name} against", why, hint)
+    # A padded tensor has two digests: one of its true rows, and one of its padding.
     pieces = [(t, (low, high), digest) for t in tensors for low, high, digest in t.digests]
     digests = _compute_digests(
         source,
@@ -299,6 +301,7 @@ def _verify_pair(
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)
     memory_nbytes = request.common.memory_nbytes
+    # Tensors of different shapes or dtypes have no values to compare.
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
     if not request.quick:
@@ -325,6 +328,7 @@ def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
+        # The bool is an index: 1 skips the rows of a vocabulary tensor, which may differ by padding.
         elif a_tensor.shape[name in a.vocab_tensors :] != b_tensor.shape[name in a.vocab_tensors :]:
             yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
 
@@ -424,6 +428,7 @@ def _compute_digests(
     try:
         budget = make_budget(memory_nbytes)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
+            # Without a sink the pipeline computes digests and writes nothing.
             outcome = Pipeline(streams, files, sink=None, budget=budget, progress=progress).run()
     finally:
         progress.end()

@@ -61,6 +61,7 @@ def check_page_path(path: Path) -> None:
     Raises:
         PrepError: The path is a link, is not a regular file, or is a file other than a page of prep.
     """
+    # Only the first bytes are read: a file of the user may have any size.
     max_nbytes = max(map(len, PAGE_STARTS))
     try:
         check_replaceable(path)

@@ -133,6 +133,7 @@ def _limit_bar(limit: KindEstimate | None) -> Bar | None:
 def _context_chart(plan: TrainingPlan, limit: KindEstimate | None, replan: Replan) -> str:
     """Draw the peak by context length, and the memory of the device."""
     seq_length = plan.inputs.seq_length
+    # A set, because short plans give equal lengths: for 256 tokens the factors 0.125, 0.25 and 0.5 all give 128.
     lengths = sorted({max(MIN_LENGTH, int(seq_length * factor)) for factor in LENGTH_FACTORS})
     peaks = []
     for length in lengths:

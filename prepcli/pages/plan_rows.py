@@ -48,6 +48,7 @@ class CompiledStep:
     @property
     def ratio(self) -> float:
         """The estimate as a multiple of the compiler's plan."""
+        # Below 1 the compiler needs more than the estimate: a step that seems to fit may not.
         return self.estimated_nbytes / self.plan.peak_nbytes
 
 

@@ -101,6 +101,7 @@ def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the recipe keys with different values. An absent key differs from every value."""
     changed = []
     for key in _all_keys(run.recipe for run in runs):
+        # Recipes have their values as text here, so they are hashable, and an absent key gives None.
         values = {run.recipe.get(key) for run in runs}
         if len(values) > 1:
             changed.append(key)

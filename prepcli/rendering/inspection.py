@@ -129,6 +129,7 @@ def _tree_view(
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the tree as text and as JSON fields."""
     nodes = build_tree(entries)
+    # Only the shown rows are built, because a malicious header may have millions.
     rows = list(itertools.islice(tree_rows(nodes), max_rows))
     header = ("name", "shape", "dtype", "size")
     table = format_table(rows, header, {"size"}, ui.columns, optional=OPTIONAL_COLUMNS)

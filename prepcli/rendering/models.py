@@ -44,6 +44,7 @@ def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
             alias.parameters,
             format_bytes(alias.nbytes),
             alias.vocab,
+            # gcd(50257, 8) = 1: an odd vocabulary stays whole. gcd(50400, 128) = 32: each shard is on 4 devices.
             *(math.gcd(alias.vocab, count) for count in DEVICE_COUNTS),
         ]
         for alias in aliases

@@ -75,6 +75,7 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
         "invalid": dict(search.refusals),
     }
     title = f"{len(entries)} meshes of {meshes.num_devices} x {meshes.kind.name} fit"
+    # A pipe has no width: a program that reads the text gets all meshes.
     show_all = ui.columns is None or ui.level >= LEAVES
     text = search_text(search, columns=ui.columns, show_all=show_all)
     return Report(f"{title}\n{text}", fields)

@@ -21,6 +21,7 @@ def write_checkpoint(
     entries = [
         (name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()
     ]
+    # Rounded up, e.g. 10 bytes in 3 files: 4 per file. Tensors are not split, so the number of files may differ.
     limit = -(-sum(e[3] for e in entries) // files)
     layouts = lay_out_files(
         [(name, group, None) for name, group in split_into_shards(entries, limit)]

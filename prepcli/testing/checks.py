@@ -216,6 +216,7 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     """
     batch = subject.batch(2, 40)
     expected_loss, expected = torch_gradients(subject.torch_model, batch)
+    # Rows of -50 give huge logits: a loss that includes padding would be wrong by far more than LOSS_RTOL.
     config, tensors = with_padded_vocab(subject.config, subject.tensors, PADDING_ROWS, -50.0)
     padded = tiny_transformer(config)
     loss, param_gradients = loss_and_gradients(
@@ -268,6 +269,7 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
     Parameters change and keep their sharding.
     """
     vocab = subject.mesh_config["vocab_size"]
+    # Rounded up to a multiple of 8: 29 + (-29 % 8) = 29 + 3 = 32.
     config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
     tiny_model = tiny_transformer(config)
     batch = random_batch(vocab, 4, 12, has_source=has_encoder(config))
@@ -316,6 +318,7 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
         generation_config=generation_config,
     )
     if has_encoder(config):
+        # Token 0 starts the decoder, as in the configs of T5.
         generated = generator.generate([[0]] * len(prompts), prompts)
     else:
         generated = generator.generate(prompts)
@@ -353,6 +356,7 @@ def _mesh_sharding(mesh: Mesh) -> ShardingContext:
         raise SkippedCheckError(
             f"needs {num_needed} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={num_needed}"
         )
+    # `jax.make_mesh` may order devices by their links. The first devices in their order suffice for a check.
     grid = np.array(devices[:num_needed]).reshape(mesh.sizes)
     axis_types = (AxisType.Auto,) * len(mesh.names)
     return ShardingContext(

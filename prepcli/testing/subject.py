@@ -37,6 +37,7 @@ class FamilyUnderTest:
 
     def __init__(self, configs: Sequence[HFConfig], work: Path) -> None:
         self.config = dict(configs[0])
+        # With a single config both models are the same.
         self.mesh_config = dict(configs[-1])
         self.work = work
 
@@ -84,6 +85,8 @@ class FamilyUnderTest:
         import torch
 
         folder = self.work / dtype
+        # `Module.to` changes the model in place, and other checks need the float32 values. 20KB per file splits the
+        # tiny model into several files with an index.
         copy.deepcopy(self.torch_model).to(getattr(torch, dtype)).save_pretrained(
             folder, max_shard_size="20KB"
         )
@@ -94,5 +97,6 @@ class FamilyUnderTest:
     ) -> Path:
         """Run a conversion of the public API into a new folder, and return the folder."""
         out = self.work / name
+        # With an equal output of an earlier call, the conversion would return at once and write nothing.
         shutil.rmtree(out, ignore_errors=True)
         return conversion(source, out, **options).path

@@ -58,6 +58,7 @@ class TinyTransformer:
     def params_from_tensors(self, tensors: Tensors) -> Tree:
         """Build the parameter tree of Hugging Face tensors."""
         leaves = {
+            # NaN marks elements that no tensor fills. They make every later comparison fail.
             path: np.full(leaf.shape, np.nan, np.float32)
             for path, leaf in self.model.leaves.items()
         }

@@ -79,6 +79,7 @@ def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     shapes = {name: tuple(tensor.shape) for name, tensor in to_file_tensors(model, unique).items()}
     if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise TensorMismatchError(f"transformers has {shapes}")
+    # `from_pretrained` converts names and layouts of files to those of modules. `load_state_dict` would not.
     state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
     return _from_pretrained(
         type(model), None, config=model.config, state_dict=state, dtype=torch.float32
@@ -169,6 +170,7 @@ def torch_logits(model: Any, batch: Tensors, lengths: Sequence[int]) -> np.ndarr
     """Compute logits [B, T, V] of right-padded tokens [B, T]. Row i has `lengths[i]` tokens."""
     import torch
 
+    # lengths (7, 4) with T = 7: row 1 is [1, 1, 1, 1, 0, 0, 0].
     mask = np.arange(batch["tokens"].shape[1]) < np.array(lengths)[:, None]
     with torch.no_grad():
         return _forward_logits(model, batch, attention_mask=torch.tensor(mask).long()).numpy()
