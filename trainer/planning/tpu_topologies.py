@@ -78,6 +78,7 @@ class TpuGeneration:
         """Return whether there is a slice of this shape, such as `4x4x8`."""
         if shape in self.slices:
             return True
+        # The limit of four digits keeps the product of the sides small before it is computed.
         if not self.has_boxes or not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){2}", shape):
             return False
         sides = [int(side) for side in shape.split("x")]
@@ -88,6 +89,7 @@ class TpuGeneration:
         """Return whether there is a slice with a number of chips."""
         if chips in map(num_chips, self.slices):
             return True
+        # E.g. 192 chips are the box 4x4x12, three cubes in a row, which no list contains.
         return self.has_boxes and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
 
     def node_sizes(self, shape: str) -> tuple[int, ...]:
