@@ -45,7 +45,6 @@ class LanguageModel:
         """
         batch = {"tokens": tokens, "targets": targets, "weights": weights}
         if source is not None:
-            # The loss reads the mask of source tokens under this name, and has no default for it.
             batch |= {
                 "source": source,
                 "present": jnp.ones_like(source) if source_mask is None else source_mask,

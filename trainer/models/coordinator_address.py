@@ -44,7 +44,6 @@ def coordinator_address(
     host = text
     port = default_port
     variable = "JAX_COORDINATOR_ADDRESS"
-    # A port of five digits at most, in an address with brackets around IPv6: `[fe80::1]:1234`.
     if match := re.fullmatch(r"(\[.*\]|[^:]*):([0-9]{1,5})", text):
         return join_host_port(match[1], int(match[2])), variable
     if not host:

@@ -67,7 +67,7 @@ def detect_launcher(
         UsageError: A launcher's variables are incomplete or contradict each other.
     """
     detectors = (_jax_process, _open_mpi_process, _slurm_process, _tpu_process, _job_set_process)
-    # A Kubernetes pod is not detected: no variable has its count. Its detector only raises.
+    # The detector of Kubernetes only raises: no variable of a pod has the number of processes.
     for launcher, detect in zip(LAUNCHERS, detectors, strict=True):
         if launcher in launchers and (process := detect(environ)) is not None:
             return process
@@ -120,7 +120,6 @@ def read_number(environ: Mapping[str, str], variable: str) -> int | None:
     text = environ.get(variable, "").strip()
     if not text:
         return None
-    # `isdecimal` alone accepts digits of other scripts.
     if not (text.isascii() and text.isdecimal() and len(text) < 12):
         raise usage_error(
             f"{variable}={text} is invalid",

@@ -281,7 +281,6 @@ def build_adapters(
     owners: dict[str, Projection] = {}
     shared: dict[str, str] = {}
     for projection in select_targets(family, config, lora.targets):
-        # The first projection of a module has its A, as in `lora_family`.
         owner = owners.setdefault(projection.module, projection)
         for leaf in leaves.values() if owner != projection else ():
             if _stacked_path(leaf) == f"{projection.path}.{LORA_B}":

@@ -66,6 +66,5 @@ def search_meshes(
             options.append(MeshOption(plan, estimate))
         else:
             num_too_large += 1
-    # Among equally fast meshes, the one with the most free memory is first.
     options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
     return MeshSearch(tuple(options), num_too_large, refusals)

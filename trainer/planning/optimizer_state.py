@@ -59,7 +59,6 @@ def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tupl
 def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
     """Yield the missing axes of each moment of a parameter."""
     match table:
-        # Without missing axes a moment has the shape of the parameter. AdamW has a mean and a variance.
         case AdamWTable():
             yield from (NO_AXES, NO_AXES)
         case LionTable():

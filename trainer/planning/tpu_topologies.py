@@ -78,7 +78,6 @@ class TpuGeneration:
         """Return whether there is a slice of this shape, such as `4x4x8`."""
         if shape in self.slices:
             return True
-        # The limit of four digits keeps the product of the sides small before it is computed.
         if not self.has_boxes or not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){2}", shape):
             return False
         sides = [int(side) for side in shape.split("x")]

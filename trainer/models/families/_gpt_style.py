@@ -94,7 +94,7 @@ def arch_config(
 def mask_buffers(attention: str) -> dict[str, str]:
     """Return the buffers of masks that old files store in the attention module of this name."""
     return {
-        # The names look like biases of the attention, but real biases end with the name of a projection.
+        # Not a bias: the biases of the model have a projection in their names, e.g. attn.c_attn.bias.
         f"{attention}.bias": "causal mask",
         f"{attention}.masked_bias": "value of masked scores",
     }

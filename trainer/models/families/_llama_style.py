@@ -237,7 +237,7 @@ def experts(gate: str, up: str, down: str, router: str) -> Parameters:
         down: Name of its down matrix.
         router: Name of the router's matrix.
     """
-    # transformers 5 names the router `mlp.gate` in every family with fused experts.
+    # transformers 5 names the router `mlp.gate` in both families with experts.
     row, fused_row = (
         f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight")
     )

@@ -36,7 +36,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
             config, axis_sizes, max_positions=8192, activation=("hidden_act", TANH_GELU)
         ),
         norm="rms_offset",
-        # The embedding is also the head. Its rows are small for the logits, and scaled up as inputs.
+        # The embedding is also the head, and is scaled as an input (arXiv:1706.03762, section 3.4).
         embed_scale=axis_sizes["embed"] ** 0.5,
     )
 

@@ -53,7 +53,6 @@ def arch_config(config: HFConfig) -> ArchConfig:
             config,
             axis_sizes["layers"],
             config.get("sliding_window", 4096),
-            # The first layer slides, the second one has full attention, and so on.
             lambda layer: layer % 2 == 0,
         ),
         attn_logit_softcap=read_softcap(config, "attn_logit_softcapping", 50.0),

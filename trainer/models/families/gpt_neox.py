@@ -100,7 +100,6 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=False,
     dropped=LEGACY_BUFFERS,
-    # One field of the config for both sites.
     dropout_fields=DropoutFields(
         residual=("hidden_dropout", 0.0), embedding=("hidden_dropout", 0.0)
     ),
