@@ -34,6 +34,8 @@ class Computation:
     def __post_init__(self) -> None:
         """Check that tokens stay in their order."""
         sharding = self.forward_config.sharding
+        # With sp a device holds two blocks of a row that are not neighbours, so training reorders the
+        # columns of a batch (`zigzag_order`). A caller of a module does not.
         if sharding.sequence_parallel_size > 1:
             why = "Flax modules take the tokens of a sequence in their order"
             raise usage_error(f"`--mesh {sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")

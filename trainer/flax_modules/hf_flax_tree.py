@@ -50,12 +50,14 @@ def to_hf_flax_tree(params: Tree, family: Family, config: HFConfig) -> Tree:
     tensors: Tensors = {}
     for path, row in rows.items():
         _scatter_leaf(leaves[path], bind_row(row, sizes | {"vocab": true_size}, padded), tensors)
+    # Some Flax classes store the head of a tied model as a leaf of its own.
     if is_tied and not family.layouts[LAYOUT].allows_tied_head:
         tensors[head_tensor] = tensors[family.tying.embedding_tensor]
     bound = {path: bind_row(row, sizes | {"vocab": true_size}) for path, row in flax_rows.items()}
     flax_leaves: dict[str, Array] = {}
     for path, axis_map in bound.items():
         for unscanned in _unscanned_indices(axis_map):
+            # A tied head without a leaf in the Flax class has no tensor here.
             if axis_map.tensor_name(unscanned) in tensors:
                 leaf = _gather_leaf(tensors, axis_map, unscanned)
                 flax_leaves[path.format(**unscanned)] = leaf

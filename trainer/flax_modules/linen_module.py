@@ -22,6 +22,7 @@ class LinenModel(LanguageModel, nn.Module):
 
     computation: Computation
 
+    # linen allows `self.param` only in `setup` and in one compact method.
     @nn.compact
     def _params(self) -> Tree:
         """Return the parameters, or initialize them: one linen parameter per key of prep's tree."""
@@ -31,6 +32,7 @@ class LinenModel(LanguageModel, nn.Module):
             leaves = {
                 path: leaf for path, leaf in model.leaves.items() if path.partition(".")[0] == name
             }
+            # The path of a leaf is part of its random key, so leaves of one subtree get different values.
             return init_leaves(leaves, key, model)[name]
 
         names = dict.fromkeys(path.partition(".")[0] for path in model.leaves)

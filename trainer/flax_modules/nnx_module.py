@@ -28,6 +28,7 @@ class NNXModel(LanguageModel, nnx.Module):
         """
         self.computation = nnx.static(computation)
         for name, subtree in params.items():
+            # flax 0.12 raises ValueError for a dict with variables in an attribute that is not marked as data.
             setattr(self, name, nnx.data(jax.tree.map(nnx.Param, subtree)))
 
     @property

@@ -219,6 +219,7 @@ def decode_loop(
     """
 
     def is_unfinished(state: DecodeState) -> Array:
+        # Rows that have ended stay in the computation until all have. The host drops their later tokens.
         return (state.kv_cache.length < end_slot) & ~state.batch.is_finished.all()
 
     def step(state: DecodeState) -> DecodeState:
@@ -248,8 +249,11 @@ def _decode_and_sample(
         forward_config=forward_config,
         encoder_output=batch.encoder_output,
     )
+    # The number of the new token. With prompts in 64 slots it is 64 - 64 = 0 after the prefill, and
+    # 87 - 64 = 23 after a recomputed cache of 87 slots, so that the random keys continue.
     step = kv_cache.length - batch.first_new_slot
     sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)
+    # Without a dtype an empty tuple of end tokens would be a float32 array.
     is_eos = jnp.isin(sampled, jnp.array(generation_config.eos_token_ids, jnp.int32))
     tokens = lax.dynamic_update_slice(batch.tokens, sampled[:, None], (0, kv_cache.length))
     return DecodeState(

@@ -49,6 +49,8 @@ class _CompiledFunction:
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
         leaves, structure = jax.tree.flatten(arrays)
+        # `compile` makes an executable for exactly these arguments. It rejects other shapes and shardings,
+        # where `jit` would silently compile again.
         key = (
             structure,
             *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves),
@@ -102,12 +104,14 @@ class Generator:
         self._prefill = _CompiledFunction(
             partial(decode.prefill, **options), static_argnames="count"
         )
+        # Argument 1 is the state. XLA then updates the KV cache in place instead of copying it.
         self._decode_loop = _CompiledFunction(
             partial(decode.decode_loop, **options), donate_argnums=1
         )
 
     def with_params(self, params: Tree) -> Generator:
         """Return a generator with other parameters and the same compiled functions."""
+        # A shallow copy shares the compiled functions: parameters are arguments of them, not constants.
         generator = copy(self)
         generator.params = self._cast(params)
         return generator
@@ -178,6 +182,7 @@ class Generator:
         # Processes of a job must choose the same steps, so only a single process may go by the clock.
         if is_paced:
             next_steps = _StreamPace().next_steps
+        # The prefill samples the token of slot `slots`, so 3 new tokens in slots 64 to 66 need 2 more steps.
         stops = _decode_stops(
             slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps
         )
@@ -191,6 +196,7 @@ class Generator:
                 del state
                 state = self._prefill(self.params, batch, count=slot)
             else:
+                # An array, because a compiled function needs the shape and the sharding of each argument.
                 state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
         report_progress()
         output.fetch(state, sharding)
@@ -318,6 +324,7 @@ def _make_prompt_batch(
 ) -> PromptBatch:
     """Lay out prompts that end before slot `slots`, with room for new tokens. Padding rows are finished."""
     tokens = np.zeros((rows, slots + max_new_tokens), np.int32)
+    # A padding row has one token, so that its attention has a key.
     start_slots = np.full(rows, slots - 1, np.int32)
     for row, prompt in enumerate(prompts):
         start_slots[row] = slots - len(prompt)
@@ -338,6 +345,8 @@ def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
         return arrays
 
     def place(array: Array) -> Array:
+        # `jax.device_put` to devices of other processes compares the values across processes first.
+        # The callback needs no such exchange.
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, replicated, lambda index: host[index])
 
@@ -381,6 +390,7 @@ class _StreamPace:
     def __init__(self) -> None:
         """Start before the first call."""
         self._steps = 1
+        # The first duration is infinite, so the first call has one step, however fast the devices are.
         self._called_s = -math.inf
 
     def next_steps(self) -> int:
@@ -403,6 +413,7 @@ def _decode_stops(
         *sorted(s for s in recompute_slots if first_slot < s <= last_slot),
         None,
     ):
+        # A prefill of 87 slots reads the tokens of slots 0 to 86, so decoding stops when slot 86 is filled.
         last_decoded = last_slot if recompute_slot is None else recompute_slot - 1
         while slot < last_decoded:
             slot = min(slot + next_steps(), last_decoded)

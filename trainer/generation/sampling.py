@@ -86,6 +86,7 @@ def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Samp
     key = jax.random.key(sampling.seed)
 
     def sample_row(row_logits: Array, row_number: Array) -> Array:
+        # `fold_in` takes the number of a row in the whole run. `split` would number rows within a batch.
         row_key = jax.random.fold_in(jax.random.fold_in(key, row_number), step)
         return jax.random.categorical(row_key, row_logits)
 
@@ -107,6 +108,7 @@ def warp_logits(logits: Array, sampling: Sampling) -> Array:
     # Subtracting the maximum changes no probability, and bounds the scores by 0 from above.
     scores = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < scores.shape[-1]:
+        # Comparing with the score instead of the index keeps ties, as transformers does.
         kth_score = lax.top_k(scores, sampling.top_k)[0][:, -1:]
         scores = jnp.where(scores < kth_score, -jnp.inf, scores)
     if sampling.top_p < 1:

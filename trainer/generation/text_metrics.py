@@ -56,6 +56,8 @@ def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise _missing_package("rouge", "rouge-score") from error
+    # The summarization examples of transformers stem words too, so that scores are comparable.
+    # rougeLsum takes each line of a text as a sentence.
     scorer: Any = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
     scores = [
         scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)
@@ -73,6 +75,7 @@ def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         raise _missing_package("bleu", "sacrebleu") from error
     if not texts:
         return {"bleu": math.nan}
+    # sacrebleu takes one list per set of references. Each of its lists has an entry per text.
     return {"bleu": sacrebleu.corpus_bleu(list(texts), [list(references)]).score}
 
 

@@ -40,6 +40,7 @@ ACTIVATION_FIELDS = (
     "dense_act_fn",
     "feed_forward_proj",
 )
+# Three names of one formula, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), and silu is swish.
 EQUIVALENT_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
 # Config fields with an effect on some decoder of transformers -> values without effect. A family lists the fields it

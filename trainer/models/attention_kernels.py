@@ -92,6 +92,7 @@ class KernelSpec:
 
     def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
         """Return the queries and keys of a tile of scores, or None if all scores exist at once."""
+        # These kernels are one operation for XLA and keep scores on the chip.
         if self.runs_per_device:
             return NO_SCORES
         if self.has_tiles:
@@ -130,6 +131,7 @@ KERNEL_SPECS: Mapping[str, KernelSpec] = {
             ACCELERATOR_FEATURES,
             platforms=("cuda",),
             dtypes=("bfloat16",),
+            # The limits of jax's `fused_attention_stablehlo`.
             head_dims=HeadDims(8, maximum=128, hopper_maximum=256),
             runs_per_device=True,
         ),

@@ -78,6 +78,7 @@ class HostLeaf:
 
     def fetch(self) -> np.ndarray:
         """Copy the whole leaf to the host. Its shards must cover it."""
+        # One process without splits has one shard. It is returned as it is, without a second copy.
         first, *others = self.shards
         values = first.fetch()
         if not others:
@@ -90,6 +91,8 @@ class HostLeaf:
 
     def on_host(self) -> HostLeaf:
         """Fetch all shards. Return a leaf that hands the results over."""
+        # `pop` hands the array over. A function that keeps a reference would hold all arrays in host
+        # memory until the whole save is complete.
         shards = tuple(HostShard(shard.box, [shard.fetch()].pop) for shard in self.shards)
         return HostLeaf(self.shape, self.dtype, shards)
 

@@ -100,6 +100,7 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
 def _type_nbytes(hlo_type: str) -> int:
     """Return the bytes of the arrays in an HLO type, such as `(bf16[2,8]{1,0}, f32[])`."""
     return sum(
+        # `pred` has no number of bits and takes a byte. A scalar has no extents: its product is 1.
         math.prod(map(int, filter(None, extents.split(",")))) * int(bits or 8) // 8
         for bits, extents in _ARRAY.findall(hlo_type)
     )

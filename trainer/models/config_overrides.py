@@ -57,6 +57,7 @@ def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
     try:
         read_architecture({**config, **overrides})
     except PrepError as error:
+        # An error here belongs to the config, not to the overrides, and replaces the one above.
         read_architecture(config)
         why = error.why if error.what == INVALID_CONFIG else f"{error.what}: {error.why}"
         raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, error.hint) from error
@@ -112,4 +113,5 @@ def _has_type_of(value: Any, example: Any) -> bool:
     """Return whether a value has the type of an example. An integer is also a number."""
     if isinstance(example, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
+    # Not `isinstance`: it would accept true for an integer.
     return type(value) is type(example)

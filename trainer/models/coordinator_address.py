@@ -20,6 +20,7 @@ from trainer.models.launchers import (
 TPU_PORT = 8482
 KUBERNETES_PORT = 1234
 # Ports derived from a job's number.
+# jax picks from the last 4096 ports: 65535 - 4096 + 1 = 61440.
 FIRST_DYNAMIC_PORT = 61440
 NUM_DYNAMIC_PORTS = 4096
 
@@ -81,6 +82,8 @@ def is_loopback(host: str) -> bool:
 
 def first_slurm_host(node_list: str) -> str:
     """Return the first host of SLURM's compact form, e.g. `rack[1-2]n[003-005,9],x` -> `rack1n003`."""
+    # The first comma outside of brackets ends the first group of hosts. In each of its brackets the
+    # first number counts.
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
     if first:
         return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+# 19 digits hold every signed 64-bit integer.
 _NUMBER = re.compile("[0-9]{1,19}")
 
 

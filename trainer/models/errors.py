@@ -24,7 +24,9 @@ from typing import Literal, Protocol, Self
 OK = 0
 FAILED = 1
 USAGE = 2
+# EX_TEMPFAIL of sysexits.h: the same command may succeed later.
 STOPPED = 75
+# 128 + 2, as shells report a process that SIGINT ended.
 INTERRUPTED = 130
 
 GET_AGAIN_HINT = "get or create the checkpoint again"
@@ -318,6 +320,7 @@ class PrepError(Exception):
             self.hint if hint is None else hint,
             self.code,
         )
+        # `copy` makes the error again from `args` and `__dict__`, which have no cause and no traceback.
         error.__cause__ = self.__cause__
         error.__context__ = self.__context__
         error.__suppress_context__ = self.__suppress_context__

@@ -53,6 +53,8 @@ def hf_flax_layout(
         leaf_name = last if last == "bias" else _flax_leaf_name(path, norm_name)
         # The leaf of a fused tensor has all of its parts.
         whole_dims = re.sub(r"=\d+", "", dims)
+        # torch.nn.Linear stores [out, in] and flax.linen.Dense [in, out]. GPT-2's Conv1D and FlaxConv1D
+        # are the other way around, so both cases reverse the dims.
         leaf = " ".join(reversed(split_dims(whole_dims))) if leaf_name == "kernel" else whole_dims
         if condition_overrides.get(condition, True):
             base = "" if path.startswith("head.") else prefix
@@ -76,6 +78,7 @@ def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str
             yield (
                 path,
                 parameter.else_row,
+                # The default binds the condition of this turn. A closure would read the last one of the loop.
                 lambda config, condition=condition: not condition_holds(config, condition),
             )
 
@@ -95,6 +98,7 @@ _EASYLM_LAYER = {
     "attention.wv.kernel": "embed (kv_heads head_dim) <- self_attn.v_proj.weight: (kv_heads head_dim) embed",
     "attention.wo.kernel": "(heads head_dim) embed <- self_attn.o_proj.weight: embed (heads head_dim)",
     "ffn_norm.kernel": "embed <- post_attention_layernorm.weight: embed",
+    # Names of Meta's files: the MLP is w2(silu(w1 x) * w3 x).
     "feed_forward.w1.kernel": "embed mlp <- mlp.gate_proj.weight: mlp embed",
     "feed_forward.w3.kernel": "embed mlp <- mlp.up_proj.weight: mlp embed",
     "feed_forward.w2.kernel": "mlp embed <- mlp.down_proj.weight: embed mlp",

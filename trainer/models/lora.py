@@ -170,6 +170,8 @@ def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
 def _projection(path: str, parameter: Parameter) -> Projection | None:
     """Return the projection of a parameter, or None if the parameter is not the matrix of one."""
     leaf, tensor, dims = split_row(parameter.row)
+    # E.g. `layers embed heads head_dim <- …: embed (heads head_dim)` for the output projection. A leaf
+    # has its output atoms first, so the output dim is `embed` and the input dim `(heads head_dim)`.
     stack, *atoms = leaf.split() or [""]
     tensor_dims = split_dims(dims)
     is_matrix = path.endswith(WEIGHT) and tensor.endswith(WEIGHT) and len(tensor_dims) == 2
@@ -203,12 +205,14 @@ def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> 
             raise _unknown_target_error(family, every, pattern)
     matching: set[str] = set()
     for pattern in targets:
+        # `fnmatchcase`, because `fnmatch` ignores case on Windows.
         matching |= {p.module for p in every if fnmatch.fnmatchcase(p.name, pattern)}
     return [projection for projection in every if projection.module in matching]
 
 
 def _unknown_target_error(family: Family, every: Sequence[Projection], pattern: str) -> PrepError:
     """Return the error of a target that no projection has. It suggests one, also for a name of a PyTorch module."""
+    # Users of PEFT write names such as q_proj. Each maps to the name of the projection here.
     names = {projection.name: projection.name for projection in every}
     for projection in every:
         names.setdefault(projection.module.rpartition(".")[2], projection.name)
@@ -223,6 +227,7 @@ def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:
     parameters: dict[str, Parameter] = {}
     modules: set[str] = set()
     for projection in select_targets(family, config, lora.targets):
+        # Queries, keys and values of one tensor are one module of PEFT: one A, and the rows of one B.
         if projection.module not in modules:
             parameters[f"{projection.path}.{LORA_A}"] = Parameter(projection.row_a)
         modules.add(projection.module)
@@ -310,6 +315,8 @@ def _shortest_suffix(module: str, others: Collection[str]) -> str:
     parts = module.split(".")
     for count in range(1, len(parts)):
         suffix = ".".join(parts[-count:])
+        # PEFT adapts a module if its name equals a target or ends with a dot and the target. For T5,
+        # `q` would also select EncDecAttention, so that `attn.q` becomes SelfAttention.q.
         if not any(f".{other}".endswith(f".{suffix}") for other in others):
             return suffix
     return module

@@ -155,6 +155,8 @@ def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
 
 def _batch_nbytes(inputs: MemoryInputs) -> int:
     """Return the bytes of a step's batch: the columns of its sequences and of their sources."""
+    # Tokens, targets and weights, and for packed documents segment ids and positions. A source has ids
+    # and weights. All are 4 bytes wide.
     num_columns = 5 if inputs.has_segments else 3
     num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
     return inputs.accumulate * inputs.local_batch_size * num_bytes

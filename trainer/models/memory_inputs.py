@@ -159,6 +159,7 @@ class MemoryInputs:
     def score_tile(self, local_queries: int, local_keys: int) -> tuple[int, int]:
         """Return the number of queries and of keys of the scores that a device has in memory at once."""
         num_blocks = RING_BLOCKS if self.num_sequence_shards > 1 else 1
+        # A tile is within one block, and a device of a ring holds two blocks of a row.
         q_size, k_size = self.attention_tile or (WHOLE, WHOLE)
         return chunk_length(q_size, local_queries // num_blocks), chunk_length(
             k_size, local_keys // num_blocks
@@ -166,6 +167,8 @@ class MemoryInputs:
 
     def num_residual_shards(self, local_length: int) -> int:
         """Return the number of shards of the residual stream along the `local_length` tokens of a device."""
+        # The rule of the residual stream counts all shards of a row. Those of sp are in `local_length`
+        # already: with sp 2 and mp 4 a device's tokens have 8 / 2 = 4 shards.
         num_shards = self.num_sequence_shards
         return self._num_shards("residual_seq", local_length * num_shards) // num_shards
 
@@ -184,6 +187,7 @@ class MemoryInputs:
         axes: list[str] = []
         if spec:
             axes.extend(itertools.chain.from_iterable(spec.mesh_axes))
+        # The all-gather over fsdp undoes this axis only. Other axes still split the leaf.
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
 

@@ -207,6 +207,8 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
             later = (
                 names.index(later_axis) for later_axis in MESH_AXES[i + 1 :] if later_axis in names
             )
+            # An axis of size 1 goes before the first axis that usually follows it: mp:4,fsdp:64 becomes
+            # dp:1,mp:4,fsdp:64.
             names.insert(min(later, default=len(names)), axis)
     return Mesh(tuple(names), tuple(sizes.get(axis, 1) for axis in names), plain_order)
 

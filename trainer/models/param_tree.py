@@ -100,6 +100,7 @@ def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
     dims = tuple(_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
         return [ParamLeaf(path, path, shape=row.leaf_shape, dims=dims)]
+    # Only a layer atom can lack a dim of the leaf, so it is the atom of the path's placeholder.
     layers = row.unscanned_factors[0]
     return [
         ParamLeaf(
@@ -112,6 +113,8 @@ def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
 def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
     """Return the longest parameter path at the end of the name of a state's leaf, or None if there is none."""
     parts = name.split(".")
+    # The first part is never in a path, e.g. opt_state.adam.mu.embed.tokens -> embed.tokens.
+    # Longest first, so that a path wins over another path that equals its end.
     suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
     return next((suffix for suffix in suffixes if suffix in param_paths), None)
 

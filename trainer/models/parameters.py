@@ -176,6 +176,7 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
     value = config.get(key)
     if value is None:
         return default
+    # `bool` is a subclass of `int`: without its check, `true` in a config would be the size 1.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
         why = f"{key} is {value!r:.60}, it must be an integer from 1 to {maximum:,}"
         raise invalid_config_error(why)
@@ -274,6 +275,7 @@ def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -
     if not parameter.alternate:
         return row
     alternate = parse_row(parameter.alternate)
+    # One tensor is enough: a file stores all layers and experts of a parameter in one form.
     row_tensor = _first_tensor(row, sizes)
     alternate_tensor = _first_tensor(alternate, sizes)
     if row_tensor in tensors and alternate_tensor in tensors:
@@ -292,6 +294,7 @@ def _unstack_row(path: str, row: ParsedAxisMap) -> tuple[str, ParsedAxisMap]:
     if axis is None:
         return path, row
     (atom,) = row.leaf_dims[axis]
+    # Only the first occurrence: decoder.layers.attn.q -> decoder.layers.{layers}.attn.q.
     layer_path = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{atom}}}.", 1)
     return layer_path, dataclasses.replace(
         row, leaf_dims=(*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :])
@@ -303,5 +306,7 @@ def _move_stack_axis(row: ParsedAxisMap, axis: int) -> ParsedAxisMap:
     if old_axis is None:
         return row
     dims = [*row.leaf_dims[:old_axis], *row.leaf_dims[old_axis + 1 :]]
+    # A leaf may have fewer dims than the axis, e.g. a norm's [layers, embed] with axis 2 becomes
+    # [embed, layers].
     dims.insert(min(axis, len(dims)), row.leaf_dims[old_axis])
     return dataclasses.replace(row, leaf_dims=tuple(dims))

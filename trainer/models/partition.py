@@ -175,6 +175,7 @@ def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[A
     choices: list[AxisChoices] = [WHOLE] * len(dims)
     unstacked = [i for i, name in enumerate(_dim_names(dims)) if name not in STACKED_DIMS]
     by_size = sorted(unstacked, key=lambda i: -shape[i])
+    # E.g. [4096, 11008] on fsdp 4 and mp 2: mp splits 11008, the largest, and fsdp splits 4096.
     for axis in ("mp", "fsdp") if len(unstacked) > 1 else ():
         divided = (i for i in by_size if choices[i] == WHOLE and shape[i] % mesh.size(axis) == 0)
         if mesh.size(axis) > 1 and (largest := next(divided, None)) is not None:

@@ -125,6 +125,7 @@ PRESETS: Mapping[str, HFConfig] = {
 def preset_name(path: str) -> str | None:
     """Return the preset of a checkpoint path such as `llama-7b-init`, or None if there is none."""
     name = PurePath(path).name
+    # A folder may have several suffixes, e.g. llama-7b-padded-init.
     while suffix := next((suffix for suffix in CHECKPOINT_SUFFIXES if name.endswith(suffix)), ""):
         name = name.removesuffix(suffix)
     if name in PRESETS:

@@ -212,6 +212,8 @@ def _local_device_ids(
     one, as in jax.
     """
     num_visible = _num_visible_devices(environ)
+    # E.g. 8 visible devices and 2 processes on the host: process 1 has the devices 4 to 7. If a
+    # process sees 1 of 8 devices of its host, the launcher has divided them already.
     num_processes = process.local_count or 1
     is_divided = num_visible is not None and num_visible < max(
         _num_host_devices(environ), num_processes

@@ -73,6 +73,8 @@ def _nearest_family_hint(config: HFConfig) -> str:
     """Return a hint with the most similar family: by the name of the model or its classes, or by its config fields."""
     classes = config.get("architectures")
     names = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
+    # The part of a class name before its task: LlamaForCausalLM and T5ForConditionalGeneration give
+    # llama and t5.
     words = [name.lower().partition("forc")[0][:60] for name in names if isinstance(name, str)]
     families = {name.replace("_", ""): name for name in FAMILIES}
     similar: list[str] = []
@@ -89,6 +91,7 @@ def _nearest_family_hint(config: HFConfig) -> str:
 
 def fields_read(family: Family) -> set[str]:
     """Return the config fields that a family reads."""
+    # An empty config gives each field its default, so no family can fail on a value.
     config = _RecordingConfig()
     family.arch_config(config)
     return config.fields

@@ -99,5 +99,7 @@ def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[st
     if policy not in SAVES_DOTS + SAVES_WEIGHT_DOTS:
         return frozenset()
     excluded = {"mlp_hidden", "mlp_output"} if has_experts else set[str]()
+    # The products of scores and values have batch dims (rows and heads), so that policies without
+    # batch dims do not save them. The projections have none.
     excluded |= set() if policy in SAVES_DOTS else {"attention_output"}
     return frozenset(ACTIVATION_NAMES) - excluded

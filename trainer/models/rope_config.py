@@ -65,8 +65,10 @@ class Rope:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
             raise invalid_config_error(why)
+        # The new theta has the exponent d / (d - 2), which 2 rotated elements divide by zero.
         if self.rope_type == "dynamic" and self.rotary_dim == 2:
             raise invalid_config_error("dynamic rotary embeddings need heads of 4 or more elements")
+        # With theta 1 all pairs turn at the same rate, below it the later pairs turn faster.
         if self.theta <= 1:
             raise invalid_config_error(f"rope_theta is {self.theta:g}, it must be above 1")
         positive = {
@@ -107,6 +109,7 @@ def read_rope(
     Raises:
         PrepError: The config is invalid or the family does not support the rotary embedding.
     """
+    # If a config has both, transformers reads the field of version 4.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
@@ -149,6 +152,7 @@ def read_rope(
         original,
         rope_type=rope_type,
         factor=factor,
+        # transformers writes `get(key) or default`, so a 0 in the config is the default too.
         low_freq_factor=_read_number(scaling, "beta_slow", 1.0) or 1.0,
         high_freq_factor=_read_number(scaling, "beta_fast", 32.0) or 32.0,
         attention_factor=_yarn_attention_factor(scaling, factor),

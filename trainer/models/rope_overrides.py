@@ -218,6 +218,7 @@ def _write_rope(config: HFConfig, overrides: RopeOverrides) -> dict[str, Any]:
         kept = {key: parameters[key] for key in KEPT_KEYS if key in parameters}
         scaling = {key: value for key, value in overrides.scaling.items() if key != "type"}
         parameters = {**kept, "rope_type": overrides.scaling.get("type"), **scaling}
+        # `read_rope` prefers the field outside of the scaling, so an old value there would win.
         outer = {ORIGINAL: scaling[ORIGINAL]} if ORIGINAL in scaling else {}
     theta = overrides.theta or (overrides.scaling or {}).get("rope_theta")
     if theta is not None:
@@ -251,6 +252,8 @@ def _write_positions(config: dict[str, Any], positions: int | None) -> dict[str,
     """Return the config with its number of positions."""
     if positions is None:
         return config
+    # Old configs may have several of these fields. All get the same value, so that it does not matter
+    # which one a reader takes.
     fields = [name for name in POSITION_FIELDS if name in config] or POSITION_FIELDS[:1]
     return {**config, **dict.fromkeys(fields, positions)}
 

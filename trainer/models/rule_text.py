@@ -147,6 +147,8 @@ def _parse_leaf_rule(text: str, option: str) -> LeafRule:
         raise usage_error(f"{option} is invalid", why, r"`re:^head\.weight$=mp,fsdp`")
     try:
         re.compile(pattern)
+    # `re.compile` raises OverflowError for a huge number of repeats, e.g. `a{99999999999}`, and
+    # RecursionError for many nested groups.
     except (re.error, OverflowError, RecursionError) as error:
         hint = r"a regular expression, such as `^head\.weight$`"
         raise usage_error(f"{option} has an invalid pattern", str(error), hint) from error
@@ -239,6 +241,7 @@ def rule_texts(rules: Rules, dims: Collection[str]) -> list[str]:
         param_rules = [
             format_rule(dim, choices) for dim, choices in rules.params.items() if dim in dims
         ]
+    # A rule that the rules of parameters imply is not written again.
     defaults = activation_rules(Rules(rules.params))
     changed = {
         dim: choices for dim, choices in rules.activations.items() if choices != defaults[dim]

@@ -24,6 +24,7 @@ def did_you_mean_start(text: str, candidates: Collection[str]) -> str:
 
 def did_you_mean(text: str, candidates: Collection[str]) -> str:
     """Return a hint with the most similar candidate, or an empty text if no candidate is similar."""
+    # The time of difflib grows with the square of the length.
     suggestion = suggest(text[:60], candidates)
     if suggestion:
         return f"did you mean `{suggestion}`?"

@@ -84,6 +84,7 @@ MECHANISMS = (
 def missing_mechanism(config: Mapping[str, Any]) -> str:
     """Return the name of an unsupported mechanism in a config, or "" if none is known."""
     model_type = config.get("model_type")
+    # All names come before all fields: a name is certain, a field is a guess for unlisted models.
     if isinstance(model_type, str):
         for mechanism in MECHANISMS:
             if model_type in mechanism.model_types:

@@ -79,6 +79,7 @@ _KINDS = (
     Accelerator("v5e", TPU, 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
     Accelerator("v5p", TPU, 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
     Accelerator("v6e", TPU, 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
+    # A pod of 9,216 chips has 18,432 devices.
     Accelerator("tpu7x", TPU, 96 * GB, 1153.5 * TERA, 3690 * GB, 90 * GB, 18432, 6.25 * GB),
     Accelerator("A100-40", AMPERE, 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
     Accelerator("A100-80", AMPERE, 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
@@ -129,6 +130,7 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
         why = f"known: {', '.join(ACCELERATORS)}"
         hint = did_you_mean_start(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
+    # `isdecimal` above accepts numbers of any length and digits of other scripts. `int` must get neither.
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
         why = f"it takes KIND, KIND:NUMBER or NUMBER, at most {MAX_DEVICES:,} devices"
         raise usage_error(f"`--devices {text:.60}` is invalid", why, "`--devices v5p:256`")

@@ -41,6 +41,7 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
     # The gradient of a step is a balanced binary tree over the logical shards, so that each device
     # sums a whole subtree. That needs a power of two which every mesh of the run divides.
     num_shards = recipe.train.reduction_shards or math.gcd(shape.size, DEFAULT_SHARDS)
+    # The gcd with a power of two is the largest such power that divides the batch, e.g. 8 for 24.
     if not _is_power_of_two(num_shards) or shape.size % num_shards:
         why = f"it has to be a power of two that divides the batch of {shape.size}"
         raise usage_error(
@@ -114,6 +115,7 @@ def _check_options(recipe: Recipe) -> None:
 
 def _check_mesh(mesh: Mesh, rules: Rules) -> None:
     """Raise UsageError if a mesh axis splits anything but the batch."""
+    # `parse_rule` rejects several choices for the batch, so the first one is the only one.
     batch_axes = activation_rules(rules)["batch"][0]
     others = tuple(axis for axis in mesh.names if axis not in batch_axes and mesh.size(axis) > 1)
     if others:

@@ -79,6 +79,7 @@ def find_memory_change(
 
     applied = _apply_until_fit(plan, replan, limit_nbytes)
     if not _fits(applied.plan, limit_nbytes):
+        # A generator, so that no mesh after the first that fits is planned.
         meshes = (
             replan({**applied.values, "mesh": mesh})
             for mesh in _other_meshes(plan, rules, max_devices)
@@ -108,6 +109,8 @@ def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> M
 
 def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
     """Remove the changes that the step does not need to fit."""
+    # `change` is replaced in the loop. The loop still runs over the keys of the first one, so each key
+    # is tried once, with the keys removed before it already absent.
     for key in change.values:
         values = {name: value for name, value in change.values.items() if name != key}
         fewer = replan(values)
@@ -123,8 +126,11 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     sizes = chunk_sizes(plan.recipe, plan.device, num_rows=plan.inputs.local_batch_size)
     if current.remat_policy in SAVES_ALL:
         yield {"model.remat_policy": "nothing_saveable"}
+    # Dense attention keeps all scores in memory, and a policy that saves scores rejects tiles.
+    # Both keys therefore change together.
     if plan.inputs.attention_tile is None:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
+    # Only the largest sizes first: they save most of the memory. The smaller ones follow at the end.
     yield from _smaller("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length)
     yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
     yield from _more_micro_batches(plan)
@@ -154,6 +160,7 @@ def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     batch = plan.recipe.batch
     size = plan.inputs.micro_batch_size * plan.inputs.accumulate
     values: dict[str, Any] = {}
+    # Without this key the size is derived from the micro-batch, and would shrink with it.
     if not batch.size:
         values["batch.size"] = size
     if batch.per_device:

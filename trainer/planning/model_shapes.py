@@ -57,11 +57,13 @@ class PlannedModel:
 
     def _padded_config(self, mesh: Mesh, rules: Rules) -> HFConfig:
         """Return the config with the vocabulary that the checkpoint has after its conversion."""
+        # Rows are padded during the conversion. Another mesh adds none to the files of a checkpoint.
         if self.is_converted:
             return self.config
         vocab = family_of(self.config).sizes(self.config)["vocab"]
         dims = {path: leaf.dims for path, leaf in self._leaves(self.config).items()}
         multiple = vocab_multiple(dims, mesh, rules)
+        # Round up, e.g. 50257 rows for a multiple of 64 -> 50304.
         padded = -(-vocab // multiple) * multiple
         if padded == vocab:
             return self.config

@@ -95,6 +95,8 @@ def step_inputs(
     sizes = chunk_sizes(recipe, device, num_rows=num_rows)
     kernel = recipe.model.attention_kernel
     needs = attention_needs(recipe, model, mesh, rules, dropout)
+    # An estimate without a kind of device is valid for every platform, so a kernel for TPUs only must
+    # not fail because the platform is not `tpu`. Its features are checked all the same.
     if kernel != AUTO and device == ANY_ACCELERATOR:
         check_features(find_kernel(kernel), needs.features)
     else:
@@ -114,6 +116,8 @@ def step_inputs(
         head_chunk_size=sizes.head,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
+        # With an exact reduction these are logical shards per device: a batch of 64 in 8 shards on 2
+        # replicas has 8 rows at a time, 64 / (8 * 2) = 4 times.
         accumulate=shape.size // (num_rows * n_replicas),
         is_exact=num_shards > 0,
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
@@ -236,6 +240,7 @@ def chunk_sizes(recipe: Recipe, device: DeviceKind, *, num_rows: int) -> ChunkSi
 def context_warnings(recipe: Recipe, model: Shapes) -> Iterator[str]:
     """Yield a warning if sequences are longer than the model's context."""
     config = model.arch_config
+    # Longrope has no `factor` here. Its stretched length is `max_position_embeddings`.
     scaled = (int(rope.original_max_positions * rope.factor) for rope in config.ropes)
     context = max([config.max_positions, *scaled])
     if config.ropes and recipe.data.seq_length > context:

@@ -88,6 +88,7 @@ class TpuGeneration:
         """Return whether there is a slice with a number of chips."""
         if chips in map(num_chips, self.slices):
             return True
+        # E.g. 192 chips are the box 4x4x12, three cubes in a row, which no list contains.
         return self.has_boxes and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
 
     def node_sizes(self, shape: str) -> tuple[int, ...]:

@@ -112,9 +112,11 @@ def plan_training(
     check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
+    # With LoRA the patterns are for the adapters, which these leaves do not contain.
     if not recipe.lora.is_enabled:
         check_patterns(recipe.optimizer, shapes.leaves)
     for leaf in shapes.leaves.values():
+        # Called for its error: it names the dim that the mesh does not divide.
         leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
     widens_bfloat16 = device.platform == CPU.platform
     inputs = step_inputs(
@@ -166,6 +168,8 @@ def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     for key, value in values.items():
         table, _, name = key.rpartition(".")
         if table:
+            # Several keys may be in one table, so a later key changes the copy of an earlier one.
+            # `model_copy` of pydantic does not validate values.
             updates[table] = updates.get(table, getattr(recipe, table)).model_copy(
                 update={name: value}
             )

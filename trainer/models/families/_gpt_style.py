@@ -43,6 +43,8 @@ def sizes(
     """
 
     def read(atom: str, common_name: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
+        # `attribute_map` of transformers makes the common name an alias. The class sets its own field
+        # first and the alias after it, so the alias wins if a config has both.
         class_value = read_size(config, field_names.get(atom, common_name), default, maximum)
         return read_size(config, common_name, class_value, maximum)
 
@@ -55,6 +57,8 @@ def sizes(
         "positions": read("positions", "max_position_embeddings", positions),
         "layers": read("layers", "num_hidden_layers", layers, MAX_LAYERS),
         "embed": embed,
+        # Number of parts of a fused tensor. Families that store queries, keys and values apart
+        # have no row with this atom.
         "qkv": 3,
         "heads": heads,
         "head_dim": embed // heads,
@@ -90,6 +94,7 @@ def arch_config(
 def mask_buffers(attention: str) -> dict[str, str]:
     """Return the buffers of masks that old files store in the attention module of this name."""
     return {
+        # Not a bias: the biases of the model have a projection in their names, e.g. attn.c_attn.bias.
         f"{attention}.bias": "causal mask",
         f"{attention}.masked_bias": "value of masked scores",
     }

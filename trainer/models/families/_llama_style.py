@@ -27,6 +27,7 @@ from trainer.models.rope_config import Rope, read_rope
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
 
 TENSOR_PREFIX = "model."
+# Old versions of transformers saved this buffer with the weights. Later ones compute it on load.
 LEGACY_BUFFERS = {
     "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
 }
@@ -104,6 +105,8 @@ def sizes(
     if embed < heads and config.get("head_dim") is None:
         why = f"hidden_size {embed} is too small for {heads} num_attention_heads"
         raise invalid_config_error(why)
+    # `read_size` returns the default for a null as well. In transformers a null means as many as
+    # heads, and only an absent field has the default of the class, e.g. 8 in MistralConfig.
     kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
     return {
@@ -166,6 +169,7 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
     Raises:
         PrepError: A field is invalid.
     """
+    # 4096 and 28 are the defaults of Qwen2Config and Qwen3Config.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or first < 0:
@@ -198,6 +202,7 @@ SANDWICH_NORMS = rms_norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
+# One norm for all heads of a layer, over the elements of a head, before the rotation.
 QK_NORMS = {
     **rms_norm("attn.q_norm", "head_dim <- self_attn.q_norm.weight: head_dim"),
     **rms_norm("attn.k_norm", "head_dim <- self_attn.k_norm.weight: head_dim"),
@@ -232,11 +237,14 @@ def experts(gate: str, up: str, down: str, router: str) -> Parameters:
         down: Name of its down matrix.
         router: Name of the router's matrix.
     """
+    # transformers 5 names the router `mlp.gate` in both families with experts.
     row, fused_row = (
         f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight")
     )
+    # E.g. with mlp 4 the fused tensor has 8 rows per expert: 0 to 3 are the gate, 4 to 7 are up.
     fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
     return {
+        # An alternate with the same tensor would look like a parameter that is stored in two forms.
         **matrix("mlp.router", row, alternate="" if row == fused_row else fused_row),
         **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", alternate=fused.format(0)),
         **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", alternate=fused.format(1)),

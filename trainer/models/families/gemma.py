@@ -14,6 +14,8 @@ TANH_GELU = "gelu_pytorch_tanh"
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of GemmaConfig."""
+    # 16 heads of 256 elements are 4096, more than the width 3072. `embed // heads` is therefore no
+    # default for the width of a head.
     return _llama_style.sizes(
         config, vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256
     )
@@ -34,6 +36,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
             config, axis_sizes, max_positions=8192, activation=("hidden_act", TANH_GELU)
         ),
         norm="rms_offset",
+        # The embedding is also the head, and is scaled as an input (arXiv:1706.03762, section 3.4).
         embed_scale=axis_sizes["embed"] ** 0.5,
     )
 

@@ -46,6 +46,8 @@ def arch_config(config: HFConfig) -> ArchConfig:
         norm="rms_offset",
         block_type="sandwich",
         embed_scale=axis_sizes["embed"] ** 0.5,
+        # The scale is a field of its own. Gemma 2 27B divides by sqrt(144), and its heads have 128
+        # elements.
         attn_scale=read_positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_windows=read_sliding_windows(
             config,

@@ -55,6 +55,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         block_type="sandwich",
         embed_scale=axis_sizes["embed"] ** 0.5,
         attn_scale=read_positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        # With a pattern of 6, layers 0 to 4 slide, layer 5 has full attention, 6 to 10 slide, and so on.
         sliding_windows=read_sliding_windows(
             config, axis_sizes["layers"], window, lambda layer: (layer + 1) % pattern != 0
         ),

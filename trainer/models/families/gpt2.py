@@ -54,6 +54,8 @@ PARAMETERS = {
     **embedding("positions", "positions embed <- wpe.weight: positions embed"),
     **stack("layers", "h.{layers}", {
         **layer_norm("attn_norm", "embed <- ln_1.weight: embed"),
+        # The parts are consecutive. With 2 heads of 4 elements, columns 0 to 7 are the queries of both
+        # heads, 8 to 15 the keys, and 16 to 23 the values.
         **fused_qkv("attn.c_attn", "embed (qkv={} heads head_dim)"),
         **linear("attn.o", "embed heads head_dim <- attn.c_proj.weight: (heads head_dim) embed"),
         **layer_norm("mlp_norm", "embed <- ln_2.weight: embed"),
@@ -68,6 +70,7 @@ LAYOUTS = hf_flax_layout(
     PARAMETERS,
     prefix="transformer.",
     allows_tied_head=True,
+    # The Flax class computes the same scores with and without this field.
     ignored_fields=(INVERSE_LAYER_SCALE_FIELD,),
 )
 FAMILY = build_family(

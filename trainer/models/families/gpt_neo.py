@@ -61,6 +61,7 @@ def _attention_kinds(config: HFConfig) -> Any:
 
     Return a malformed pattern as it is.
     """
+    # The default of GPTNeoConfig: 2 kinds, 12 times, are its 24 layers.
     pattern = config.get("attention_types") or [[["global", "local"], 12]]
     with contextlib.suppress(TypeError, ValueError):
         # The number of repeats may be huge in a broken config: build one layer too many at most.

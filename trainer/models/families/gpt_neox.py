@@ -72,6 +72,8 @@ PARAMETERS = {
     **embedding("tokens", "vocab embed <- embed_in.weight: vocab embed"),
     **stack("layers", "layers.{layers}", {
         **layer_norm("attn_norm", "embed <- input_layernorm.weight: embed"),
+        # The rows of a head are together. With heads of 4 elements, rows 0 to 3 are the queries of
+        # head 0, 4 to 7 its keys, 8 to 11 its values, and row 12 begins head 1.
         **fused_qkv("attention.query_key_value", "(heads qkv={} head_dim) embed", HAS_BIAS),
         **linear("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)", HAS_BIAS),
         **layer_norm("mlp_norm", "embed <- post_attention_layernorm.weight: embed"),
@@ -82,6 +84,7 @@ PARAMETERS = {
     **matrix(
         "head",
         "vocab embed <- embed_out.weight: vocab embed",
+        # The head is `embed_out` in transformers 4 and `lm_head` in transformers 5.
         alternate="vocab embed <- lm_head.weight: vocab embed",
     ),
 }  # fmt: skip

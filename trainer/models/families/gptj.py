@@ -28,6 +28,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes),
         block_type="parallel_one_norm",
+        # GPTJConfig has no field for the base of the frequencies.
         rope=Rope(rotary_dim, 10_000.0, axis_sizes["positions"]),
         rotary_pairs="interleaved",
     )

@@ -41,6 +41,7 @@ FAMILY = _llama_style.build_family(
             parameters,
             prefix=TENSOR_PREFIX,
             norm_name="weight",
+            # The Flax class has no biases in the MLP, whatever the config says.
             condition_overrides={if_set("mlp_bias"): False},
         ),
         "easylm": EASYLM_LAYOUT,

@@ -27,6 +27,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     """
     reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types")
     axis_sizes = sizes(config)
+    # The default of MistralConfig. A null in the config is no default: it turns the window off.
     windows = uniform_windows(axis_sizes["layers"], config.get("sliding_window", 4096))
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=131072), sliding_windows=windows

@@ -31,6 +31,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=131072, rope_theta=1e6),
         norm_eps=read_positive(config, "rms_norm_eps", 1e-5),
+        # MixtralConfig has no window by default, unlike MistralConfig with 4096.
         sliding_windows=uniform_windows(axis_sizes["layers"], config.get("sliding_window")),
         experts_per_token=_llama_style.read_experts_per_token(
             config, axis_sizes["experts"], default=2
@@ -47,6 +48,7 @@ FAMILY = _llama_style.build_family(
         **_llama_style.PRE_NORMS,
         **_llama_style.attention(),
         **_llama_style.experts(
+            # An expert is w2(silu(w1 x) * w3 x), so that w3 is the up projection.
             gate="block_sparse_moe.experts.{experts}.w1.weight",
             up="block_sparse_moe.experts.{experts}.w3.weight",
             down="block_sparse_moe.experts.{experts}.w2.weight",

@@ -20,6 +20,8 @@ from trainer.models.rows import (
     unless_false,
 )
 
+# `OPTLearnedPositionalEmbedding` of transformers adds 2 to each position, as fairseq did: its
+# positions begin after the padding id, which is 1.
 UNUSED_POSITIONS = 2
 # The default of torch.nn.LayerNorm. No config field sets it.
 NORM_EPS = 1e-5
@@ -42,6 +44,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
     )
     return {
         **axis_sizes,
+        # E.g. 2048 positions are stored as 2050 rows, and position 0 is row 2.
         "positions": axis_sizes["positions"] + UNUSED_POSITIONS,
         "word_embed": read_size(config, "word_embed_proj_dim", axis_sizes["embed"]),
     }
@@ -63,6 +66,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 
 def _has_final_norm(config: HFConfig) -> bool:
+    # transformers keeps this field for checkpoints that were fine-tuned before its version 4.20.1.
     return HAS_PRE_NORM(config) and not config.get("_remove_final_layer_norm")
 
 
@@ -103,6 +107,7 @@ LAYOUTS = hf_flax_layout(
     PARAMETERS,
     prefix="model.",
     allows_tied_head=True,
+    # The Flax class reads neither field: its tree always has these parameters.
     condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True},
 )
 FAMILY = build_family(

@@ -42,11 +42,13 @@ def arch_config(config: HFConfig) -> ArchConfig:
     axis_sizes = sizes(config)
     max_positions = read_size(config, "max_position_embeddings", 4096)
     original = read_size(config, "original_max_position_embeddings", 4096)
+    # Phi3Config keeps the original positions beside `rope_scaling`, not in it, with a default of 4096.
     with_original = {**config, "original_max_position_embeddings": original}
     rope = read_rope(
         with_original,
         axis_sizes["head_dim"],
         max_positions=max_positions,
+        # Phi-4-mini rotates three quarters of each head.
         allow_partial=True,
         rope_types=ROPE_TYPE_ALIASES,
     )
@@ -65,6 +67,8 @@ FAMILY = _llama_style.build_family(
     layer={
         **_llama_style.PRE_NORMS,
         **matrix(
+            # The parts of the tensor have different extents. With 4 heads and 2 kv_heads of 8 elements, rows
+            # 0 to 31 are queries, 32 to 47 keys, and 48 to 63 values.
             "attn.q",
             f"heads {QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed",
         ),

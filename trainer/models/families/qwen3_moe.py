@@ -40,6 +40,8 @@ def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
     if not isinstance(dense_layers, list):
         why = f"mlp_only_layers is {dense_layers!r:.60}, it must be a list of layers"
         raise invalid_config_error(why)
+    # The condition of Qwen3MoeDecoderLayer. E.g. a step of 2 gives layers 1, 3 and 5 experts, and
+    # layers 0, 2 and 4 a dense MLP.
     dense = [layer for layer in range(layers) if layer in dense_layers or (layer + 1) % step]
     if dense:
         field = "mlp_only_layers" if dense[0] in dense_layers else "decoder_sparse_step"

@@ -38,10 +38,13 @@ def sizes(config: HFConfig) -> dict[str, int]:
         atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()
     }
     axis_sizes = {
+        # An atom without an alias reads the field "", which no config has, and keeps its value.
         atom: read_size(config, FIELD_ALIASES.get(atom, ""), value)
         for atom, value in field_sizes.items()
     }
+    # A check only: layers have a lower limit than other sizes, and the loops above use one limit.
     read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
+    # The default is `num_layers`, not its alias: T5Config of transformers 4 sets it before the alias.
     layers = read_size(config, "num_decoder_layers", field_sizes["encoder_layers"], MAX_LAYERS)
     return axis_sizes | {"layers": layers}
 
@@ -67,6 +70,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
             {activation_field: _read_feed_forward(config)[1]}, activation_field, ""
         ),
         has_gated_mlp=_is_gated(config),
+        # T5 does not divide scores by sqrt(head_dim). Its initial queries are that much smaller instead.
         attn_scale=1.0,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
         rope=None,
@@ -80,6 +84,8 @@ def arch_config(config: HFConfig) -> ArchConfig:
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
         relative_position_bias=dataclasses.replace(causal_bias, bidirectional=True),
     )
+    # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
+    # the logits near 1.
     scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
     return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=scale)
 
@@ -106,6 +112,8 @@ def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:
     if gate not in ("", "gated"):
         why = f"feed_forward_proj is {text!r:.60}, it must be `ACT` or `gated-ACT`"
         raise invalid_config_error(why)
+    # T5Config reads this one text as gelu_new, the tanh form. After "gated-", other names keep their
+    # meaning.
     return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
 
 
@@ -152,6 +160,7 @@ def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parame
     """
     mlp_index = len(attention_sublayers)
     first_attention = f"{stack_name}.block.0.layer.0.SelfAttention"
+    # T5 v1.1 computes wo(act(wi_0 x) * wi_1 x). T5 1.0 computes wo(act(wi x)) without a gate.
     gate, up, ungated_up = (
         f"mlp embed <- {mlp_index}.DenseReluDense.{name}.weight: mlp embed"
         for name in ("wi_0", "wi_1", "wi")
@@ -190,6 +199,7 @@ FAMILY = Family(
     sizes=sizes,
     parameters=PARAMETERS,
     dropped={
+        # transformers lists it in `_keys_to_ignore_on_load_unexpected`: cross-attention has no positions.
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": "bias that nothing uses"
     },
     tying=WeightTying(
@@ -208,6 +218,7 @@ FAMILY = Family(
         allows_tied_head=True,
         ignored_fields=("scale_decoder_outputs",),
     ),
+    # The encoder and the decoder share one embedding. Some files store it again under both names.
     duplicates={
         f"{stack_name}.embed_tokens.weight": "shared.weight"
         for stack_name in ("encoder", "decoder")
