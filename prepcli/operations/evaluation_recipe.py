@@ -9,11 +9,11 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import Option, text, usage_error
+from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_keys import EFFECTIVE_KEYS
 from prepcli.operations.option_spec import as_tuple
-from trainer.models.suggest import did_you_mean
+from trainer.models.suggest import suggest
 from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe
@@ -104,9 +104,7 @@ def evaluation_recipe(
         "train": {"steps": 1},
     }
     # No file has the values: hints of errors name options instead of lines of a file.
-    raw = RawRecipe(
-        RECIPE_NAME, tables, overridden_keys=frozenset(f"data.{key}" for key in data_table)
-    )
+    raw = RawRecipe(RECIPE_NAME, tables, is_of_options=True)
     return complete_recipe(raw, overrides).recipe
 
 
@@ -115,9 +113,12 @@ def _check_override(override: str) -> None:
     key = override.partition("=")[0].strip()
     if ".".join(key.split(".")[:2]) in EFFECTIVE_KEYS:
         return
-    hint = did_you_mean(key, sorted(EFFECTIVE_KEYS))
+    hint = text("{}", Option("overrides", "data.source_length=512"))
+    similar_key = suggest(key, sorted(EFFECTIVE_KEYS))
+    if similar_key:
+        hint = text("did you mean {}?", Key(similar_key))
     raise usage_error(
         text("{} is not supported", Option("overrides", override)),
         f"an evaluation does not use `{key}`",
-        hint or text("{}", Option("overrides", "data.source_length=512")),
+        hint,
     )

@@ -72,12 +72,14 @@ class RawRecipe:
         tables: Parsed values, with overrides applied.
         overridden_keys: Dotted keys that `--set` gave.
         line_numbers: Line of each key and table of the file.
+        is_of_options: The values come from options of a command without a recipe file.
     """
 
     path: Path
     tables: Mapping[str, Any]
     overridden_keys: frozenset[str] = frozenset()
     line_numbers: Mapping[KeyPath, int] = field(default_factory=dict)
+    is_of_options: bool = False
 
     def has(self, key: str) -> bool:
         """Return whether the file or `--set` gives a key or a table."""
@@ -128,8 +130,8 @@ class RawRecipe:
         return Diagnostic(place, what, why, hint, line)
 
     def set_hint(self, key: str, value: str) -> str:
-        """Return a hint that sets a key to a TOML value: a `--set` option for overridden keys, else a line."""
-        if key in self.overridden_keys:
+        """Return a hint that sets a key to a TOML value: a line of the file, or an option for values of options."""
+        if key in self.overridden_keys or self.is_of_options:
             return set_option_text(key, value)
         return f"`{key.rpartition('.')[2]} = {value}`"
 

@@ -49,6 +49,8 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields COLUMN`"),
         (["llama", "--data", "a.txt", "--fields", "body"], "`--type` sets the type of the files"),
         (["llama", "--data", "a.txt", "--type", "text", "--fields", "body"], "`--type json`"),
+        (["llama", "--data", "a.txt", "--type", "foo"], "`--type text`"),
+        (["llama", "--data", "a.txt", "--set", "data.nope=1"], "did you mean `--type`?"),
         (["llama", "--data", "a.jsonl", "--tokenizer", "none"], "`--tokenizer PATH`"),
         (
             ["llama", "--data", "a.jsonl", "--seq-length", "4000"],
