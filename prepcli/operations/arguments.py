@@ -61,7 +61,7 @@ def check_arguments(arguments: Mapping[str, object], annotations: Mapping[str, A
             raise usage_error(
                 f"invalid `{name}={value!r:.60}`",
                 f"the expected type is {type_text(annotation)}",
-                f"convert it, or omit `{name}`",
+                "pass a value of this type",
             )
         if value == "":
             raise usage_error(
