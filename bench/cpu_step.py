@@ -116,7 +116,7 @@ def print_report(threads: int, steps: Mapping[str, Sequence[StepCost]]) -> None:
         )
         rows[system] = [min(wall), statistics.median(wall), min(cpu), statistics.median(cpu)]
         print(
-            f"{threads:>7}  {system:<10}" + "".join(f"{seconds:>13.3f}" for seconds in rows[system])
+            f"{threads:>7}  {system:<10}" + "".join(f"{seconds:>14.3f}" for seconds in rows[system])
         )
     ratios = [torch / prep for prep, torch in zip(rows["prep"], rows["torch"], strict=True)]
     print(f"{threads:>7}  {'speed':<10}" + "".join(f"{ratio:>12.2f}x" for ratio in ratios))
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{count:,} parameters, {options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {load}"
         )
         columns = ("best wall s", "median wall s", "best CPU s", "median CPU s")
-        print(f"{'threads':>7}  {'':<10}" + "".join(f"{column:>13}" for column in columns))
+        print(f"{'threads':>7}  {'':<10}" + "".join(f"{column:>14}" for column in columns))
         for threads in map(int, options.threads.split(",")):
             print_report(threads, measure(Path(folder), threads, options))
 
