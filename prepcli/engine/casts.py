@@ -63,8 +63,8 @@ class StreamDigest:
 
     Attributes:
         read: Digest of the bytes that were read.
-        written: Digest of the written bytes. It differs from `read` only after a cast.
-        counts: Counts of the cast, or None without a cast.
+        written: Digest of the written bytes. It differs from `read` only after a cast or a low-rank update.
+        counts: Counts of the changed values, or None if no value can change.
     """
 
     read: str

@@ -87,7 +87,7 @@ class _SlabTask:
     prefix: StreamPrefix | None = None
 
     def swap_buffers(self, nbytes: int) -> ByteArray:
-        """Make the other buffer the first one, and return its view with `nbytes` as the target of a copy."""
+        """Swap the two buffers, and return the first `nbytes` of the new first one as the target of a copy."""
         self.buffers.reverse()
         return self.first_buffer(nbytes)
 

@@ -64,9 +64,8 @@ class CheckpointManager:
 
     The policy:
 
-    - A save copies the state to host memory, and only this copy blocks the training steps. A thread
-      writes the copy. If
-      less than twice the memory of the copy is free, the step is written at once instead, leaf by leaf.
+    - A save copies the state to host memory, and only this copy blocks the training steps. A thread writes the copy.
+      If less than twice the memory of the copy is free, the step is written at once instead, leaf by leaf.
     - One save is in progress at a time. The next one waits for it, and raises its error.
     - A step is visible to readers only when all its files are durable and checked. In a run of several processes it is
       visible for all or for none.

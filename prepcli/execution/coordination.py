@@ -255,7 +255,7 @@ class Team:
             # `check_workers` covers the workers
             if index not in self.own_indices:
                 self._check_process(index, now_s, is_over=not unfinished)
-        # `_poll` and `_check_process` move the time of the last sign of life.
+        # Only now: `_check_process` above has updated the times of the last signs of life.
         missing: list[int] = []
         for index in unfinished:
             if now_s - self._last_seen_s[index] > self.patience_s:

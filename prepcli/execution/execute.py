@@ -72,7 +72,8 @@ def identify_run(plan: Plan) -> dict[str, object]:
 class ConversionExecutor:
     """Writes the output of a plan, together with its workers and with other processes.
 
-    An interrupted run continues from its durable bytes. No option changes a byte of the output.
+    An interrupted run continues from its durable bytes. `allow_overflow` decides between an error and infinities. No
+    other option changes a byte of the output.
 
     Attributes:
         plan: The plan of the whole output.
@@ -126,8 +127,8 @@ class ConversionExecutor:
             note=note,
         )
         self._result = ConversionResult()
-        self._source_at_join: SourceState = []  # when this process began
-        # when the first process of the run began
+        # State of the source when this process began, and when the first process of the run began
+        self._source_at_join: SourceState = []
         self._source_at_start: SourceState = []
 
     def run(self) -> ConversionResult:
@@ -147,11 +148,11 @@ class ConversionExecutor:
         self._source_at_join = source_state.read_source_state(self.plan, self.source)
         check_small_files(self.plan)
         check_free_space(self.plan, self.stage.folder)
-        # These checks come before the staging folder is created: a refused plan leaves no files.
+        # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
         coverage.check(self.plan, lambda: split_streams(self.plan.streams, self.budget.slab_nbytes))
         with self.stage:
             self.stage.open(self.run_identity, self.restart, share=self.pool.share)
-            # by the other processes, meanwhile
+            # The other processes may have published the output since the check above.
             if self._is_already_done():
                 self.stage.discard()
                 return ConversionResult(already_done=True)

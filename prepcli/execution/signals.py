@@ -91,7 +91,7 @@ def block_signals() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Unblock signals and end with the parent process, however it ends, if this process is a worker."""
+    """If this process is a worker, let the kernel kill it when its parent ends, and unblock signals."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent.isdecimal():
         return

@@ -22,8 +22,8 @@ SourceState = list[list[int]]
 def read_source_state(plan: Plan, source: Source) -> SourceState:
     """Return the inode and change time of each file of a source, or an empty list for a remote source.
 
-    The state is not part of the plan: a copied or touched source is the same source, but its bytes are
-    compared again.
+    The state is not part of the plan: a source that was copied with its times is the same source, but its bytes
+    are compared again.
 
     Args:
         plan: The plan, with the size and time of each file.
@@ -35,8 +35,8 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
     Raises:
         PrepError: The size or time of a file differs from the plan.
     """
-    # Sizes and times are in the plan. Inode and change time differ after a copy or a `touch` as well,
-    # where the bytes are equal, so that a difference only leads to a comparison.
+    # Sizes and times are in the plan. Inode and change time also differ after a copy that keeps the time or
+    # a `chmod`, where the bytes are equal, so that a difference only leads to a comparison.
     stats = [_stat(path) for path in source.files]
     for expected, path, file_stat in zip(plan.source_files, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):

@@ -1,10 +1,9 @@
 """Outputs in an object store: created in a local folder, then uploaded file by file, completion markers last.
 
 Object stores have neither renames nor writes at an offset. The output is created in `NAME.upload` in the current folder
-like any other output, resumable, and uploaded from there. `NAME.upload/uploaded.jsonl` records the
-URL and the uploaded
-files. Readers of Orbax look for `commit_success.txt`, and prep for its manifest: both are uploaded last, and deleted
-first when an output is replaced.
+like any other output, resumable, and uploaded from there. `NAME.upload/uploaded.jsonl` records the URL and the
+uploaded files. Readers of Orbax look for `commit_success.txt`, and prep for its manifest: both are uploaded last, and
+deleted first when an output is replaced.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ def make_and_upload(
 def _is_uploaded_meanwhile(
     request: UploadRequest, bucket: Bucket, remote_files: Sequence[RemoteFile], plan_digest: str
 ) -> bool:
-    """Return whether a process with the same plan has completed the output while this one created it locally.
+    """Return whether a process with the same plan has completed the output meanwhile. False with `overwrite`.
 
     Raises:
         PrepError: Another output is there now.

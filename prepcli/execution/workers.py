@@ -266,7 +266,7 @@ class _Worker:
         return PrepError(what, error.get("why", ""), error.get("hint", ""), code)
 
     def end(self) -> None:
-        """Wait for the worker up to STOP_GRACE_S, then kill it, and close its pipes."""
+        """Wait up to STOP_GRACE_S for the worker to end, kill it if it still runs, and close its pipes."""
         try:
             self.process.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:

@@ -33,7 +33,7 @@ _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
 def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
-    """Return the kind of checkpoint that a folder with these file names holds. None if neither."""
+    """Return `flax` or `easylm` by the file names of a folder, or None for neither."""
     if any(name in names for name in FLAX_FILES):
         return "flax"
     if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names):

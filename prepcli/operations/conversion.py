@@ -105,7 +105,7 @@ def common_options(
     dry_run: bool = False,
     process_options: ProcessOptions | None = None,
 ) -> CommonOptions:
-    """Return the options that all operations share."""
+    """Return the options that converting operations share."""
     config = options.get("config")
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -138,7 +138,7 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = as_tuple(values[name])
     if values["config"] is not None:
         values["config"] = Path(values["config"])
-    # Seed 0 is the default, under which the line has been recorded from the start.
+    # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
     values["seed"] = values.get("seed") or None
     return values
 

@@ -71,7 +71,7 @@ def evaluation_recipe(
     dtype: str,
     max_positions: int,
 ) -> Recipe:
-    """Return the recipe of a source of data.
+    """Return a recipe with which the loss on one source of data is computed.
 
     Args:
         options: Type, fields and length of the data, and overrides of EFFECTIVE_KEYS.

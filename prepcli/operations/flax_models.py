@@ -181,7 +181,7 @@ def _build(
     options: Any,
     progress: Progress | Observer | None,
 ) -> tuple[Tree, Computation]:
-    """Return the parameters of a module, and its computation."""
+    """Load or draw the parameters of a module, and build the `Computation` that it runs."""
     from trainer.flax_modules.computation import Computation
 
     param_dtype = options.get("param_dtype", "float32")

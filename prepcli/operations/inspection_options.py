@@ -124,7 +124,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class MeshSearchOptions(TypedDict, total=False):
-    """The option with which `prep plan` calls another operation."""
+    """The option `--search` of `prep plan`: the command then calls `fitting_meshes` instead of `plan`."""
 
     search: Annotated[
         bool,

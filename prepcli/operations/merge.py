@@ -99,8 +99,8 @@ def plan_merge(
 ) -> PlannedConversion:
     """Plan the copy of the base's tensors, with the adapter's products added to some of them.
 
-    The matrices of the adapter are streams as well, which are only digested: a change of them during the merge is
-    noticed like a change of the base.
+    The plan also has a stream for each matrix of the adapter. It is digested and not written, so that a change of the
+    adapter during the merge is noticed, like a change of the base.
 
     Args:
         adapter_path: Folder of the adapter.

@@ -158,7 +158,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
 def plan_pad_vocab(
     options: PadVocabOptions, source: Source, located: LocatedCheckpoint
 ) -> PlannedConversion:
-    """Plan a copy of every tensor to the same file, with more rows in the vocabulary's tensors.
+    """Plan a copy of each tensor to the file of the same name, with more rows in the vocabulary's tensors.
 
     Args:
         options: Size and fill of the new rows.
@@ -292,7 +292,7 @@ def _base_name(located: LocatedCheckpoint) -> str:
 def _file_groups(
     source: Source, tensors: list[tuple[str, SourceTensor]], row_counts: dict[str, int]
 ) -> list[FileGroup]:
-    """Group the tensors by the source's files, in their order and with the same offset within a page."""
+    """Group the tensors by source file. A group keeps the page offset of its first tensor, to copy pages."""
     groups: list[FileGroup] = []
     for file in dict.fromkeys(name for name, _ in tensors):
         file_tensors = [t for name, t in tensors if name == file]

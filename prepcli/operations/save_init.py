@@ -111,8 +111,8 @@ def reshard(
     """Write an Orbax checkpoint again for another mesh or layer layout.
 
     Args:
-        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one; default: the only init
-            checkpoint in the current folder.
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one; default: the only
+            checkpoint of prep in the current folder that reshard did not write.
         out: Output folder or URL; default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
         progress: Receives the bytes written; default: none. See `Progress`.
@@ -337,7 +337,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
 def _check_leaf_rules(
     layout: _ItemLayout, source: Source, rows: Mapping[str, ParsedAxisMap], *, is_tied: bool
 ) -> None:
-    """Raise UsageError for a rule of leaves that is not used, or is for another number of dims."""
+    """Raise UsageError for a leaf rule that matches no leaf, or has another number of dims than its leaf."""
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if is_tied else None
     leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
@@ -381,13 +381,15 @@ def _check_source_kind(command: str, source: Source) -> None:
             Command("export", name),
         )
         raise usage_error(
-            f"{name} is already an Orbax checkpoint", "save-init reads Hugging Face folders", hint
+            f"{name} is already an Orbax checkpoint",
+            "save-init reads other formats than prep's own",
+            hint,
         )
     if command == "reshard" and source.tensor_file_names:
         command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
-            f"{source.display_name} is a Hugging Face folder",
-            "reshard reads Orbax checkpoints",
+            f"{source.display_name} is no Orbax checkpoint of prep",
+            "reshard reads the output of save-init and training runs",
             text("{}", command_line),
         )
 

@@ -106,7 +106,7 @@ class DimPiece:
 def split_dim(
     factors: Sequence[SizedAxis], chunk_length: int, *, atom_ranges: Mapping[str, Range]
 ) -> Iterator[DimPiece]:
-    """Split a box of a leaf dim's atoms at chunk boundaries, into as few regular pieces as possible.
+    """Split the part `atom_ranges` of a leaf dim at its chunk boundaries, into as few regular pieces as possible.
 
     Args:
         factors: The dim's atoms, outermost first.
@@ -195,7 +195,7 @@ def _aligned_piece(
     chunk_steps: Sequence[int],
     element_steps: Sequence[int],
 ) -> DimPiece:
-    """Return a piece of a dim, given chunk boundaries that split one atom evenly."""
+    """Return the piece of the box `ranges`. Chunks split only `factors[split_atom]`, every `steps_per_chunk` steps."""
     steps: list[AxisStep] = []
     atom_starts: list[tuple[str, int]] = []
     chunk_index = 0

@@ -183,7 +183,7 @@ def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:
 
 
 def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the plan as fields of a JSON object, without accelerators."""
+    """Return the plan as fields of a JSON object, without the memory of each kind of accelerator."""
     return {
         "mesh": str(plan.mesh),
         "devices": plan.mesh.n_devices,

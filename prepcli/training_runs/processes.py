@@ -273,7 +273,7 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
 def _end_process(
     end: JobEnd, observer: RunObserver, has_saved_step: Callable[[], bool], *, hint: str
 ) -> NoReturn:
-    """Print why another process ended the job, and exit: the main thread may wait for it forever."""
+    """Print why another process ended the job, and exit at once: the main thread may wait for it forever."""
     # The file system or a full pipe may not respond. This process then ends without its message.
     timer = threading.Timer(PRINT_S, os._exit, (FAILED,))
     timer.daemon = True

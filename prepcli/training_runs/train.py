@@ -81,7 +81,8 @@ def train_run(
 ) -> TrainResult:
     """Train until the recipe's last step or a signal, and save the last step.
 
-    In a job of several processes, all of them call it. Process 0 alone writes the run's files and prints its lines.
+    In a job of several processes, all of them call it. Process 0 writes the recipe, the environment and, without
+    `log.all_workers`, the metrics, and prints the lines of the run.
 
     Args:
         loaded: Recipe of the request, with its overrides.
@@ -146,7 +147,7 @@ def _shared_options(request: TrainRequest) -> dict[str, object]:
 
 
 def _train_in_group(run: Run) -> TrainResult:
-    """Check the storage of the run, and train with its lock held."""
+    """Check the storage of the run, and train while process 0 holds its lock. A dry run takes no lock."""
     storage = run.storage
     is_dry_run = run.request.dry_run
     if run.is_first:
@@ -166,7 +167,7 @@ def _train_in_group(run: Run) -> TrainResult:
 
 
 def _train_locked(run: Run) -> TrainResult:
-    """Prepare the run, load its state and train, with the lock of the run held if the storage has locks."""
+    """Prepare the run, load its state and train. See `_train_in_group` for the lock."""
     request = run.request
     with (
         raise_on_signal(),
@@ -398,7 +399,7 @@ def _run_training(prepared: PreparedRun, state: TrainState) -> TrainResult:
                 if run.is_first and not restart:
                     check_last_step(run.storage, prepared.step)
             if restart:
-                # The steps are deleted after all checks, while the lock excludes every other process. A
+                # The steps are deleted after all checks. A lock, where the storage has them, excludes other starts. A
                 # kill after `clear` leaves a run without steps: the next start begins at step 0.
                 checkpoints.clear()
                 remove_exports(run)
@@ -466,7 +467,7 @@ def _take_steps(
         run.enter_phase(phase)
 
     has_sampler = loop.sampler is not None
-    # From here on, a signal is only remembered. The loop asks for it after each step, so that the step
+    # From here on, a signal is only remembered. The loop asks for it before each step, so that the step
     # in progress is completed and saved.
     with (
         open_metrics(run, prepared.step) as metrics,

@@ -45,7 +45,7 @@ def test_mutants_of_chains_change_one_operator_each():
     }
 
 
-def test_positions_count_bytes():
+def test_mutants_after_non_ascii_text_are_placed_by_bytes():
     assert results("x = 'é' < 'ü'") == {("comparison", "x = 'é' <= 'ü'")}
 
 

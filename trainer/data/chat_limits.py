@@ -63,7 +63,7 @@ class RenderLimits:
         self.max_size = BASE_SIZE
 
     def start(self, num_chars: int) -> None:
-        """Begin a rendering of messages with a number of characters."""
+        """Set the limits for a rendering of messages with `num_chars` characters in total."""
         self._work_left = BASE_WORK + WORK_PER_CHAR * num_chars
         self.max_size = BASE_SIZE + SIZE_PER_CHAR * num_chars
 

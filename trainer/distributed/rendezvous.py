@@ -340,7 +340,7 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
 
 
 def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
-    """Send a process the verdict: the error, or null if all have connected. An ended process is noticed later."""
+    """Send a process the verdict: the error, or null if all have connected. The end of a peer is noticed later."""
     verdict = {
         "error": [error.what, error.why, error.hint] if error else None,
         "place": process_place(),

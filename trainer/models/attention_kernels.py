@@ -58,7 +58,7 @@ class HeadDims:
     hopper_maximum: int | None = None
 
     def limit(self, device: DeviceKind) -> int | None:
-        """Return the largest width on a device, or None for no limit."""
+        """Return the largest head width that a device supports, or None for no limit."""
         if (device.compute_capability or (0, 0)) >= HOPPER:
             return self.hopper_maximum
         return self.maximum

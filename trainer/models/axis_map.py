@@ -327,7 +327,7 @@ class _SizeLookup:
         return size
 
     def padded_extent(self, atom: str, padded: Mapping[str, int]) -> int:
-        """Return the extent of an atom in the tree."""
+        """Return the extent of an atom in the tree: its size in `padded`, else its own."""
         size = self.extent(atom)
         if padded.get(atom, size) < size:
             why = (

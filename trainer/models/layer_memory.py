@@ -264,7 +264,7 @@ class LayerStack:
         return num_scores * (FLOAT32 + self.inputs.itemsize + softcap_nbytes)
 
     def _normalizer_nbytes(self) -> int:
-        """Return the bytes of the log-sum-exp of the scores of each query, in all attentions, or 0 without tiles."""
+        """Return the bytes of one log-sum-exp per query, in self- and cross-attention. 0 without tiles."""
         if self.inputs.attention_tile is None:
             return 0
         return (

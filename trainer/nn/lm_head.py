@@ -194,7 +194,7 @@ def metric_sums(
 def _pad_to_chunks(
     hidden: Array, targets: Array, token_weights: Array, head: LMHead
 ) -> tuple[LMHead, _Chunk]:
-    """Pad the tokens to whole chunks, and clear tokens of weight 0. Return the head with the length of a chunk."""
+    """Pad the tokens to whole chunks, and clear tokens of weight 0. Return the chunked head and the arrays."""
     token_weights = token_weights.astype(jnp.float32)
     is_counted = token_weights > 0
     targets = jnp.where(is_counted, targets, 0)

@@ -46,12 +46,12 @@ class ModelSpec:
 
     @property
     def trained_leaves(self) -> Mapping[str, ParamLeaf]:
-        """Parameters that training changes, by path. All other parameters are frozen."""
+        """Parameters that adapters do not freeze, by path. `optimizer.freeze` may freeze some of them."""
         return self.leaves if self.adapters is None else self.adapters.leaves
 
     @property
     def frozen_paths(self) -> list[str]:
-        """Paths of the parameters that training does not change."""
+        """Paths of the parameters that adapters freeze. Those of `optimizer.freeze` are not among them."""
         return [path for path in self.leaves if path not in self.trained_leaves]
 
     @property

@@ -156,7 +156,7 @@ def _find_by_suffix(name: str, values: Mapping[str, Value]) -> Value | None:
 
 
 def name_suffixes(name: str) -> Iterator[str]:
-    """Yield a dotted name, then the name without its first tables.
+    """Yield a dotted name in lower case with underscores, then each of its shorter suffixes.
 
     >>> list(name_suffixes("llama.Hidden-Size"))
     ['llama.hidden_size', 'hidden_size']

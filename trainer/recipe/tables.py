@@ -133,7 +133,8 @@ class Train(BaseModel):
     )
     max_skipped: PositiveInt = Field(
         default=10,
-        description="consecutive steps with a loss or gradients that are not finite, after which the run ends",
+        description="consecutive skipped steps after which the run ends. A step is skipped if its loss or"
+        " gradients are not finite, or if no token has a weight",
         examples=[10],
     )
 

@@ -55,7 +55,7 @@ def init_state(
     *,
     on_rounding: Callable[[Mapping[str, Any]], None] = lambda counts: None,
 ) -> TrainState:
-    """Return the state before the first step: parameters from the checkpoint, zero moments and counters.
+    """Return the state before the first step: the checkpoint's parameters, a new optimizer and counters of 0.
 
     Args:
         reader: The checkpoint.

@@ -199,8 +199,8 @@ class Loop:
         Save the last step in both cases.
 
         Raises:
-            PrepError: Too many consecutive steps were skipped because loss or gradients were not
-                finite, or a checkpoint cannot be saved.
+            PrepError: Too many consecutive steps were skipped, because loss or gradients were not
+                finite or no token had a weight, or a checkpoint cannot be saved.
         """
         compiled_step = self._compile_step()
         if self.step == 0 and self.config.evaluates_at_start:
@@ -435,8 +435,11 @@ class Loop:
             self.callbacks.on_save(step, save.wait())
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
-        what = f"no finite loss in {consecutive_skips} steps, up to step {step}"
-        why = "each was skipped: parameters and moments are unchanged since the step before them"
+        what = f"{consecutive_skips} steps in a row were skipped, up to step {step}"
+        why = (
+            "their loss or gradients were not finite, or no token had a weight:"
+            " parameters and moments are unchanged since the step before them"
+        )
         return PrepError(what, why, self._recovery_hint())
 
     def _recovery_hint(self) -> str:

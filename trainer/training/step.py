@@ -31,7 +31,8 @@ from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, widen
 
-# Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`
+# Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`. With a dynamic loss
+# scale also the entries of `LossScale.init`.
 TrainState = dict[str, Any]
 # Entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
 ROW_IDS = "row_ids"
@@ -165,7 +166,7 @@ def has_optimizer_state(setup: StepSetup) -> bool:
 def _state_sharding(
     shape: tuple[int, ...], param: ParamLeaf | None, sharding: ShardingContext
 ) -> NamedSharding | None:
-    """Return the sharding of a leaf of the state that belongs to a parameter, or (None) to none."""
+    """Return the sharding of a leaf of the state. `param` is its parameter, or None if it has none."""
     if param is None:
         return sharding.replicated_sharding()
     axes = reduced_axes(shape, param.shape)
@@ -185,11 +186,11 @@ def train_step(
     """Compute gradients on a batch and apply the optimizer.
 
     If the loss or the gradient norm is not finite, or if no token has a weight, the step is
-    skipped: only the counters of the state change.
+    skipped: only the counters and a dynamic loss scale change.
 
     Args:
         state: The state before the step.
-        batch: Input of `transformer.loss_sums`. Arrays are [batch, T].
+        batch: Input of `transformer.training_sums`. Arrays are [batch, T], and those of a source [batch, S].
         setup: The static parts of the step.
 
     Returns:
@@ -241,7 +242,7 @@ def train_step(
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
-        # A step with finite gradients resets the counter to 0. The loop stops the run when it
+        # A step that is not skipped resets the counter to 0. The loop stops the run when it
         # reaches `train.max_skipped`.
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
     }

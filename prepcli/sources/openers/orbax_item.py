@@ -150,7 +150,7 @@ def find_config(folder: Path, path: Path) -> Path | None:
 
 
 def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
-    """Return size, time and digest of the data files. The digest covers index and `settings`."""
+    """Return size and time of the watched files. Each has one digest, of the item's metadata and `settings`."""
     settings_digest = digest(item.metadata_digest.encode() + settings)
     stats = ((path, path.stat()) for path in _watched_files(item))
     return tuple(
@@ -167,7 +167,7 @@ def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
 
 
 def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
-    """Return the leaves of an item and the byte sources that their placements number.
+    """Return the byte sources of an item, and its leaves by dotted name. Placements number the sources.
 
     Returns:
         Byte sources: the data files, then one `DecodedArray` per encoded array. Empty if these are

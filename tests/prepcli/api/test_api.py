@@ -218,7 +218,7 @@ def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
     assert prep.load_params(init, "2,2,2")["embed"]["tokens"].sharding.num_devices == 8
 
 
-def test_api_mesh_of_other_size_is_a_usage_error(model: Path):
+def test_api_invalid_mesh_or_dtype_is_a_usage_error(model: Path):
     with pytest.raises(prep.UsageError, match="needs 16 devices"):
         prep.load_params(model, "2,2,4")
     with pytest.raises(prep.UsageError, match="invalid `dtype='int8'`"):

@@ -172,7 +172,7 @@ def test_check_rejects_damaged_plan(damage: Callable[[Plan], Plan]):
     check_fails(damage(two_leaves()), DAMAGES[damage])
 
 
-def test_check_rejects_partial_export():
+def test_check_rejects_a_slab_with_incomplete_reads():
     plan = two_leaves()
     (stream,) = reverse_streams(plan.streams)
     check(replace(plan, streams=(stream,), leaves=()))

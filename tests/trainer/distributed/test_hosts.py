@@ -35,7 +35,9 @@ def test_machine_id_depends_on_kernel_and_host_name(
 @pytest.mark.parametrize(
     ("num_shared", "writers"), [(4, [True, False, False, False]), (2, [True, False, True, False])]
 )
-def test_one_process_writes_each_folder(tmp_path: Path, num_shared: int, writers: list[bool]):
+def test_each_folder_has_exactly_one_writing_process(
+    tmp_path: Path, num_shared: int, writers: list[bool]
+):
     """Processes after the first `num_shared` ones have a folder of their own."""
 
     def writes(process: ThreadProcess) -> bool:

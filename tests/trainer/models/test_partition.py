@@ -27,7 +27,7 @@ OUTPUT = [("layers",), ("embed",), ("heads",), ("head_dim",)]
 EMBEDDING = [("vocab",), ("embed",)]
 
 
-def test_partition_spec_rejects_open_mesh():
+def test_partition_spec_rejects_a_mesh_with_an_open_axis():
     error = error_of(partition_spec, EMBEDDING, (64, 64), parse_mesh("1,-1,4"), PARAM_RULES)
     assert (error.what, error.code) == ("mesh 1,-1,4 has no size for fsdp", USAGE)
 

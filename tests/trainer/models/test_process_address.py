@@ -53,7 +53,7 @@ def test_process_address_reads_launchers(environ: dict[str, str], index: int, co
 
 
 @pytest.mark.parametrize(("cluster", "environ"), [(SlurmCluster, SLURM), (OmpiCluster, OPEN_MPI)])
-def test_process_address_is_that_of_jax(
+def test_process_address_equals_the_one_that_jax_detects(
     cluster: type[ClusterEnv], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in environ.items():

@@ -186,7 +186,7 @@ def test_synonym_gives_hint_with_its_key(name: str):
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_setting_without_key_gives_advice(name: str):
+def test_foreign_setting_without_a_key_gets_advice(name: str):
     assert advice_for(name) == option_hint(f"--{name}", "1") == ADVICE[name]
     keys = re.findall(r"\[(\w+)\]", ADVICE[name])
     assert all(any(key.startswith(f"{table}.") for key in KEY_SCHEMAS) for table in keys)

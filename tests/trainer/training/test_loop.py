@@ -200,7 +200,7 @@ def with_nan_params(state: TrainState) -> TrainState:
 
 
 def test_loop_ends_after_consecutive_nonfinite_steps(setup: runs.StepSetup, tmp_path: Path):
-    with pytest.raises(PrepError, match="no finite loss in 3 steps, up to step 3") as caught:
+    with pytest.raises(PrepError, match="3 steps in a row were skipped, up to step 3") as caught:
         FinishedRun(
             tmp_path,
             runs.make_job(setup, save_every=10),

@@ -84,8 +84,8 @@ class Optimizer:
         """Return the state before the first step.
 
         Args:
-            params: All parameters, in float32 or bfloat16.
-            leaves: All leaves of the model.
+            params: Parameters that include the trained ones, in float32 or bfloat16.
+            leaves: Their leaves.
         """
         trained = widen(self.trained(params))
         state: Any = self.transformation(leaves).init(trained)
@@ -114,7 +114,7 @@ class Optimizer:
             gradients: Clipped gradients of the trained parameters, in float32.
             opt_state: The state before the step.
             params: The trained parameters before the step.
-            leaves: All leaves of the model.
+            leaves: Leaves of parameters that include the trained ones.
             learning_rate: The learning rate of the step, [].
             rounding: Seed and number of the step.
         """
