@@ -167,7 +167,7 @@ class WeightsReader:
             )
 
     def _gap_nbytes(self, tensor_name: str) -> int:
-        """Return the size of the smallest gap between runs that is skipped. Smaller gaps are read along."""
+        """Return the size of the smallest skipped gap between runs. Smaller gaps are read along."""
         is_shared = self.is_remote and tensor_name in self._shared_tensors
         return SHARED_GAP_NBYTES if is_shared else self._max_gap_nbytes
 

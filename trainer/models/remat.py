@@ -87,7 +87,7 @@ def _names(policy: RematPolicy) -> Sequence[str]:
 
 
 def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[str]:
-    """Return the names of the activations that a policy saves. The caller handles the policies that save all.
+    """Return the names of the activations that a policy saves. The caller handles policies with all activations.
 
     Args:
         policy: The policy.

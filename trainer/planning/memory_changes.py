@@ -148,7 +148,7 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
 def _smaller(
     key: str, current: int, sizes: tuple[int, ...], length: int
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a value of `key` for each of `sizes` that is below the current chunk length."""
+    """Yield a value of `key` for each of `sizes` below the current chunk length."""
     yield from ({key: size} for size in sizes if size < chunk_length(current, length))
 
 

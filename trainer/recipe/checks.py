@@ -331,7 +331,7 @@ def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Proble
 
 
 def _save_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems of the keys that decide which steps are saved, exported and pushed."""
+    """Yield the problems of keys about saved, exported and pushed steps."""
     checkpoint = recipe.checkpoint
     train = recipe.train
     data = recipe.data

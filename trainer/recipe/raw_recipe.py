@@ -320,7 +320,7 @@ def find_other_format(text: str) -> OtherFormat | None:
 
 
 def _content_lines(text: str) -> list[tuple[int, str]]:
-    """Return the first lines that are not empty or comments, with their numbers."""
+    """Return the first lines with their numbers, without empty lines and comments."""
     # Only the first lines decide on the format. A long comment ends the search after 1,000 lines.
     content: list[tuple[int, str]] = []
     for number, line in enumerate(text.split("\n")[:1000], 1):

@@ -84,7 +84,7 @@ class Optimizer:
         """Return the state before the first step.
 
         Args:
-            params: Parameters that include the trained ones, in float32 or bfloat16.
+            params: All trained parameters, and possibly others, in float32 or bfloat16.
             leaves: Their leaves.
         """
         trained = widen(self.trained(params))
@@ -114,7 +114,7 @@ class Optimizer:
             gradients: Clipped gradients of the trained parameters, in float32.
             opt_state: The state before the step.
             params: The trained parameters before the step.
-            leaves: Leaves of parameters that include the trained ones.
+            leaves: Leaves of the trained parameters, and possibly of others.
             learning_rate: The learning rate of the step, [].
             rounding: Seed and number of the step.
         """
