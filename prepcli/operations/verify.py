@@ -63,7 +63,7 @@ class _VerifiedModel:
     """Source with the tensors to verify."""
 
     source: Source
-    accounting: TensorMatch
+    match: TensorMatch
     tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
     labels: dict[str, TensorLabel]  # names in messages
     vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
@@ -211,7 +211,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
     return _VerifiedModel(
         source,
-        accounting=match,
+        match=match,
         tensors=tensors,
         labels=label_tensors(source, match.uses),
         vocab_tensors=vocab_tensors,
@@ -224,7 +224,7 @@ def _collect_adapter(source: Source) -> _VerifiedModel:
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return _VerifiedModel(
         source,
-        accounting=TensorMatch(uses={}, dropped=(), checks=(), is_tied=False),
+        match=TensorMatch(uses={}, dropped=(), checks=(), is_tied=False),
         tensors=tensors,
         labels={name: TensorLabel("", name) for name in tensors},
         vocab_tensors=frozenset(),
@@ -270,7 +270,7 @@ def _tie_findings(
 ) -> Iterator[Finding]:
     """Yield stored heads that are tied but differ from the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
-    for check in model.accounting.checks:
+    for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = _compute_digests(

@@ -180,10 +180,10 @@ def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collecti
     return ""
 
 
-def vocab_tensors(accounting: TensorMatch) -> set[str]:
+def vocab_tensors(match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including duplicates of the embedding."""
-    names = {check.name for check in accounting.checks}
-    for name, uses in accounting.uses.items():
+    names = {check.name for check in match.checks}
+    for name, uses in match.uses.items():
         if any(map(_starts_with_vocab, uses)):
             names.add(name)
     return names

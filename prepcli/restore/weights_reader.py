@@ -83,18 +83,18 @@ class WeightsReader:
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
         self.vocabulary = Vocabulary(vocabulary.true_size, padded_vocab_size)
         rows = source_axis_maps(source)
-        accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
+        match = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
-        self._duplicates = find_duplicates(source, accounting.checks, verify=verify)
+        self._duplicates = find_duplicates(source, match.checks, verify=verify)
         config = with_vocabulary(source.config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
-            "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
+            "config": config, "tied": match.is_tied, "scan": True, "scan_axis": 0,
             "rules": source.tree_manifest.rules,
         }  # fmt: skip
         sizes = source.family.sizes(source.config)
         padded = {VOCAB_ATOM: padded_vocab_size}
         axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}
-        self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
+        self._leaves = _group_by_leaf(match.uses, axis_maps, tensors)
         is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for name, leaf in self._leaves.items():
@@ -112,7 +112,7 @@ class WeightsReader:
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
         # A remote gap belongs to another process, which requests it: reading it too would be egress.
         self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
-        self._shared_tensors = {name for name, uses in accounting.uses.items() if len(uses) > 1}
+        self._shared_tensors = {name for name, uses in match.uses.items() if len(uses) > 1}
         self._buffers = BufferPool(
             Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads)
         )

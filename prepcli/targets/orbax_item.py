@@ -109,7 +109,7 @@ class _LeafLayout:
 
 def make_item(
     source: Source,
-    accounting: TensorMatch,
+    match: TensorMatch,
     *,
     table: Mapping[str, ParsedAxisMap],
     vocab_size: int,
@@ -120,7 +120,7 @@ def make_item(
 
     Args:
         source: The opened source.
-        accounting: The matches between tensors and axis-map rows.
+        match: The matches between tensors and axis-map rows.
         table: Rows of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
@@ -139,7 +139,7 @@ def make_item(
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
-    for use in _leaf_uses(source, accounting, table, vocab_size):
+    for use in _leaf_uses(source, match, table, vocab_size):
         tensor = use.tensor
         name = use.name
         if name not in leaves:
@@ -170,7 +170,7 @@ def make_item(
 
 def item_streams(
     source: Source,
-    accounting: TensorMatch,
+    match: TensorMatch,
     *,
     item: OrbaxItemLayout,
     vocab_size: int,
@@ -181,7 +181,7 @@ def item_streams(
     targets: dict[str, TensorTarget] = {}
     for name, regions in item.regions.items():
         targets[name] = TensorTarget(regions, sizes[name], item.dtypes[name])
-    compared = {check.name for check in accounting.checks}
+    compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
@@ -226,7 +226,7 @@ class _LeafUse:
 
 
 def _leaf_uses(
-    source: Source, accounting: TensorMatch, table: Mapping[str, ParsedAxisMap], vocab_size: int
+    source: Source, match: TensorMatch, table: Mapping[str, ParsedAxisMap], vocab_size: int
 ) -> Iterator[_LeafUse]:
     """Yield each tensor with its leaf. Moments use the axis-map rows of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
@@ -245,7 +245,7 @@ def _leaf_uses(
             path, row, indices = leaf_by_name[name]
             axis_map = state_axis_map(path, row, shape_in_leaf(row, tensor.shape))
             yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, row)
-        for use in accounting.uses.get(name, ()):
+        for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
             yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 

@@ -67,9 +67,9 @@ def _num_rows(tensor: SourceTensor) -> int:
     return tensor.shape[0] if tensor.shape else 1
 
 
-def vocab_tensor_names(source: Source, accounting: TensorMatch) -> set[str]:
+def vocab_tensor_names(source: Source, match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including the training state."""
-    names = vocab_tensors(accounting)
+    names = vocab_tensors(match)
     state_names: set[str] = set()
     for state_tensor in source.state_tensors:
         slot, tensor = split_name(state_tensor.name)

@@ -80,17 +80,17 @@ def plan_training_step(
     """
     source = _source_of_leaves(leaves, start_manifest)
     rows = source_axis_maps(source, start_manifest["scan"], start_manifest["scan_axis"])
-    accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
+    match = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
     vocabulary = source.vocabulary()
     mesh = None
     if start_manifest["mesh"]:
         mesh = parse_mesh(start_manifest["mesh"])
     partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
     item = make_item(
-        source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
+        source, match, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
     )
     # The state has the padded vocabulary of the start already, so no row is filled.
-    resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))
+    resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
     source_name = start_manifest["name"]
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":
@@ -107,7 +107,7 @@ def plan_training_step(
         source_name=source_name,
         source_files=(),
         streams=item_streams(
-            source, accounting, item=item, vocab_size=vocabulary.stored_size, resize=resize
+            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
         ),
         files=item.files,
         leaves=item.leaves,
