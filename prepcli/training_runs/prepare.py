@@ -219,7 +219,7 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
     run = prepared.run
     loop = prepared.loop
     step = prepared.step
-    manifest = prepared.start.state_reader.manifest
+    manifest = prepared.start.step_reader.manifest
     if step:
         # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
         recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())

@@ -36,6 +36,9 @@ from trainer.training.stop import StopSignals
 METRICS_LAG = 2
 # CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
 CPU_METRICS_LAG = 0
+# Values of a log line and of an evaluation that are in the result of a run
+RESULT_METRICS = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
+RESULT_EVAL_METRICS = ("eval_loss", "eval_perplexity", "eval_tokens")
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 # Steps. 0 means never.
 Interval = int | Fraction
@@ -127,15 +130,17 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class LoopResult:
     """The last step of a run, and the reason of an early stop.
 
     Attributes:
         step: The last step taken.
+        metrics: Last values of the logged metrics, the last samples, and the seconds of the compilation.
         stop_reason: Why the run stopped early. Empty if all steps were taken.
     """
 
     step: int
+    metrics: Mapping[str, Any]
     stop_reason: str = ""
 
 
@@ -222,12 +227,13 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
+        self.last_metrics: dict[str, Any] = {}
         self.timer = StepTimer()
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
         self.eval_step = _jit_eval_step(config.setup)
 
-    def run(self) -> RunResult:
+    def run(self) -> LoopResult:
         """Take the remaining steps, or stop early for a stop reason.
 
         Save the last step in both cases.
@@ -253,7 +259,7 @@ class Loop:
             self._sample()
         self._save()
         self._wait_for_save()
-        return RunResult(self.step, reason)
+        return LoopResult(self.step, self.last_metrics, reason)
 
     def _take_steps(self, compiled_step: CompiledStep) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
@@ -305,7 +311,9 @@ class Loop:
         batch = batch_shapes(self.config.train, self.config.order.batch_size, setup.sharding)
         batch |= self.stop_signals.batch_shapes()
         compiled = jit_train_step(setup).lower(shapes, batch).compile()
-        self.callbacks.on_compile(self.timer.clock() - start_s)
+        compile_s = self.timer.clock() - start_s
+        self.last_metrics["compile_seconds"] = round(compile_s, 3)
+        self.callbacks.on_compile(compile_s)
         return compiled
 
     def _run_due_events(self) -> None:
@@ -359,6 +367,7 @@ class Loop:
         if memory_nbytes is not None:
             line["memory_bytes"] = memory_nbytes
         self.metrics.write(line)
+        self.last_metrics |= {key: line[key] for key in RESULT_METRICS if key in line}
         self.callbacks.on_log(line, step_s * (config.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
@@ -381,6 +390,7 @@ class Loop:
         line = evaluation_line(self.step, result)
         self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
+        self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
         self.callbacks.on_evaluate(line)
         self.timer.resume()
 
@@ -392,8 +402,10 @@ class Loop:
         self._drain_metrics(0)
         self.timer.pause()
         samples = self.config.sampler.generate(self.state["params"])
-        for line in sample_lines(self.step, samples):
+        lines = sample_lines(self.step, samples)
+        for line in lines:
             self.sample_log.write(line)
+        self.last_metrics["samples"] = lines
         self.callbacks.on_samples(self.step, samples)
         self.timer.resume()
 
