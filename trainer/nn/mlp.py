@@ -1,6 +1,6 @@
-"""The feed-forward network (MLP) of a layer.
+"""The hidden units of an MLP: activation(up), or activation(gate) * up if it is gated (arXiv:2002.05202).
 
-down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+Axes: B rows of the batch, T tokens, D model width, F hidden units.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from jax import Array, nn
 
-from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
@@ -31,23 +30,18 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-def mlp(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
-) -> Array:
-    """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
-    hidden = mlp_hidden(x, weights, arch_config, num_devices=sharding.num_devices)
-    hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
-    return linear(hidden, weights["down"], num_devices=sharding.num_devices)
-
-
-def mlp_hidden(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
-) -> Array:
-    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
-    # up: [B, T, D] -> [B, T, F]. The gated form is GLU with any activation (arXiv:2002.05202).
+def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Array:
+    """Compute activation(up), or activation(gate) * up if there is a gate, from projections [B, T, F]."""
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
-    project = partial(linear, num_devices=num_devices)
-    up = name_activation(project(x, weights["up"]), "mlp_hidden")
-    if not arch_config.has_gated_mlp:
+    up = name_activation(up, "mlp_hidden")
+    if gate is None:
         return activate(up)
-    return activate(name_activation(project(x, weights["gate"]), "mlp_hidden")) * up
+    return activate(name_activation(gate, "mlp_hidden")) * up
+
+
+def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+    """Project [B, T, D] to the hidden units [B, T, F] of one expert."""
+    gate = None
+    if arch_config.has_gated_mlp:
+        gate = linear(x, weights["gate"])
+    return hidden_units(linear(x, weights["up"]), gate, arch_config)
