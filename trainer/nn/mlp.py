@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
 
@@ -43,11 +45,24 @@ def mlp(
 def mlp_hidden(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
 ) -> Array:
-    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
+    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated.
+
+    `ClampedSwiglu` has the equation of the other gating.
+    """
     # up: [B, T, D] -> [B, T, F]. The gated form is GLU with any activation (arXiv:2002.05202).
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
     project = partial(linear, num_devices=num_devices)
     up = name_activation(project(x, weights["up"]), "mlp_hidden")
     if not arch_config.has_gated_mlp:
         return activate(up)
-    return activate(name_activation(project(x, weights["gate"]), "mlp_hidden")) * up
+    gate = name_activation(project(x, weights["gate"]), "mlp_hidden")
+    if arch_config.clamped_swiglu is not None:
+        return _clamped_swiglu(gate, up, arch_config.clamped_swiglu)
+    return activate(gate) * up
+
+
+def _clamped_swiglu(gate: Array, up: Array, swiglu: ClampedSwiglu) -> Array:
+    """Compute (clip(up) + 1) * g * sigmoid(alpha * g) of [B, T, F] with g = min(gate, limit)."""
+    bounded_gate = jnp.minimum(gate, swiglu.limit)
+    bounded_up = jnp.clip(up, -swiglu.limit, swiglu.limit)
+    return (bounded_up + 1) * bounded_gate * nn.sigmoid(swiglu.alpha * bounded_gate)
