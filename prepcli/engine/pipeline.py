@@ -254,7 +254,7 @@ class Pipeline:
             stream = self.streams[number]
             for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
                 is_gathered = needs_gather(slab, is_aligned)
-                has_copies = needs_permute(slab.reads) or slab.is_cast or is_gathered
+                has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
                 buffers = self.buffers.acquire(2 if has_copies else 1)
                 data = np.empty(0, np.uint8)
                 yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, data)
@@ -448,6 +448,6 @@ def needs_gather(slab: Slab, is_aligned: bool) -> bool:
         return False
     # A single run keeps its page offset of the source from the read to the write. Any copy on the
     # way already brings it to the page offset of the sink.
-    if not slab.reads or needs_permute(slab.reads) or slab.is_cast:
+    if not slab.reads or needs_permute(slab.reads) or slab.changes_values:
         return False
     return (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE != 0
