@@ -211,16 +211,16 @@ def plan_orbax_item(
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
     layout = _resolve_layout(options, source, params_only=params_only)
-    rows = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, rows, match_options(options))
+    axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
+    match = match_source_tensors(source, axis_maps, match_options(options))
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if match.is_tied else None
-    leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
-    check_leaf_rules(layout.partitioning.rules, leaves)
+    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
+    check_leaf_rules(layout.partitioning.rules, dims)
     item = make_item(
         source,
         match,
-        table=rows,
+        axis_maps=axis_maps,
         vocab_size=layout.vocab_rows,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
