@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.blobs import open_blobs
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.inspection.contents import (
     CheckpointContents,
     TensorEntry,
@@ -189,11 +188,11 @@ def shard_leaf(
         why = f"{contents.display_name} has no mesh in its manifest"
         raise usage_error(what, why, text("for example {}", Option("mesh", "1,2,4")))
     mesh = parse_mesh(mesh_text)
-    name = shlex.quote(contents.display_name)
-    names_command = f"prep inspect {name} --tree"
+    names_command = Command("inspect", contents.display_name, Option("tree", True))
     if contents.kind != "orbax":
         # The tree of other formats has the names of tensors, which a conversion maps to leaves.
-        names_command = f"prep save-init {name} --dry-run -v"
+        dry_run = Option("dry_run", True)
+        names_command = Command("save-init", contents.display_name, dry_run, "-v")
     leaf = find_leaf(
         logical_leaves(contents),
         leaf_name,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import FAILED, Option, PrepError, text, usage_error
+from prepcli.errors import FAILED, Key, Option, PrepError, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
@@ -197,7 +197,7 @@ def _training(recipe: Recipe, request: LaunchRequest) -> Training:
     """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
     outputs = values_of("--out", request.train_words)
     return Training(
-        mesh=parse_mesh(recipe.mesh, "mesh"),
+        mesh=parse_mesh(recipe.mesh, Key("mesh")),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
         num_processes=recipe.cluster.n_processes,
         local_devices=recipe.cluster.n_local_devices,

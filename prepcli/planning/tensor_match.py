@@ -19,6 +19,8 @@ from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
 from trainer.models.parameters import Family, HFConfig
 
 VOCAB_ATOM = "vocab"
+# Rule of the tensors that a user drops, as plans and JSON objects name it.
+DROP_RULE = "--drop"
 # Far above any real model; bounds the memory that an invalid config can take.
 MAX_TENSORS_PER_ROW = 1 << 20
 
@@ -337,7 +339,7 @@ def _find_dropped(
         if name in duplicates:
             rule = f"equal to {duplicates[name]}"
         elif not rule and any(fnmatch.fnmatchcase(name, pattern) for pattern in drop_patterns):
-            rule = "--drop"
+            rule = DROP_RULE
         if rule:
             yield DroppedTensor(name, tensor.nbytes, rule)
 
