@@ -154,24 +154,16 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
                 _BUG_HINT,
             )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
-    for path in paths:
-        if not path or not all(map(_is_path_part, path)):
-            raise PrepError(
-                f"{path} cannot name a leaf of an Orbax checkpoint",
-                "a part is empty or contains `.` or `/`",
-                "rename the leaf",
-            )
+    if () in paths:
+        raise PrepError(
+            "an Orbax checkpoint is one array", "its tree has no keys", "write a dict of arrays"
+        )
     if names := find_name_clash(paths):
         raise PrepError(
             "the tree has two leaves with clashing names",
             f"{names[0]} and {names[1]}",
             "rename one of them",
         )
-
-
-def _is_path_part(part: str | int) -> bool:
-    """Return whether a key is a part of the name of a leaf: parts are joined by dots, names and chunks by slashes."""
-    return bool(str(part)) and not {".", "/"} & set(str(part))
 
 
 def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
@@ -226,7 +218,19 @@ def _check_complete(table: _ChunkColumns) -> None:
 def _iter_entries(
     tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
-    """Yield the index entries in the order of keys. Names contain no slash, and `.` and `/` sort before digits."""
+    """Yield the index entries in the order of keys."""
+    entries = _iter_array_entries(tables, file_names, zstd_level)
+    if any("/" in table.meta.name for table in tables):
+        # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
+        yield from sorted(entries, key=lambda entry: entry[0])
+    else:
+        yield from entries
+
+
+def _iter_array_entries(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries array by array. `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]

@@ -164,7 +164,7 @@ def make_item(
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves = tuple(_leaves(layout, leaves))
+    output_leaves = tuple(_leaves(layout, leaves, is_flat=source.family.is_verbatim))
     return OrbaxItemLayout(output_leaves, _data_files(layout), regions, specs, dtypes)
 
 
@@ -179,10 +179,16 @@ def item_streams(
     """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
-    for name, regions in item.regions.items():
-        targets[name] = TensorTarget(regions, sizes[name], item.dtypes[name])
+    # A tensor without elements has no region, and its record in the manifest is all that is written.
+    for name in (*item.regions, *_unplaced_tensors(match)):
+        targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
+
+
+def _unplaced_tensors(match: TensorMatch) -> list[str]:
+    """Return the names of the tensors that are kept without a leaf."""
+    return [name for name, uses in match.uses.items() if not uses]
 
 
 def _mixed_dtypes_error(
@@ -303,10 +309,14 @@ def _source_offset(tensor: SourceTensor) -> int:
     return 0
 
 
-def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[OutputLeaf]:
+def _leaves(
+    layout: ChunkLayout, leaves: Mapping[str, _LeafLayout], *, is_flat: bool
+) -> Iterator[OutputLeaf]:
+    """Yield the leaves of the item. In a flat tree, the path below `params` is one key."""
     for name, leaf in leaves.items():
         placed_chunks = tuple(layout.placed_chunks[name])
-        yield OutputLeaf(tuple(name.split(".")), leaf.dtype, leaf.grid, placed_chunks)
+        path = tuple(name.split(".", 1 if is_flat else -1))
+        yield OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks)
 
 
 def _data_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
