@@ -6,16 +6,19 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, TypedDict
 
-from prepcli.operations.option_spec import Minimum, OptionSpec, PathLike
-from prepcli.operations.options import SourceOptions
+from prepcli.operations.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
+from prepcli.operations.options import VERBATIM, SourceOptions
 
 Seconds = Annotated[float, Minimum(0.01)]
 
 
 class VerifyOptions(SourceOptions, total=False):
     """Options of `verify`."""
+
+    verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
 
     quick: Annotated[
         bool,

@@ -240,6 +240,11 @@ def match_tensors(
         for name, stacked in axis_map.tensors():
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
             uses.setdefault(name, []).append(use)
+    if family.is_verbatim:
+        # A tensor without elements has no leaf, and is kept as well.
+        for name, tensor in tensors.items():
+            if 0 in tensor.shape:
+                uses[name] = []
     dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
     _check_drop_patterns(names, options, dropped_names, source_name)
@@ -366,6 +371,8 @@ def _find_mismatches(
     """Collect the missing and unexpected tensors and the tensors of the wrong shape."""
     mismatches = _Mismatches()
     for name, uses in uses_by_name.items():
+        if not uses:
+            continue
         expected = uses[0].axis_map.source_shape
         if name not in tensors:
             mismatches.missing.append(f"{names.display_name(name)} {list(expected)}")
