@@ -206,6 +206,13 @@ def test_docs_page_is_current():
     )
 
 
+def test_docs_page_has_tables_with_equal_rows():
+    for table in re.findall(r"(?:^\|.*\n)+", render_page(), re.MULTILINE):
+        # A `|` inside a cell ends the cell unless it is escaped.
+        counts = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(counts) == 1, table
+
+
 def test_schema_is_strict_json_schema():
     json_schema = json.loads(json.dumps(schema()))
     assert json_schema["required"] == ["model", "data", "batch", "optimizer", "train"]
