@@ -12,6 +12,7 @@ import numpy as np
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.tensors import itemsize
 from prepcli.testing.checkpoints import write_checkpoint
+from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
@@ -90,6 +91,12 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
         "decoder_start_token_id": 0, "pad_token_id": 0,
     },
 }  # fmt: skip
+# Families with golden files of their own. Most tests of conversions leave them out.
+DENSE_CONFIGS: dict[str, dict[str, Any]] = {
+    name: config | {key: value for key, value in GROUPED_QUERY.items() if key in config}
+    for name, config in DENSE_FAMILIES.items()
+    if name == config["model_type"]
+}
 ARCHITECTURES = {
     "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "t5": "T5ForConditionalGeneration",

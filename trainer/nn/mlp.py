@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, nn
 
 from trainer.models.architecture import ArchConfig
@@ -27,6 +28,8 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
     "swish": nn.silu,
     "relu": nn.relu,
+    # max(x, 0)^2 (Primer, arXiv:2109.08668, section 4.2).
+    "relu2": lambda x: jnp.square(nn.relu(x)),
 }
 
 

@@ -42,9 +42,9 @@ def test_error_names_missing_mechanism(config: dict[str, Any], mechanism: str) -
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "starcoder2"},
+        {"model_type": "new"},
         {"model_type": "falcon", "alibi": False},
-        {"model_type": "phi", "kv_lora_rank": None, "type_vocab_size": 0},
+        {"model_type": "new", "kv_lora_rank": None, "type_vocab_size": 0},
         {},
     ],
 )
