@@ -93,6 +93,16 @@ def layer_types(*names: str) -> ValueSampler:
     return sample
 
 
+def random_attn_config(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return `attn_config` of MPT."""
+    optional = {
+        "clip_qkv": (0.5, 6, 0, None), "softmax_scale": (0.3, None), "attn_pdrop": (0, 0), "prefix_lm": (False,),
+        "alibi": (True, True, False), "qk_ln": (False, True), "attn_impl": ("torch", "flash"), "alibi_bias_max": (8, 5),
+    }  # fmt: skip
+    keys = rng.sample(sorted(optional), rng.choice((0, 1, 2)))
+    return rng.choice(({key: rng.choice(optional[key]) for key in keys}, None))
+
+
 def random_flags(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return a list with 0 or 1 for each layer."""
     return rng.choice(([rng.randrange(2) for _ in range(layer_count(config))], None))
@@ -167,9 +177,13 @@ EPS, WINDOW, ACT = (
 INNER, SOFTCAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
 
 VALUES: Mapping[str, ValueSampler] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), COUNT),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), one_of(1, 2, 2, 4, 3)),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed", "word_embed_proj_dim"), WIDTH),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), COUNT
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads"), one_of(1, 2, 2, 4, 3)
+    ),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER
     ),
@@ -182,6 +196,16 @@ VALUES: Mapping[str, ValueSampler] = {
     ),
     **dict.fromkeys(("attention_multiplier", "residual_multiplier"), one_of(0.3, 0.5, 1.0, 2)),
     **dict.fromkeys(("embedding_multiplier", "logits_scaling"), one_of(0.5, 1.0, 4, 12.0)),
+    "attn_config": random_attn_config,
+    "expansion_ratio": one_of(4, 4, 4, 2),
+    "no_bias": one_of(True, True, True, False),
+    "embedding_fraction": one_of(1.0, 1.0, 0.5),
+    "norm_type": one_of("low_precision_layernorm", "layernorm", "rmsnorm"),
+    "max_seq_len": one_of(20, 64, 300),
+    "num_ln_in_parallel_attn": one_of(None, 1, 2),
+    "num_kv_heads": one_of(1, 3, None),
+    "activation": ACT,
+    "ffn_hidden_size": INNER,
     "logit_scale": one_of(0.25, 0.5, 1.0, 1),
     "clip_qkv": one_of(0.5, 1.0, 8, None),
     "no_rope_layers": random_flags,

@@ -109,6 +109,12 @@ LLAMA_LIKE = GROUPED_QUERY | {"head_dim": 8, "num_attention_heads": 3}
 LAYER_NORM = {key: value for key, value in LLAMA_LIKE.items() if key != "rms_norm_eps"} | {
     "layer_norm_eps": 1e-3
 }
+SMALL_GPT = TOKEN_FIELDS | {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+GPT_NAMES = TOKEN_FIELDS | {
+    "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "n_inner": 20, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
 DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
     "olmo2": LLAMA_LIKE | {"model_type": "olmo2"},
     "olmo3": LLAMA_LIKE | {
@@ -149,6 +155,16 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "nemotron": SMALL | {"model_type": "nemotron", "num_key_value_heads": 1, "norm_eps": 1e-3},
     "jais2": LAYER_NORM | {"model_type": "jais2"},
     "cwm": LLAMA_LIKE | {"model_type": "cwm", "sliding_window": 5},
+    "falcon": SMALL_GPT | {"model_type": "falcon"},
+    "falcon-serial": SMALL_GPT | {"model_type": "falcon", "parallel_attn": False, "bias": True},
+    "gpt_bigcode": GPT_NAMES | {"model_type": "gpt_bigcode"},
+    "gpt_bigcode-heads": GPT_NAMES | {"model_type": "gpt_bigcode", "multi_query": False},
+    "bloom": SMALL_GPT | {"model_type": "bloom"},
+    "mpt": TOKEN_FIELDS | {
+        "model_type": "mpt", "d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 300,
+        "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
+    },
+    "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },

@@ -120,16 +120,16 @@ class Alibi:
     slopes: tuple[float, ...]
 
 
-def alibi_slopes(num_heads: int, maximum: float = 8.0) -> tuple[float, ...]:
-    """Return ALiBi's slopes: 2^(-maximum i / n) for i = 1 to n, where n is the number of heads.
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return ALiBi's slopes: 2^(-8 i / n) for i = 1 to n, where n is the number of heads.
 
     If n is not a power of two, the slopes of the next lower power come first. The odd ones of the next
     higher power follow.
     """
-    # E.g. 3 heads and maximum 8: 2^-4 and 2^-8 of n = 2, and 2^-2 of n = 4.
+    # E.g. 3 heads: 2^-4 and 2^-8 of n = 2, and 2^-2 of n = 4.
     lower = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-maximum * i / lower) for i in range(1, lower + 1)]
-    between = [2.0 ** (-maximum * i / (2 * lower)) for i in range(1, 2 * lower, 2)]
+    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    between = [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * lower, 2)]
     return (*slopes, *between[: num_heads - lower])
 
 

@@ -9,17 +9,21 @@ from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
     arcee,
+    biogpt,
+    bloom,
     cohere,
     cohere2,
     cwm,
     ernie4_5,
     exaone4,
+    falcon,
     gemma,
     gemma2,
     gemma3,
     glm,
     glm4,
     gpt2,
+    gpt_bigcode,
     gpt_neo,
     gpt_neox,
     gptj,
@@ -31,6 +35,7 @@ from trainer.models.families import (
     ministral,
     mistral,
     mixtral,
+    mpt,
     nemotron,
     olmo,
     olmo2,
@@ -56,6 +61,7 @@ _FAMILY_MODULES = (
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
     *(olmo2, olmo3, smollm3, granite, glm4, glm, starcoder2, stablelm, phi, exaone4, ernie4_5),
     *(ministral, seed_oss, olmo, cohere, cohere2, helium, arcee, hunyuan_v1_dense, nemotron),
+    *(falcon, gpt_bigcode, bloom, mpt, biogpt),
     *(jais2, cwm, vaultgemma),
 )
 ADD_FAMILY_HINT = text(

@@ -439,7 +439,11 @@ HARMLESS = {
         "dropout_rate",
     ),
     *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
-    *("residual_dropout", "embedding_dropout", "eod_token_id"),
+    *("residual_dropout", "embedding_dropout", "eod_token_id", "emb_pdrop", "init_device"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    # The trainer always computes the softmax in float32, and sums of tensor-parallel slices as one.
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "slow_but_exact"),
+    "learned_pos_emb",  # transformers never reads it
     *(
         "summary_activation",
         "summary_first_dropout",
@@ -454,6 +458,9 @@ HARMLESS = {
 INERT_ALONE = {  # fields that change nothing unless another field is set
     ("phi3", "original_max_position_embeddings"),
     ("qwen3_moe", "intermediate_size"),
+    ("falcon", "num_kv_heads"),
+    ("gpt_bigcode", "num_key_value_heads"),
+    ("biogpt", "layer_norm_eps"),
 }
 
 

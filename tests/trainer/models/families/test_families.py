@@ -67,7 +67,8 @@ def test_dropped_patterns_match_no_parameter(name: str):
 OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
-}  # of OPT and T5
+    "parallel_attn": False,
+}  # of OPT, T5 and Falcon
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -209,7 +210,8 @@ def test_tied_by_default_equals_transformers():
             "smollm3",
             "starcoder2",
         ),
-        *("ernie4_5", "cohere", "cohere2", "vaultgemma"),
+        *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
+        "biogpt",
     }
 
 
