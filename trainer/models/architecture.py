@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
 ACTIVATIONS = (
@@ -179,7 +180,8 @@ class ArchConfig:
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
-        norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one.
+        router: Selection of the experts and their weights.
+        clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         score_bias: Bias of attention scores by relative position.
@@ -212,7 +214,8 @@ class ArchConfig:
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
-    norm_topk_prob: bool = True
+    router: Router = SOFTMAX_ROUTER
+    clamped_swiglu: ClampedSwiglu | None = None
     scale_attn_by_inverse_layer_idx: bool = False
     score_bias: RelativePositionBias | Alibi | None = None
     lm_head_input_scale: float = 1.0

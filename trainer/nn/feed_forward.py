@@ -14,8 +14,7 @@ from jax import Array
 
 from trainer.nn.activation_names import name_activation
 from trainer.nn.context import LayerContext
-from trainer.nn.linear import linear
-from trainer.nn.mlp import hidden_units
+from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
 from trainer.nn.token_chunks import over_token_chunks
@@ -41,7 +40,6 @@ def feed_forward(
     """
     arch_config = context.arch_config
     sharding = context.sharding
-    num_devices = sharding.num_devices
 
     def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
         if weights["norm"] is not None:
@@ -50,14 +48,7 @@ def feed_forward(
         projections = weights["projections"]
         if arch_config.experts_per_token:
             return moe_mlp(x, projections, arch_config, sharding)
-        # [B, T, D] -> [B, T, F]
-        up = linear(x, projections["up"], num_devices=num_devices)
-        gate = None
-        if arch_config.has_gated_mlp:
-            gate = linear(x, projections["gate"], num_devices=num_devices)
-        hidden = hidden_units(up, gate, arch_config)
-        hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
-        return linear(hidden, projections["down"], num_devices=num_devices)
+        return mlp(x, projections, arch_config, sharding)
 
     run_tokens = over_token_chunks(
         run_chunk,

@@ -266,7 +266,7 @@ def test_more_defaults_equal_transformers():
         2,
         2048,
     )
-    assert not arch_config_of({"model_type": "qwen3_moe"}).norm_topk_prob
+    assert not arch_config_of({"model_type": "qwen3_moe"}).router.is_normalized
     assert (
         arch_config_of({"model_type": "gemma", "hidden_act": "gelu"}).activation
         == "gelu_pytorch_tanh"
