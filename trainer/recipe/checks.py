@@ -10,7 +10,7 @@ from typing import Any
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
@@ -60,9 +60,11 @@ WANDB_KEYS = (*TEXT_KEYS, "tags", "offline")
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
-    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, Key("mesh")), "mesh")
     yield from problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
-    yield from problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from problem_if_raised(
+        lambda: merge_rules(recipe.rules or (), origin=Key("rules")), "rules"
+    )
     yield from problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
@@ -86,7 +88,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
 def _check_dcn_mesh(recipe: Recipe) -> None:
     """Raise UsageError if the slices are invalid, or do not divide the mesh of the recipe."""
     if slices := parse_slice_counts(recipe.cluster.dcn_mesh):
-        check_slices(mesh.parse_mesh(recipe.mesh, origin="mesh"), slices)
+        check_slices(mesh.parse_mesh(recipe.mesh, Key("mesh")), slices)
 
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -234,9 +236,8 @@ def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
     for source in parse_sources(recipe.data):
         part = recipe.model_copy(update={"data": source_data(recipe.data, source)})
         for problem in field_problems(part):
-            yield Problem(
-                (SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint
-            )
+            what = text("source `{}`: {}", source.name, problem.what)
+            yield Problem((SOURCES_KEY,), what, problem.why, problem.hint)
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:

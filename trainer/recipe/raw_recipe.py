@@ -58,6 +58,7 @@ _YAML_WORDS = {
     "off": "false",
 }
 JSON_HINT = text("{} lists recipes in TOML", Command("recipes"))
+OVERRIDES = Option("overrides")
 RECIPES_HINT = text("{} lists recipes", Command("recipes"))
 KeyPath = tuple[str, ...]
 
@@ -122,7 +123,7 @@ class RawRecipe:
         return self.line_numbers.get(path) or self.line_numbers.get(path[:1], 0)
 
     def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
-        """Return a diagnostic for a key, at its place: `--set`, file:line, or the file.
+        """Return a diagnostic for a key, at its place: the override, file:line, or the file.
 
         Args:
             key: Dotted key.
@@ -130,13 +131,10 @@ class RawRecipe:
             why: The value that causes it.
             hint: How to fix it.
         """
-        line = self.line_number(key)
         if key in self.overridden_keys:
-            place = "--set"
-        elif line:
-            place = f"{self.path}:{line}"
-        else:
-            place = f"{self.path}"
+            return _override_diagnostic(OVERRIDES, what, why, hint)
+        line = self.line_number(key)
+        place = f"{self.path}:{line}" if line else f"{self.path}"
         return Diagnostic(place, what, why, hint, line)
 
     def set_hint(self, key: str, value: str) -> str:
@@ -271,21 +269,27 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
     return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 
-def _parse_override(text: str) -> tuple[str, TomlValue] | Diagnostic:
-    key, equals, value_text = (part.strip(" \t") for part in text.partition("="))
-    option = f"--set {format_text(text)}"
+def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
+    key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
+    option = replace(OVERRIDES, value=format_text(override))
     if not equals:
-        return Diagnostic(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
+        hint = text("{}", replace(OVERRIDES, value="optimizer.lr=1e-4"))
+        return _override_diagnostic(option, "no value", "it takes KEY=VALUE", hint)
     if key in TABLE_NAMES:
-        return Diagnostic(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
+        hint = text("{}", replace(OVERRIDES, value=f"{key}.KEY=VALUE"))
+        return _override_diagnostic(option, "a whole table", "it sets one key", hint)
     if key not in KEY_SCHEMAS:
         hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
-        return Diagnostic("--set", f"unknown key `{key}`", hint=hint)
+        return _override_diagnostic(OVERRIDES, f"unknown key `{key}`", hint=hint)
     if INVALID_VALUE_CHARS.search(value_text):
-        return Diagnostic(
-            option, "invalid value", "a value is one line of UTF-8 text without control characters"
-        )
+        why = "a value is one line of UTF-8 text without control characters"
+        return _override_diagnostic(option, "invalid value", why, "remove the character")
     return key, parse_override_value(value_text, KEY_SCHEMAS[key])
+
+
+def _override_diagnostic(option: Option, what: str, why: str = "", hint: str = "") -> Diagnostic:
+    """Return a diagnostic of an override."""
+    return Diagnostic(text("{}", option), what, why, hint, is_override=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from trainer.distributed.sharding import catch_out_of_memory, make_sharding_cont
 from trainer.distributed.topology import tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan, read_collectives
-from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
+from trainer.models.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import has_segments, run_dropout
@@ -182,7 +182,8 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     if recipe.lora.path is not None:
         why = "the rank is in the adapter's files, which are not read"
         hint = "`lora.rank` instead of `lora.path`"
-        raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
+        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
+        raise usage_error(what, why, hint)
     lora = recipe.lora.new_adapters
     if lora is None:
         return {}

@@ -18,7 +18,7 @@ from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
 from trainer.distributed.mesh_devices import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 from trainer.recipe import Recipe
 from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
@@ -283,7 +283,7 @@ class Loop:
 
     def _stop_reason(self) -> str:
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
-            return f"--stop-after {self.config.stop_after}"
+            return text("{}", Option("stop_after", self.config.stop_after))
         return self.stop_signals.reason()
 
     def _load_batch(self) -> dict[str, Array]:

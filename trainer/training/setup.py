@@ -122,7 +122,7 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     """Return the partition rules of a run: the recipe's, or else the start checkpoint's."""
     if recipe.rules is None:
         return rules_from_manifest(manifest)
-    return merge_rules(recipe.rules, origin="rules")
+    return merge_rules(recipe.rules, origin=Key("rules"))
 
 
 def check_seq_length(data: Data, model: ModelSpec) -> None:
