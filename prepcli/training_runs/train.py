@@ -33,7 +33,7 @@ from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.execution.step_exports import StepExports
-from prepcli.formats.run_steps import EVAL_SEQUENCES
+from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
 from prepcli.training_runs.environment import write_environment
@@ -73,10 +73,10 @@ from prepcli.training_runs.storage import (
     explain_removed_step,
     hold_run,
     open_run_storage,
-    write_recipe,
+    write_run_file,
 )
 from prepcli.training_runs.summary import rounding_text, run_summary_lines
-from trainer.recipe import LoadedRecipe
+from trainer.recipe import LoadedRecipe, recipe_to_toml
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -460,7 +460,7 @@ def _begin_writing(
         exports.start_missing(checkpoints.steps())
     # The recipe is written before the first step is taken, so each saved step has the recipe of its run beside it.
     if run.is_first:
-        write_recipe(run)
+        write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
         write_environment(prepared)
 
 

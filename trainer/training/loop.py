@@ -263,20 +263,28 @@ class Loop:
 
     def _take_steps(self, compiled_step: CompiledStep) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
+        config = self.config
         reason = ""
-        while self.step < self.config.steps and not (reason := self._stop_reason()):
+        while self.step < config.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
             if self.profiler is not None:
                 # The profiler waits for all steps in flight: a trace begins and ends between steps.
                 self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
-            batch = self._load_batch()
+            batch = load_batch(
+                config.train,
+                config.order.rows(self.step),
+                config.setup.sharding,
+                epochs=config.order.epochs(self.step),
+            )
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
             # are read METRICS_LAG steps later.
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(self.metrics_lag)
-            self._report_save()
+            # A save that has ended is reported, or its error is raised, at the next step.
+            if self.pending_save and self.pending_save[1].is_done:
+                self._wait_for_save()
             self._run_due_events()
         self._drain_metrics(0)
         return reason
@@ -285,16 +293,6 @@ class Loop:
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
             return text("{}", Option("stop_after", self.config.stop_after))
         return self.stop_signals.reason()
-
-    def _load_batch(self) -> dict[str, Array]:
-        """Load the batch of the next step."""
-        config = self.config
-        return load_batch(
-            config.train,
-            config.order.rows(self.step),
-            config.setup.sharding,
-            epochs=config.order.epochs(self.step),
-        )
 
     def _compile_step(self) -> CompiledStep:
         """Compile the training step for the state's shardings.
@@ -460,14 +458,6 @@ class Loop:
                     f"step {self.step}: {error.what} - {error.why}; they are saved without a cast"
                 )
         return fields
-
-    def _report_save(self) -> None:
-        """Report a save that has ended since the last call.
-
-        Raise its PrepError if it failed.
-        """
-        if self.pending_save and self.pending_save[1].is_done:
-            self._wait_for_save()
 
     def _wait_for_save(self) -> None:
         """Wait for the save in the background, and report it.
