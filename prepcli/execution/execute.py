@@ -161,9 +161,12 @@ class ConversionExecutor:
                 self.stage.discard()
                 return ConversionResult(already_done=True)
             with self.stage.failures.recording_errors():
-                record = {"files": self._source_at_join}
-                record = self.stage.read_or_write_note(source_state.SOURCE_STATE_FILE, record)
-                self._source_at_start = record["files"]
+                self._source_at_start = self._source_at_join
+                earlier = self.stage.read_or_write_note(
+                    source_state.SOURCE_STATE_FILE, {"files": self._source_at_join}
+                )
+                if earlier is not None:
+                    self._source_at_start = source_state.parse_source_state(earlier.get("files"))
             with note_durable_work(self._describe_durable):
                 with self.stage.failures.recording_errors():
                     self.pool.start()

@@ -11,6 +11,7 @@ from prepcli.errors import RERUN_HINT, Option, PrepError, text
 from prepcli.planning.plan import Plan
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.source import Source
+from trainer.files.json_values import JsonValue
 
 # in the work folder: the state of the source when the run began
 SOURCE_STATE_FILE = "source.json"
@@ -50,6 +51,16 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
         return []
     # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
     return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
+
+
+def parse_source_state(value: JsonValue) -> SourceState:
+    """Return the state in a record of the run."""
+    state: SourceState = []
+    for entry in value if isinstance(value, list) else ():
+        match entry:
+            case [int(inode), int(change_time_ns)]:
+                state.append([inode, change_time_ns])
+    return state
 
 
 def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict
 
+from prepcli.engine.casts import CastEntry
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import find_item
@@ -96,7 +97,7 @@ class TensorRecord(TypedDict):
     """
 
     dtype: NotRequired[str]
-    shape: NotRequired[list[int]]
+    shape: NotRequired[Sequence[int]]
     digests: list[tuple[int, int, str]]
 
 
@@ -268,7 +269,7 @@ class Manifest:
         return self.fields.get("checksums")
 
     @property
-    def casts(self) -> list[dict[str, Any]]:
+    def casts(self) -> list[CastEntry]:
         """Counts of the values that casts changed."""
         return self.fields.get("casts", [])
 

@@ -32,6 +32,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion_details import (
+    PlanFields,
     closing_line,
     compression_fields,
     compression_line,
@@ -91,7 +92,7 @@ class PlannedConversion:
     plan: Plan
     default_out_name: str
     notes: tuple[str, ...]  # lines for the user
-    fields: dict[str, Any]  # for JSON
+    fields: Mapping[str, object]  # for JSON
     next_command: str  # with OUT_PLACEHOLDER for the output's path
     source_view: Source | None = (
         None  # the source that the plan reads, if not the one that was opened
@@ -283,16 +284,17 @@ def _convert_to_folder(
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = make_plan(source, located)
-    plan = planned.plan
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
-    details: dict[str, Any] = {
+    unsupported_reason = unsupported_model_reason(source)
+    _note_plan(planned, source, unsupported_reason, observer)
+    fields = plan_fields(planned.plan)
+    details: dict[str, object] = {
         "source": source_fields(source, located),
         **planned.fields,
-        **plan_fields(plan),
-        "not_computed": unsupported_model_reason(source),
+        **fields,
+        "not_computed": unsupported_reason,
     }
-    _note_plan(planned, source, details["not_computed"], observer)
     result = ConversionResult()
     if common.dry_run:
         details = {"output": str(out), "dry_run": True, **details}
@@ -307,7 +309,7 @@ def _convert_to_folder(
             progress=observer.progress(),
         ) as pool:
             result = ConversionExecutor(
-                plan,
+                planned.plan,
                 planned.source_view or source,
                 out=out,
                 pool=pool,
@@ -316,8 +318,7 @@ def _convert_to_folder(
                 allow_overflow=common.allow_overflow,
                 note=observer.note,
             ).run()
-        seconds = time.monotonic() - started_s
-        _add_result_details(details, plan, out, result, common, seconds, observer)
+        details |= _result_details(planned.plan, fields, out, result, common, started_s, observer)
         if pool.share.count > 1:
             details["processes"] = process_fields(pool.share, common.process_options)
     return Conversion(
@@ -327,8 +328,8 @@ def _convert_to_folder(
         seconds=0.0,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
-        plan_digest=details["plan_digest"],
-        plan=plan,
+        plan_digest=fields["plan_digest"],
+        plan=planned.plan,
         details=details,
         # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
@@ -360,26 +361,33 @@ def _note_plan(
         observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
 
 
-def _add_result_details(
-    details: dict[str, Any],
+def _result_details(
     plan: Plan,
+    fields: PlanFields,
     out: Path,
     result: ConversionResult,
     common: CommonOptions,
-    seconds: float,
+    started_s: float,
     observer: Observer,
-) -> None:
-    """Note the casts, the time and the compression of a written output, and add them to its JSON fields."""
+) -> dict[str, object]:
+    """Note the casts, the time and the compression of a written output, and return their JSON fields.
+
+    The number of changed values is set in `fields`.
+    """
     manifest = read_manifest(out) or NO_MANIFEST
     cast_counts = manifest.casts
     for entry in cast_counts:
         observer.note(casts.format_cast(entry))
+    seconds = time.monotonic() - started_s
     observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
-    details["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    details: dict[str, object] = {}
     if plan.zstd_level:
-        details["compress"] = compression = compression_fields(plan, manifest)
+        compression = compression_fields(plan, manifest)
+        details["compress"] = compression
         observer.note(compression_line(compression))
-    details |= {
+    return {
+        **details,
         "output": str(out),
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
