@@ -19,7 +19,6 @@ from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.errors import Option, OutputExistsError, PrepError, text
-from prepcli.execution import source_state
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums
 from prepcli.execution.coordination import Team
 from prepcli.execution.finalize import (
@@ -28,11 +27,18 @@ from prepcli.execution.finalize import (
     finalize_output,
     output_nbytes_to_compress,
 )
-from prepcli.execution.integrity import IntegrityChecker
 from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
 from prepcli.execution.resume import StreamReader, find_outdated, verify_journal_state, zero_gaps
 from prepcli.execution.signals import note_durable_work
-from prepcli.execution.source_state import SourceState
+from prepcli.execution.source_checks import (
+    SOURCE_STATE_FILE,
+    IntegrityChecker,
+    SourceState,
+    parse_source_state,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
@@ -149,7 +155,7 @@ class ConversionExecutor:
             remove_work_folder(self.out)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
-        self._source_at_join = source_state.read_source_state(self.plan, self.source)
+        self._source_at_join = read_source_state(self.plan, self.source)
         check_small_files(self.plan)
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
@@ -163,10 +169,10 @@ class ConversionExecutor:
             with self.stage.failures.recording_errors():
                 self._source_at_start = self._source_at_join
                 earlier = self.stage.read_or_write_note(
-                    source_state.SOURCE_STATE_FILE, {"files": self._source_at_join}
+                    SOURCE_STATE_FILE, {"files": self._source_at_join}
                 )
                 if earlier is not None:
-                    self._source_at_start = source_state.parse_source_state(earlier.get("files"))
+                    self._source_at_start = parse_source_state(earlier.get("files"))
             with note_durable_work(self._describe_durable):
                 with self.stage.failures.recording_errors():
                     self.pool.start()
@@ -238,9 +244,7 @@ class ConversionExecutor:
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
         folder_name = self.stage.folder.name
-        touched = source_state.touched_files(
-            self.source, self._source_at_start, now=self._source_at_join
-        )
+        touched = touched_files(self.source, self._source_at_start, now=self._source_at_join)
         if touched:
             self.note(
                 f"{_join_file_names(touched)} may have changed since {folder_name} was started: comparing"
@@ -266,12 +270,12 @@ class ConversionExecutor:
 
         If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
-        state = source_state.read_source_state(self.plan, self.source)
-        touched = source_state.touched_files(self.source, baseline, now=state)
+        state = read_source_state(self.plan, self.source)
+        touched = touched_files(self.source, baseline, now=state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
             if find_outdated(self._reader, digests, source=self.source):
-                raise source_state.source_changed_error(touched, self.source)
+                raise source_changed_error(touched, self.source)
 
     def _check_and_publish(self) -> None:
         """Verify and publish the output, after all running processes have moved their shares."""

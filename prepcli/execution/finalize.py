@@ -26,6 +26,7 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     SIZE_KEY,
     XXH3_KEY,
+    LeafRecord,
     TensorRecord,
     encode_manifest,
 )
@@ -247,7 +248,7 @@ def _build_manifest(
     if casts := report_casts(plan.streams, digests):
         manifest["casts"] = casts
     manifest |= _tensor_records(plan, digests)
-    leaves: dict[str, object] = {}
+    leaves: dict[str, LeafRecord] = {}
     for leaf in plan.leaves:
         leaves[leaf.name] = {
             "shape": leaf.grid.shape,
