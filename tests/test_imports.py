@@ -81,6 +81,7 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    "trainer.files.json_values",
     *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "hardware")),
     "trainer.planning.tpu_topologies",
 }

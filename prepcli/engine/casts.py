@@ -10,7 +10,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
 
 import numpy as np
 import xxhash
@@ -18,7 +17,7 @@ import xxhash
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import CastEntry, itemsize
 
 # values per step: the temporary arrays of a step fit a core's cache
 BLOCK_VALUES = 1 << 14
@@ -55,25 +54,6 @@ class CastCounts:
             self.nan + other.nan,
             max(self.worst, other.worst),
         )
-
-
-# Entry of `report_casts`, as it is stored in manifests: the pair of dtypes, the numbers of tensors and values, and the
-# fields of `CastCounts` if the values were counted. `from` is a keyword of Python, hence no class.
-CastEntry = TypedDict(
-    "CastEntry",
-    {
-        "from": str,
-        "to": str,
-        "update": NotRequired[str],
-        "tensors": int,
-        "values": int,
-        "changed": NotRequired[int],
-        "overflowed": NotRequired[int],
-        "underflowed": NotRequired[int],
-        "nan": NotRequired[int],
-        "worst": NotRequired[float],
-    },
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict
 
-from prepcli.engine.casts import CastEntry
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.tensors import CastEntry
 from trainer.files.json_values import JsonObject, JsonValue, load_json
-from trainer.models.parameters import HFConfig
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -188,7 +187,7 @@ class Manifest:
         return self.fields.get("name")
 
     @property
-    def config(self) -> HFConfig:
+    def config(self) -> Mapping[str, Any]:
         """Return the model's config.json. Empty without a manifest."""
         return self.fields.get("config", {})
 

@@ -12,7 +12,7 @@ from typing import Any
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
-from prepcli.engine.budget import check_memory, parse_memory
+from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
@@ -63,40 +63,60 @@ OUT_PLACEHOLDER = "{out}"
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Options that converting commands share."""
+    """Options that converting commands share.
 
-    checkpoint: (
-        str | None
-    )  # folder, alias, hub id or URL; None: the only prep checkpoint in the current folder
-    out: Path | None  # None: a name made from the source's name
+    Attributes:
+        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
+        out: Output folder or URL. None for a name made from the source's name.
+        memory_nbytes: Memory limit.
+        dry_run: Plan without reading weights or writing files.
+        overwrite: Replace an existing output.
+        restart: Drop an unfinished output.
+        offline: Use only files in the cache of the hub.
+        revision: Branch, tag or commit of the hub.
+        step: Step of a training run: a number, `best` or `last`. None for the last step.
+        process_options: Processes and workers of the conversion.
+        stream: Read from the hub without a local copy.
+        config: config.json for a checkpoint without one.
+        allow_overflow: Cast too large values to infinity.
+        ema: Take the moving average of a run's parameters.
+    """
+
+    checkpoint: str | None
+    out: Path | None
     memory_nbytes: int
     dry_run: bool = False
     overwrite: bool = False
     restart: bool = False
     offline: bool = False
     revision: str | None = None
-    step: int | str | None = (
-        None  # step of a training run: a number, `best` or `last`; None: the last step
-    )
+    step: int | str | None = None
     process_options: ProcessOptions = ONE_PROCESS
-    stream: bool = False  # read from the hub without a local copy
-    config: Path | None = None  # config.json, for a checkpoint without one
-    allow_overflow: bool = False  # cast values that are too large to infinity
-    ema: bool = False  # take the moving average of a run's parameters
+    stream: bool = False
+    config: Path | None = None
+    allow_overflow: bool = False
+    ema: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedConversion:
-    """A plan with the messages and fields of its report."""
+    """A plan with the messages and fields of its report.
+
+    Attributes:
+        plan: The plan.
+        default_out_name: Name of the output if the user gives none.
+        notes: Lines for the user.
+        fields: Fields for JSON.
+        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        source_view: Source of the plan, if it differs from the opened one.
+    """
 
     plan: Plan
     default_out_name: str
-    notes: tuple[str, ...]  # lines for the user
-    fields: Mapping[str, object]  # for JSON
-    next_command: str  # with OUT_PLACEHOLDER for the output's path
-    source_view: Source | None = (
-        None  # the source that the plan reads, if not the one that was opened
-    )
+    notes: tuple[str, ...]
+    fields: Mapping[str, object]
+    next_command: str
+    source_view: Source | None = None
 
 
 def common_options(
@@ -112,7 +132,7 @@ def common_options(
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
-        memory_nbytes=_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        memory_nbytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         dry_run=dry_run,
         overwrite=options.get("overwrite", False),
         restart=options.get("restart", False),
@@ -143,14 +163,6 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
     values["seed"] = values.get("seed") or None
     return values
-
-
-def _memory_nbytes(memory: int | str) -> int:
-    """Return a memory limit in bytes. Raise UsageError if it is too small for the engine."""
-    if isinstance(memory, str):
-        return parse_memory(memory)
-    check_memory(memory, str(memory))
-    return memory
 
 
 def open_checkpoint(

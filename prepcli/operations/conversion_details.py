@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TypedDict
 
 from prepcli.console.formatting import format_bytes
-from prepcli.engine.casts import CastEntry, report_casts
+from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.execute import plan_digest
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Share
+from prepcli.planning.tensors import CastEntry
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 

@@ -184,15 +184,11 @@ def vocab_tensors(match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including duplicates of the embedding."""
     names = {check.name for check in match.checks}
     for name, uses in match.uses.items():
-        if any(map(_starts_with_vocab, uses)):
-            names.add(name)
+        for use in uses:
+            first_dims = use.axis_map.source_dims[:1]
+            if any(factor.atom == VOCAB_ATOM for dim in first_dims for factor in dim.factors):
+                names.add(name)
     return names
-
-
-def _starts_with_vocab(use: TensorUse) -> bool:
-    """Return whether the first dim of a use's tensor is the vocabulary."""
-    dims = use.axis_map.source_dims
-    return bool(dims) and any(factor.atom == VOCAB_ATOM for factor in dims[0].factors)
 
 
 def match_tensors(

@@ -18,7 +18,8 @@ from prepcli.engine.digest import checksum
 from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChunkExtent, chunk_extents
+from prepcli.planning.checksum_blocks import BLOCK_NBYTES
+from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from prepcli.planning.strided_copies import StridedCopy
