@@ -65,7 +65,7 @@ PREPCLI = (
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = (
     "grids",
-    "moves",
+    "strided_copies",
     "plan",
     "slabs",
     "coverage",
@@ -175,6 +175,7 @@ def test_graph_covers_the_packages():
     )
     assert "numpy" in read_graph()["prepcli.engine.files"]
     assert {*PURE_MODULES, *COMPUTES} <= set(MODULES)
+    assert {f"prepcli.planning.{name}" for name in PLANNING} <= set(MODULES)
     assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS}
 
 
@@ -225,8 +226,9 @@ def test_modules_have_no_import_cycle():
 
 
 def test_formats_are_independent_of_models_and_plans():
-    above = {"accounting", "coverage", "moves", "plan", "slabs"}
+    above = {"tensor_match", "coverage", "strided_copies", "plan", "slabs"}
     forbidden = {f"prepcli.planning.{name}" for name in above} | {"trainer.models.parameters"}
+    assert forbidden <= set(MODULES)
     for module in modules_in("prepcli.formats"):
         assert not forbidden & reachable(module), module
 

@@ -64,13 +64,13 @@ def plan_digest(plan: Plan) -> str:
     return "xxh3:" + digest(encode_text(plan).encode())
 
 
-def identify_run(plan: Plan) -> dict[str, object]:
-    """Return the identity of a run. Runs with equal identities write equal bytes."""
+def identify_run(plan: Plan, run_id: str) -> dict[str, object]:
+    """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
     source_digest = digest(encode_text(plan.source_files).encode())
     return {
         "request": plan.request,
         "source": source_digest,
-        "plan": plan_digest(plan),
+        "plan": run_id,
         "prep": version(),
     }
 
@@ -83,6 +83,7 @@ class ConversionExecutor:
 
     Attributes:
         plan: The plan of the whole output.
+        run_id: Digest of the plan. It identifies the run in journals and manifests.
         source: The opened source of the plan.
         out: Path of the output.
         pool: The workers of this process, its share of the plan, its memory and its progress.
@@ -100,6 +101,7 @@ class ConversionExecutor:
         plan: Plan,
         source: Source,
         *,
+        run_id: str,
         out: Path,
         pool: WorkerPool,
         overwrite: bool = False,
@@ -122,7 +124,8 @@ class ConversionExecutor:
             min_buffer_nbytes(plan.streams),
             matrix_nbytes=matrix_nbytes(plan.streams),
         )
-        self.run_identity = identify_run(plan)
+        self.run_id = run_id
+        self.run_identity = identify_run(plan, run_id)
         self.stage = Staging(out)
         folder = data_folder(plan, self.stage.folder)
         self._files = [folder / file.path for file in plan.files]
@@ -131,7 +134,7 @@ class ConversionExecutor:
         self.team = Team(
             plan,
             self.stage,
-            str(self.run_identity["plan"]),
+            run_id,
             own_indices=pool.indices,
             check_workers=pool.check,
             note=note,
@@ -321,7 +324,7 @@ class ConversionExecutor:
             if self.overwrite:
                 return False
             raise
-        is_same_plan = manifest is not None and manifest.plan == self.run_identity["plan"]
+        is_same_plan = manifest is not None and manifest.plan == self.run_id
         is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
         is_joint = self.pool.share.count > 1
         if is_complete and (is_joint or not (self.restart or self.overwrite)):

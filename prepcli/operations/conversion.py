@@ -14,7 +14,7 @@ from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -298,14 +298,12 @@ def _convert_to_folder(
     planned = make_plan(source, located)
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
-    unsupported_reason = unsupported_model_reason(source)
-    _note_plan(planned, source, unsupported_reason, observer)
-    fields = plan_fields(planned.plan)
+    fields = plan_fields(planned.plan, source)
+    _note_plan(planned, source, fields["not_computed"], observer)
     details: dict[str, object] = {
         "source": source_fields(source, located),
         **planned.fields,
         **fields,
-        "not_computed": unsupported_reason,
     }
     result = ConversionResult()
     if common.dry_run:
@@ -323,6 +321,7 @@ def _convert_to_folder(
             result = ConversionExecutor(
                 planned.plan,
                 planned.source_view or source,
+                run_id=fields["plan_digest"],
                 out=out,
                 pool=pool,
                 overwrite=common.overwrite,
@@ -454,12 +453,3 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
-
-
-def unsupported_model_reason(source: Source) -> str | None:
-    """Return the reason why prep cannot run the source's model, or None if it can."""
-    try:
-        source.family.arch_config(source.config)
-    except PrepError as error:
-        return str(error)
-    return None

@@ -10,6 +10,7 @@ from typing import TypedDict
 from prepcli.console.formatting import format_bytes
 from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
+from prepcli.errors import PrepError
 from prepcli.execution.execute import plan_digest
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
@@ -34,12 +35,13 @@ class Accounting(TypedDict):
 
 
 class PlanFields(TypedDict):
-    """A plan for JSON."""
+    """A plan for JSON. `not_computed` is the reason why prep cannot run the model, or None if it can."""
 
     plan_digest: str
     accounting: Accounting
     chunks: int
     casts: list[CastEntry]
+    not_computed: str | None
 
 
 # Bytes of an output's chunks before and after compression, for JSON. `with` is a keyword of Python, hence no class.
@@ -58,8 +60,13 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, objec
     }
 
 
-def plan_fields(plan: Plan) -> PlanFields:
-    """Return the digest of a plan, the accounting of its tensors, and its casts."""
+def plan_fields(plan: Plan, source: Source) -> PlanFields:
+    """Return the digest of a plan, the accounting of its tensors, its casts, and whether prep can run the model."""
+    unsupported_reason = None
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        unsupported_reason = str(error)
     names = plan.display_names
     # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
     used = {s.name for s in plan.streams if s.writes and s.reads}
@@ -88,6 +95,7 @@ def plan_fields(plan: Plan) -> PlanFields:
         },
         "chunks": plan.chunk_count,
         "casts": report_casts(plan.streams),
+        "not_computed": unsupported_reason,
     }
 
 
