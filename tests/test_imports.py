@@ -43,6 +43,7 @@ PREPCLI = (
         "planning",
         "engine",
         "formats",
+        "quantized",
         "remote",
         "sources",
         "restore",

@@ -268,7 +268,8 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
     slots: dict[str, dict[str, TensorRecord]] = {}
     unslotted: dict[str, TensorRecord] = {}
     for number, stream in enumerate(plan.streams):
-        if not stream.writes:
+        # A stream that is read for a comparison only. A tensor without elements is recorded all the same.
+        if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
         if plan.item:

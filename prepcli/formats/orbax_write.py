@@ -156,15 +156,10 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
                 _BUG_HINT,
             )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
-    for path in paths:
-        # Parts are joined by dots, names and chunks by slashes.
-        parts = [str(part) for part in path]
-        if not path or "" in parts or {".", "/"} & set("".join(parts)):
-            raise PrepError(
-                f"{path} cannot name a leaf of an Orbax checkpoint",
-                "a part is empty or contains `.` or `/`",
-                "rename the leaf",
-            )
+    if () in paths:
+        raise PrepError(
+            "an Orbax checkpoint is one array", "its tree has no keys", "write a dict of arrays"
+        )
     if names := find_name_clash(paths):
         raise PrepError(
             "the tree has two leaves with clashing names",
@@ -217,7 +212,19 @@ def _chunk_error(
 def _iter_entries(
     tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
-    """Yield the index entries in the order of keys. Names contain no slash, and `.` and `/` sort before digits."""
+    """Yield the index entries in the order of keys."""
+    entries = _iter_array_entries(tables, file_names, zstd_level)
+    if any("/" in table.meta.name for table in tables):
+        # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
+        yield from sorted(entries, key=lambda entry: entry[0])
+    else:
+        yield from entries
+
+
+def _iter_array_entries(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries array by array. `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]

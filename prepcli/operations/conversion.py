@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.formatting import format_bytes
+from prepcli.console.lists import join_names
 from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import parse_memory
@@ -56,9 +57,12 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
+from trainer.models.verbatim import CANNOT_TRAIN
 
 UNWRITTEN_SOURCES = "sources are never written to"
 OUT_PLACEHOLDER = "{out}"
+# Side files in a message.
+MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ class CommonOptions:
         config: config.json for a checkpoint without one.
         allow_overflow: Cast too large values to infinity.
         ema: Take the moving average of a run's parameters.
+        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
+        copied_files: Patterns of further small files to copy.
     """
 
     checkpoint: str | None
@@ -96,6 +102,8 @@ class CommonOptions:
     config: Path | None = None
     allow_overflow: bool = False
     ema: bool = False
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,8 @@ def common_options(
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
+        verbatim=options.get("verbatim", False),
+        copied_files=as_tuple(options.get("copy", ())),
     )
 
 
@@ -155,7 +165,7 @@ def match_options(options: Mapping[str, Any]) -> MatchOptions:
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of options in the form that manifests record, e.g. `rules="a=mp"` -> `("a=mp",)`."""
     values = dict(options)
-    for name in ("drop", "rules"):
+    for name in ("drop", "rules", "copy"):
         if name in values:
             values[name] = as_tuple(values[name])
     if values["config"] is not None:
@@ -196,7 +206,9 @@ def open_checkpoint(
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
-    source = open_source(located, common.config)
+    source = open_source(
+        located, common.config, verbatim=common.verbatim, copied_files=common.copied_files
+    )
     note_unrecorded(source.display_name, source.manifest, observer)
     return located, use_averages(source) if common.ema else source
 
@@ -355,11 +367,16 @@ def _note_plan(
 ) -> None:
     """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
     observer.note(source_line(source))
-    if unsupported_reason:
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+    elif unsupported_reason:
         observer.warn(
             f"{source.display_name} can be converted, but not trained or sampled from:"
             f" {unsupported_reason}"
         )
+    if source.left_files:
+        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
+        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
     for line in planned.notes:
         observer.note(line)
     plan = planned.plan

@@ -69,7 +69,7 @@ def plan_fields(plan: Plan, source: Source) -> PlanFields:
         unsupported_reason = str(error)
     names = plan.display_names
     # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
-    used = {s.name for s in plan.streams if s.writes and s.reads}
+    used = {s.name for s in plan.streams if (s.writes or not s.nbytes) and s.reads}
     return {
         "plan_digest": plan_digest(plan),
         "accounting": {
@@ -166,7 +166,8 @@ def closing_line(
     """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
     if result.already_done:
         return f"already done: {out} was made by the same request from the same source"
-    used = len({s.name for s in plan.streams if s.writes})
+    # A tensor without elements is part of the output, and nothing is written for it.
+    used = len({s.name for s in plan.streams if s.writes or not s.nbytes})
     memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
     parts = [
         f"{used} tensors",

@@ -40,12 +40,12 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
+    config_files,
     copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
     output_config,
-    settings_files,
 )
 from prepcli.targets.streams import (
     TensorTarget,
@@ -240,7 +240,8 @@ def plan_copy(
         ),
         files=weight_files.files,
         small_files=(
-            *settings_files(config, (), extra_files=copied_small_files(source)),
+            *config_files(source, config),
+            *copied_small_files(source),
             *weight_files.index,
         ),
         dropped=(

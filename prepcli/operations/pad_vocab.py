@@ -29,7 +29,7 @@ from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
@@ -178,7 +178,7 @@ def plan_pad_vocab(
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), match_options(options))
     # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
-    dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
+    dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
     row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)

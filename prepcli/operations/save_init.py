@@ -46,14 +46,16 @@ from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
-from prepcli.targets.hf_folder import copied_small_files, output_config, settings_files
+from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.partition import vocab_multiple
-from trainer.models.rule_text import merge_rules
+from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import check_leaf_rules
+from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
 DEVICES_PER_HOST = (
     4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
@@ -210,6 +212,9 @@ def plan_orbax_item(
     keeps_state = not params_only and source.tree_manifest.is_training_step
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    if source.family.is_verbatim:
+        _check_verbatim_request(options, source)
+        source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, match_options(options))
@@ -284,11 +289,9 @@ def _item_plan(
         source_files=source.file_stamps,
         streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
         files=item.files,
-        small_files=settings_files(
-            config,
-            (),
-            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
-            path_prefix=f"{HF_FOLDER}/",
+        small_files=(
+            *config_files(source, config, f"{HF_FOLDER}/"),
+            *copied_small_files(source, f"{HF_FOLDER}/"),
         ),
         leaves=item.leaves,
         dropped=dropped,
@@ -316,6 +319,8 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
             "give it a number",
         )
     rules = as_tuple(options["rules"]) or tuple(source_manifest.rules)
+    if source.family.is_verbatim:
+        rules = with_default_preset(rules)
     partitioning = Partitioning(mesh, merge_rules(rules))
     vocabulary = source.vocabulary(options["true_vocab"])
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
@@ -365,7 +370,26 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
+        **_stacked_numbers(source, layout),
     }
+
+
+def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
+    """Return the manifest's list of the numbers in the names of stacked tensors, for verbatim leaves."""
+    if not source.family.is_verbatim:
+        return {}
+    return {"stacked": stacked_numbers(source.family, layout.scan)}
+
+
+def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
+    """Raise UsageError for options that need a known vocabulary."""
+    for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
+        if options[name] != default:
+            raise usage_error(
+                text("{} is not supported for {}", Option(name), source.display_name),
+                CANNOT_TRAIN,
+                text("remove {}", Option(name)),
+            )
 
 
 def _check_source_kind(command: str, source: Source) -> None:

@@ -170,11 +170,12 @@ def make_item(
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves: list[OutputLeaf] = []
+    # In the flat tree of a verbatim family, the path below `params` is one key.
+    max_splits = 1 if source.family.is_verbatim else -1
     for name, leaf in leaves.items():
         placed_chunks = tuple(layout.placed_chunks[name])
-        output_leaves.append(
-            OutputLeaf(tuple(name.split(".")), leaf.dtype, leaf.grid, placed_chunks)
-        )
+        path = tuple(name.split(".", max_splits))
+        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
     files = _data_files(layout.file_sizes)
     return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
 
@@ -190,10 +191,16 @@ def item_streams(
     """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
-    for name, regions in item.regions.items():
-        targets[name] = TensorTarget(regions, sizes[name], item.dtypes[name])
+    # A tensor without elements has no region, and its record in the manifest is all that is written.
+    for name in (*item.regions, *_unplaced_tensors(match)):
+        targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
+
+
+def _unplaced_tensors(match: TensorMatch) -> list[str]:
+    """Return the names of the tensors that are kept without a leaf."""
+    return [name for name, uses in match.uses.items() if not uses]
 
 
 def _mixed_dtypes_error(
