@@ -14,7 +14,7 @@ from prepcli.console.observer import Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, PrepError, join_texts, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -288,8 +288,11 @@ def _convert_to_folder(
     unsupported_reason = unsupported_model_reason(source)
     if unsupported_reason:
         observer.warn(
-            f"{source.display_name} can be converted, but not trained or sampled from:"
-            f" {unsupported_reason}"
+            text(
+                "{} can be converted, but not trained or sampled from: {}",
+                source.display_name,
+                unsupported_reason,
+            )
         )
     for line in planned.notes:
         observer.note(line)
@@ -453,7 +456,7 @@ def unsupported_model_reason(source: Source) -> str | None:
     try:
         source.family.arch_config(source.config)
     except PrepError as error:
-        return str(error)
+        return join_texts(" - ", [error.what, error.why])
     return None
 
 
