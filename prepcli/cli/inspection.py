@@ -116,7 +116,7 @@ def check_family(
     checks are skipped.
 
     Examples:
-      prep check-family starcoder2.json
+      prep check-family persimmon.json
       prep check-family ./llama-13b --check logits --check gradients
     """
     from prepcli.testing.report import family_report

@@ -6,10 +6,11 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import Minimum, OptionSpec, PathLike
-from prepcli.operations.options import SourceOptions
+from prepcli.operations.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
+from prepcli.operations.options import VERBATIM, SourceOptions
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
@@ -17,6 +18,8 @@ Seconds = Annotated[float, Minimum(0.01)]
 
 class VerifyOptions(SourceOptions, total=False):
     """Options of `verify`."""
+
+    verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
 
     quick: Annotated[
         bool,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Unpack
 
 from prepcli.console.formatting import format_bytes
@@ -15,6 +16,7 @@ from prepcli.errors import Command, Option, invalid_config_error, text, usage_er
 from prepcli.execution.workers import ProcessOptions
 from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     common_options,
     match_options,
@@ -91,7 +93,7 @@ def pad_vocab(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_pad_vocab(options, source, located),
+        partial(plan_pad_vocab, options),
     )
 
 
@@ -227,7 +229,7 @@ def plan_pad_vocab(
         name,
         notes=(note,),
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
-        next_command=lambda out: f"prep save-init {out}{save_init_options}",
+        next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
     )
 
 

@@ -286,7 +286,7 @@ def _end_process(
     timer = threading.Timer(PRINT_S, os._exit, (FAILED,))
     timer.daemon = True
     timer.start()
-    os._exit(observer.end_process(_job_error(end, has_saved_step, hint=hint)))
+    os._exit(observer.show_peer_error(_job_error(end, has_saved_step, hint=hint)))
 
 
 def _job_error(

@@ -203,6 +203,18 @@ def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) ->
     )
 
 
+def with_default_preset(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return rules with the preset AUTO before them, unless they have a preset.
+
+    >>> with_default_preset(["re:gate=none"])
+    ('auto', 're:gate=none')
+    """
+    rules = tuple(texts)
+    if any(rule.strip() in PRESETS for rule in rules):
+        return rules
+    return (AUTO, *rules)
+
+
 def _check_unique(rules: Iterable[Rule]) -> None:
     """Raise UsageError for two rules of the same dim or pattern, and for two presets."""
     rules_by_subject: dict[str, Rule] = {}
