@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
+from prepcli.errors import (
+    BROKEN_CONFIG_HINT,
+    DamagedError,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
 from prepcli.formats.orbax import READABLE_SUFFIXES
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, read_small_file
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path

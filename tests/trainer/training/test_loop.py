@@ -109,7 +109,7 @@ def test_loop_resumes_bit_exactly_after_any_step(
     stop: int, setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=stop))
-    assert (first.result.step, first.result.stop_reason) == (stop, f"--stop-after {stop}")
+    assert (first.result.step, first.result.stop_reason) == (stop, f"`--stop-after {stop}`")
     assert first.store.steps() == [stop]
     second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
     assert second.result.step == STEPS

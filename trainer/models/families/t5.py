@@ -15,7 +15,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
@@ -53,9 +53,8 @@ def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, "is_encoder_decoder")
     if not config.get("is_encoder_decoder", True):
-        raise PrepError(
-            "`is_encoder_decoder` false is not supported for this family", "T5 needs its encoder"
-        )
+        what = "`is_encoder_decoder` false is not supported for this family"
+        raise unsupported_config_error(what, "T5 needs its encoder")
     axis_sizes = sizes(config)
     activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
     causal_bias = RelativePositionBias(
