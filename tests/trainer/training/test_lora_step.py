@@ -41,19 +41,11 @@ def make_setup(
 def make_state(setup: StepSetup) -> TrainState:
     """Return the state before the first step, with random parameters."""
     base = build_model(FAMILIES["llama"], runs.LLAMA, is_tied=False)
-
-    @jax.jit
-    def init_cast_params() -> Any:
-        adapters = flatten_tree(init_adapters(setup.model, 0))
-        leaves = {**flatten_tree(init_params(base, 0)), **adapters}
-        return unflatten_tree(
-            {
-                path: leaf.astype(setup.frozen_dtypes.get(path, "float32"))
-                for path, leaf in leaves.items()
-            }
-        )
-
-    state = init_train_state(init_cast_params(), setup)
+    leaves = {**flatten_tree(init_params(base, 0)), **flatten_tree(init_adapters(setup.model, 0))}
+    cast = {
+        path: leaf.astype(setup.frozen_dtypes.get(path, "float32")) for path, leaf in leaves.items()
+    }
+    state = init_train_state(unflatten_tree(cast), setup)
     if setup.sharding.device_mesh is None:
         return state
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))
@@ -98,12 +90,13 @@ def test_first_loss_is_that_of_the_base():
     batch = feed.load_batch(runs.make_job(setup).train, rows, setup.sharding)
 
     @jax.jit
-    def mean_loss() -> jax.Array:
-        params = init_params(setup.model, 0)
+    def mean_loss(params: Any) -> jax.Array:
         sums = transformer.loss_sums(params, batch, setup.model, setup.forward_config)
         return sums.loss / sums.weight
 
-    assert np.isclose(one_device_losses()[0], float(mean_loss()), rtol=1e-6)
+    assert np.isclose(
+        one_device_losses()[0], float(mean_loss(init_params(setup.model, 0))), rtol=1e-6
+    )
 
 
 OPTIONS = [
