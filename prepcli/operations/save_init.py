@@ -213,7 +213,8 @@ def plan_orbax_item(
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
     if source.family.is_verbatim:
         _check_verbatim_request(options, source)
-        source = as_verbatim(source, options["dtype"])
+        if options["dtype"]:
+            source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     rows = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, rows, match_options(options))
