@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
 ACTIVATIONS = (
@@ -103,6 +104,18 @@ class RelativePositionBias:
             raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
 
 
+class LayerKind(NamedTuple):
+    """The choices that differ between the layers of a stack.
+
+    Attributes:
+        window: A number of positions, that of the token included, or FULL_ATTENTION.
+        rope: Rotary embedding. None if queries and keys do not rotate.
+    """
+
+    window: int
+    rope: Rope | None
+
+
 @dataclass(frozen=True, slots=True)
 class ArchConfig:
     """The architecture of a decoder, or of the encoder before it.
@@ -123,6 +136,8 @@ class ArchConfig:
             each.
         has_final_norm: Whether a norm follows the last layer.
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
+        layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
+            arXiv:2305.19466).
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
         position_offset: Row of the first learned position.
@@ -130,7 +145,8 @@ class ArchConfig:
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
-        norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one.
+        router: Selection of the experts and their weights.
+        clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         relative_position_bias: Bias of attention scores by relative position.
@@ -152,13 +168,15 @@ class ArchConfig:
     block_type: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
     has_final_norm: bool = True
     local_rope: Rope | None = None
+    layers_without_rope: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     position_offset: int = 0
     embed_scale: float = 1.0
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
-    norm_topk_prob: bool = True
+    router: Router = SOFTMAX_ROUTER
+    clamped_swiglu: ClampedSwiglu | None = None
     scale_attn_by_inverse_layer_idx: bool = False
     relative_position_bias: RelativePositionBias | None = None
     lm_head_input_scale: float = 1.0
@@ -176,18 +194,24 @@ class ArchConfig:
             (std for suffix, std in self.leaf_init_stds if path.endswith(suffix)), self.init_std
         )
 
-    def rope_for(self, window: int) -> Rope | None:
-        """Return the rotary embedding of layers with this sliding window."""
-        if self.local_rope and window != FULL_ATTENTION:
-            return self.local_rope
-        return self.rope
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        kinds: list[LayerKind] = []
+        for layer, window in enumerate(self.sliding_windows):
+            rope = self.rope
+            if layer in self.layers_without_rope:
+                rope = None
+            elif self.local_rope is not None and window != FULL_ATTENTION:
+                rope = self.local_rope
+            kinds.append(LayerKind(window, rope))
+        return tuple(kinds)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """All rotary embeddings of the layers, without repetition."""
-        return tuple(
-            dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope)
-        )
+        ropes = (kind.rope for kind in self.layer_kinds)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
@@ -361,11 +385,11 @@ def windows_by_layer_type(
     return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
 
 
-def window_period(windows: Sequence[int]) -> int:
-    """Return the period of the pattern of windows, in layers. The last period may be incomplete."""
-    # A pattern with period n equals itself shifted by n, e.g. [4, 0, 4, 0, 4]: its shift by 2 is
-    # [4, 0, 4], the first 3 windows. The shift by all windows is empty, so the loop finds one.
+def layer_period(kinds: Sequence[object]) -> int:
+    """Return the period of the pattern of layers' kinds, in layers. The last period may be incomplete."""
+    # A pattern with period n equals itself shifted by n, e.g. [a, b, a, b, a]: its shift by 2 is
+    # [a, b, a], the first 3 kinds. The shift by all kinds is empty, so the loop finds one.
     period = 1
-    while windows[period:] != windows[: len(windows) - period]:
+    while kinds[period:] != kinds[: len(kinds) - period]:
         period += 1
     return period

@@ -17,7 +17,8 @@ from trainer.models.architecture import (
     MAX_WINDOW,
     NO_SOFTCAP,
     ArchConfig,
-    window_period,
+    LayerKind,
+    layer_period,
 )
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
@@ -30,8 +31,8 @@ def arch_config_of(config: dict[str, Any]) -> ArchConfig:
 
 
 @given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
-def test_window_period_is_shortest_repeating_prefix(windows: list[int]):
-    found_period = window_period(windows)
+def test_layer_period_is_shortest_repeating_prefix(windows: list[int]):
+    found_period = layer_period(windows)
     repeats = [
         n
         for n in range(1, len(windows) + 1)
@@ -207,9 +208,20 @@ def test_gemma3_has_global_and_local_rope():
     assert arch.local_rope
     assert (arch.rope.theta, arch.rope.rope_type, arch.rope.factor) == (1e6, "linear", 8.0)
     assert (arch.local_rope.theta, arch.local_rope.rope_type) == (1e4, "default")
-    assert arch.rope_for(FULL_ATTENTION) is arch.rope
-    assert arch.rope_for(4096) is arch.local_rope
-    assert arch_config_of(MISTRAL).rope_for(5) == arch_config_of(MISTRAL).rope
+    local, full = (LayerKind(4096, arch.local_rope), LayerKind(FULL_ATTENTION, arch.rope))
+    assert arch.layer_kinds[4:7] == (local, full, local)
+    assert arch.ropes == (arch.local_rope, arch.rope)
+    mistral = arch_config_of(MISTRAL)
+    assert mistral.layer_kinds == (LayerKind(5, mistral.rope),) * 2
+
+
+def test_layers_without_rope_are_of_another_kind():
+    arch = dataclasses.replace(arch_config_of(LLAMA), layers_without_rope=(1,))
+    assert arch.layer_kinds == (
+        LayerKind(FULL_ATTENTION, arch.rope),
+        LayerKind(FULL_ATTENTION, None),
+    )
+    assert arch.ropes == (arch.rope,)
 
 
 def test_read_softcap_default_and_null():
@@ -254,7 +266,7 @@ def test_more_defaults_equal_transformers():
         2,
         2048,
     )
-    assert not arch_config_of({"model_type": "qwen3_moe"}).norm_topk_prob
+    assert not arch_config_of({"model_type": "qwen3_moe"}).router.is_normalized
     assert (
         arch_config_of({"model_type": "gemma", "hidden_act": "gelu"}).activation
         == "gelu_pytorch_tanh"

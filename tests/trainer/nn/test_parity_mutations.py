@@ -35,6 +35,17 @@ def change_rope(**changes: Any) -> Mutation:
     return mutate
 
 
+def change_router(**changes: Any) -> Mutation:
+    """Return a mutation that replaces fields of the router."""
+
+    def mutate(arch_config: ArchConfig) -> ArchConfig:
+        return dataclasses.replace(
+            arch_config, router=dataclasses.replace(arch_config.router, **changes)
+        )
+
+    return mutate
+
+
 def change_window(window: int) -> Mutation:
     """Return a mutation that replaces the window of all layers that have one."""
 
@@ -118,10 +129,10 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("mistral", "window 1 smaller"): change_window(4),
     ("mixtral", "one expert per token"): change(experts_per_token=1),
     ("mixtral", "all experts per token"): change(experts_per_token=3),
-    ("mixtral", "unnormalized expert weights"): change(norm_topk_prob=False),
+    ("mixtral", "unnormalized expert weights"): change_router(is_normalized=False),
     ("mixtral", "theta of another family"): change_rope(theta=1e6),
     ("qwen3_moe", "three experts per token"): change(experts_per_token=3),
-    ("qwen3_moe", "unnormalized expert weights"): change(norm_topk_prob=False),
+    ("qwen3_moe", "unnormalized expert weights"): change_router(is_normalized=False),
     ("qwen2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("qwen3", "unscaled scores"): change(attn_scale=1.0),
     ("gemma", "norm scale without offset"): change(norm="rms"),

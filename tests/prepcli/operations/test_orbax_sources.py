@@ -26,7 +26,7 @@ from tests.helpers.tiny_checkpoints import (
     same_bits,
 )
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
-from tests.prepcli.commands.test_restore import expected_leaves
+from tests.prepcli.operations.test_restore import expected_leaves
 from trainer.models.boxes import full_box
 
 MODELS = {"gpt_neo": GPT_NEO, "llama": LLAMA}

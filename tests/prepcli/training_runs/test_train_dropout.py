@@ -10,7 +10,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, STOPPED
 from prepcli.training_runs.summary import dropout_text
-from tests.prepcli.commands.test_train import train_error
+from tests.prepcli.training_runs.test_train import train_error
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 
 pytestmark = pytest.mark.usefixtures("work_dir")

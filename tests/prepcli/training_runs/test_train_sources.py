@@ -25,7 +25,12 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
 from tests.helpers.training_folder import write_tokenizer
-from tests.prepcli.commands.test_train import read_losses, read_step_files, train_error, train_json
+from tests.prepcli.training_runs.test_train import (
+    read_losses,
+    read_step_files,
+    train_error,
+    train_json,
+)
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 

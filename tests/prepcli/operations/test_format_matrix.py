@@ -17,8 +17,8 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, assert_same, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder, write_meta_folder
 from tests.helpers.zarr_items import StorageForm, write_zarr_item
-from tests.prepcli.commands.test_orbax_sources import array_metas
-from tests.prepcli.commands.test_restore import expected_leaves
+from tests.prepcli.operations.test_orbax_sources import array_metas
+from tests.prepcli.operations.test_restore import expected_leaves
 
 CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
 TORCH = ("bin", "bin-legacy", "meta")

@@ -12,7 +12,7 @@ import pytest
 from prepcli.errors import FAILED, OK, STOPPED
 from tests.helpers.object_server import serve_objects
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder
-from tests.prepcli.commands.test_train import train_json
+from tests.prepcli.training_runs.test_train import train_json
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 SOURCES = """

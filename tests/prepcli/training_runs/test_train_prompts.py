@@ -12,7 +12,7 @@ import pytest
 from prepcli.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.prepcli.commands.test_train import read_losses, train_json
+from tests.prepcli.training_runs.test_train import read_losses, train_json
 
 LENGTH, BOS, EOS = 12, 1, 2
 RECIPE = f"""\

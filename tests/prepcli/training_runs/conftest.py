@@ -1,4 +1,4 @@
-"""Compiled steps that the tests of the Python API share."""
+"""Compiled steps that the tests of training runs share."""
 
 from __future__ import annotations
 

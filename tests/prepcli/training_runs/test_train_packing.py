@@ -12,7 +12,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import OK
 from tests.helpers.training_folder import WORDS, make_training_folder
-from tests.prepcli.commands.test_train import read_losses
+from tests.prepcli.training_runs.test_train import read_losses
 
 END = 0  # the model's end-of-sequence token
 PACKED = ("type=json", "path=train.jsonl", "eval_path=eval.jsonl", "holdout=0", "packing=documents")

@@ -20,7 +20,7 @@ from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
-from tests.prepcli.commands.test_train import read_losses, start_train, wait_for_step
+from tests.prepcli.training_runs.test_train import read_losses, start_train, wait_for_step
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 BEST = (

@@ -15,7 +15,7 @@ from prepcli.formats.run_steps import saved_steps
 from tests.helpers.manifests import changed_manifest
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.prepcli.commands.test_train import (
+from tests.prepcli.training_runs.test_train import (
     read_losses,
     read_step_files,
     start_train,

@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED, USAGE
-from tests.prepcli.commands.test_train import read_losses, train_error
+from tests.prepcli.training_runs.test_train import read_losses, train_error
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 

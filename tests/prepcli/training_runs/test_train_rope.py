@@ -12,7 +12,7 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
-from tests.prepcli.commands.test_train import train_error, train_json
+from tests.prepcli.training_runs.test_train import train_error, train_json
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 

@@ -15,7 +15,7 @@ from prepcli.restore.weights_reader import WeightsReader
 from prepcli.training_runs import checks as train_checks
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
-from tests.prepcli.commands.test_train import train_error, train_json
+from tests.prepcli.training_runs.test_train import train_error, train_json
 from trainer.data import tokenize
 
 

@@ -19,8 +19,8 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records
 from tests.helpers.training_states import read_leaves
-from tests.prepcli.commands.test_train import read_losses
-from tests.prepcli.commands.test_train_pairs import make_pairs_folder
+from tests.prepcli.training_runs.test_train import read_losses
+from tests.prepcli.training_runs.test_train_pairs import make_pairs_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]

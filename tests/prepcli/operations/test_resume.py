@@ -20,7 +20,7 @@ from tests.helpers.faults import COMMANDS as PLAIN
 from tests.helpers.faults import FaultSources, Killed, kill, run_until_killed
 from tests.helpers.killing import read_files
 from tests.helpers.slow_cases import slow_except
-from tests.prepcli.commands.test_rot import flip_bit
+from tests.prepcli.operations.test_rot import flip_bit
 
 COMMANDS = {
     **PLAIN,

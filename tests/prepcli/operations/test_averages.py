@@ -15,8 +15,8 @@ from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import same_bits
 from tests.helpers.training_folder import WORDS, make_training_folder, write_tokenizer
 from tests.helpers.training_states import save_steps
-from tests.prepcli.commands.test_lora import LORA, read_leaves
-from tests.prepcli.commands.test_optimizer_states import FREEZE, make_run
+from tests.prepcli.operations.test_optimizer_states import FREEZE, make_run
+from tests.prepcli.training_runs.test_lora import LORA, read_leaves
 from trainer.models.param_tree import Tree, flatten_tree
 
 
