@@ -39,7 +39,7 @@ from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
 from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.parameters import Family, parameter_rows
+from trainer.models.parameters import VERBATIM, Family, parameter_rows
 from trainer.models.registry import FAMILIES
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
@@ -121,8 +121,15 @@ class CheckpointContents:
         return self.blobs or self.files
 
     @property
+    def is_verbatim(self) -> bool:
+        """Whether prep wrote the checkpoint with the names of its source."""
+        return self.manifest.family == VERBATIM
+
+    @property
     def family(self) -> Family | None:
-        """The model family, or None if it is unknown."""
+        """The model family, or None if it is unknown or the names are those of the source."""
+        if self.is_verbatim:
+            return None
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
 from prepcli.sources.aliases import Alias
+from trainer.models.registry import FAMILIES
+from trainer.models.verbatim import CANNOT_TRAIN
 
+MAX_COLUMNS = 120
 # Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
 DEVICE_COUNTS = (8, 128)
 # Columns that a narrow terminal leaves out, the first one first.
@@ -16,14 +20,18 @@ OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", 
 
 
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
-    """Return the table of aliases, and fields with sizes in bytes.
+    """Return the table of aliases with the supported families, and fields with sizes in bytes.
 
     Args:
         aliases: The aliases.
         columns: Width of the terminal. None means unlimited.
     """
-    fields = {"models": [_fields(alias) for alias in aliases]}
-    return Report(_alias_table(aliases, columns), fields)
+    supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
+    fields = {"models": [_fields(alias) for alias in aliases], "supported": supported}
+    families = f"convert, train and generate: {', '.join(FAMILIES)}"
+    lines = textwrap.wrap(families, min(columns or MAX_COLUMNS, MAX_COLUMNS))
+    lines.append(f"convert only: any other model_type; {CANNOT_TRAIN}")
+    return Report("\n".join([_alias_table(aliases, columns), "", *lines]), fields)
 
 
 def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:

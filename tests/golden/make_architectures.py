@@ -153,7 +153,7 @@ def make_model(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[model_type]
-    fields = _shrink(config_class().to_dict()) | CHANGES.get(model_type, {})
+    fields = _shrink(config_class().to_dict()) | dict(CHANGES.get(model_type, {}))
     config = config_class(**fields)
     model_class = _model_class(config)
     with torch.device("meta"):
