@@ -19,6 +19,7 @@ from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.safetensors import read_safetensors_folder
+from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
 from prepcli.planning.chunk_placement import LeafPiece
@@ -29,6 +30,7 @@ from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
@@ -253,6 +255,33 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
+def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+    folder = read_dcp_folder(path)
+    entries: list[TensorEntry] = []
+    for tensor in folder.tensors:
+        first_element = (0, 0)
+        if tensor.boxes:
+            first_element = (tensor.boxes[0].file, tensor.boxes[0].offset)
+        entry = _placed_entry(
+            tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            placement=box_locations(tensor),
+            first_element=first_element,
+        )
+        entries.append(entry)
+    return CheckpointContents(
+        display_name=display_name,
+        kind="dcp",
+        folder=path,
+        entries=tuple(entries),
+        files=folder.files,
+        config=_read_config_if_present(path),
+        manifest=NO_MANIFEST,
+        non_arrays=tuple(f"{name} is not a tensor" for name in folder.non_tensors),
+    )
+
+
 def _read_meta(path: Path, display_name: str) -> CheckpointContents:
     """Read Meta's files as the Hugging Face tensors that their shards make up."""
     source = open_meta(path, display_name, NO_HINTS)
@@ -428,6 +457,7 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
     "meta": _read_meta,
+    "dcp": _read_dcp,
     "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

@@ -35,6 +35,7 @@ MAX_NON_ARRAYS = 24  # lines; a malformed index may list any number
 FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "torch": "PyTorch",
     "meta": "PyTorch in Meta's layout",
+    "dcp": "torch distributed checkpoint",
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
     "adapter": "adapter of PEFT",

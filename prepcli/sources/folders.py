@@ -16,7 +16,7 @@ from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
-Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm", "adapter"]
+Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
