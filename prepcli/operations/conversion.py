@@ -137,7 +137,7 @@ def common_options(
 
 def match_options(options: Mapping[str, Any]) -> MatchOptions:
     """Return which source tensors may be ignored."""
-    return MatchOptions(as_tuple(options["drop"]), options["untie"])
+    return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
