@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from prepcli.console.formatting import format_bytes, parse_bytes
@@ -19,6 +20,7 @@ from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
@@ -109,9 +111,7 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        return run_conversion(
-            common, observer, lambda source, located: plan_export(options, source, located)
-        )
+        return run_conversion(common, observer, partial(plan_export, options))
 
     repository = options["push"]
     if repository is None:
@@ -290,7 +290,7 @@ def _planned_copy(
         f"{plan.settings['name']}-{layout}",
         notes=(line,),
         fields=fields,
-        next_command=lambda out: f"prep verify {out}{compared_with}",
+        next_command=f"prep verify {OUT_PLACEHOLDER}{compared_with}",
         source_view=source,
     )
 

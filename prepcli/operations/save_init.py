@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,6 +29,7 @@ from prepcli.formats.manifest import (
 from prepcli.formats.orbax import find_item
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
@@ -49,7 +51,6 @@ from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, sour
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
-from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.partition import vocab_multiple
 from trainer.models.rule_text import merge_rules, with_default_preset
@@ -96,7 +97,7 @@ def save_init(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_orbax_item(options, source, located),
+        partial(plan_orbax_item, options),
     )
 
 
@@ -133,7 +134,7 @@ def reshard(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_resharded_item(options, source, located),
+        partial(plan_resharded_item, options),
         _is_unresharded,
     )
 
@@ -219,13 +220,16 @@ def plan_orbax_item(
         if options["dtype"]:
             source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
-    rows = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, rows, match_options(options))
-    _check_leaf_rules(layout, source, rows, is_tied=match.is_tied)
+    axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
+    match = match_source_tensors(source, axis_maps, match_options(options))
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
+    check_leaf_rules(layout.partitioning.rules, dims)
     item = make_item(
         source,
         match,
-        table=rows,
+        axis_maps=axis_maps,
         vocab_size=layout.vocab_rows,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
@@ -245,13 +249,15 @@ def plan_orbax_item(
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    notes = (*_layout_lines(layout, item), *_dropped_state_lines(dropped_state_tensors))
+    next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
+    if command == "reshard":
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=notes,
+        notes=tuple(_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
-        next_command=lambda out: _next_command(command, out),
+        next_command=next_command,
     )
 
 
@@ -341,16 +347,6 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
         source_manifest=source_manifest,
         is_training_step=source_manifest.is_training_step and not params_only,
     )
-
-
-def _check_leaf_rules(
-    layout: _ItemLayout, source: Source, rows: Mapping[str, ParsedAxisMap], *, is_tied: bool
-) -> None:
-    """Raise UsageError for a leaf rule that matches no leaf, or has another number of dims than its leaf."""
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if is_tied else None
-    leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
-    check_leaf_rules(layout.partitioning.rules, leaves)
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
@@ -450,7 +446,10 @@ def _vocab_rows(
     return padded
 
 
-def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
+def _layout_lines(
+    layout: _ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
+) -> Iterator[str]:
+    """Yield the notes about a layout: padding, mesh, dims that stay whole, and the dropped optimizer state."""
     stored_size = layout.vocabulary.stored_size
     mesh = layout.partitioning.mesh
     if layout.vocab_rows != stored_size:
@@ -473,15 +472,9 @@ def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
             f" {hosts} read {amplification:.2f} x their bytes"
         )
     yield from item.fallbacks
-
-
-def _dropped_state_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
-    if nbytes := sum(tensor.nbytes for tensor in dropped if tensor.rule == OPT_STATE_RULE):
-        yield f"optimizer state ({format_bytes(nbytes)}) dropped"
-
-
-def _next_command(command: str, out: Path) -> str:
-    return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
+    dropped = [t.nbytes for t in dropped_state_tensors if t.rule == OPT_STATE_RULE]
+    if sum(dropped):
+        yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
 
 
 def _command_line(

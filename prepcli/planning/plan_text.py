@@ -62,16 +62,11 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 ADDED_FIELDS = {"update"}
 
 
-def _labels(cls: type) -> Iterator[tuple[str, str]]:
-    """Return the name of each encoded field in code, and its name in the text with an equals sign."""
-    names = NAMES[cls][1]
-    return (
-        (field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr
-    )
-
-
-# Labels are computed once: a plan of a large model has 10^5 regions to encode.
-_LABELS = {cls: tuple(_labels(cls)) for cls in NAMES}
+# Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
+# a plan of a large model has 10^5 regions to encode.
+_LABELS: dict[type, list[tuple[str, str]]] = {}
+for _cls, (_, _names) in NAMES.items():
+    _LABELS[_cls] = [(f.name, f"{_names.get(f.name, f.name)}=") for f in fields(_cls) if f.repr]
 
 
 def iter_text(plan: Plan) -> Iterator[str]:
@@ -108,16 +103,21 @@ def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
         return "(" + ", ".join([encode_text(item, texts) for item in value]) + end
-    # Of other types, such as int and str, `repr` is stable between versions of Python.
-    if type(value) in _LABELS:
-        return _encode_object(value, texts)
-    return repr(value)
+    if type(value) not in NAMES:
+        # Of other types, such as int and str, `repr` is stable between versions of Python.
+        return repr(value)
+    return _encode_object(value, texts)
 
 
 def _encode_object(value: Any, axis_map_texts: dict[int, str]) -> str:
-    fields_text: list[str] = []
+    texts: list[str] = []
     for name, label in _LABELS[type(value)]:
         field = getattr(value, name)
-        if field is not None or name not in ADDED_FIELDS:
-            fields_text.append(label + encode_text(field, axis_map_texts))
-    return f"{NAMES[type(value)][0]}({', '.join(fields_text)})"
+        if field is None and name in ADDED_FIELDS:
+            continue
+        # most fields are numbers, which need no call
+        if type(field) is tuple or type(field) in NAMES:
+            texts.append(label + encode_text(field, axis_map_texts))
+        else:
+            texts.append(label + repr(field))
+    return f"{NAMES[type(value)][0]}({', '.join(texts)})"

@@ -27,6 +27,8 @@ from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
 from trainer.models.parameters import Family, HFConfig
 
 VOCAB_ATOM = "vocab"
+# Rule of the tensors that a user drops, as plans and JSON objects name it.
+DROP_RULE = "--drop"
 # Far above any real model; bounds the memory that an invalid config can take.
 MAX_TENSORS_PER_ROW = 1 << 20
 
@@ -194,15 +196,11 @@ def vocab_tensors(match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including duplicates of the embedding."""
     names = {check.name for check in match.checks}
     for name, uses in match.uses.items():
-        if any(map(_starts_with_vocab, uses)):
-            names.add(name)
+        for use in uses:
+            first_dims = use.axis_map.source_dims[:1]
+            if any(factor.atom == VOCAB_ATOM for dim in first_dims for factor in dim.factors):
+                names.add(name)
     return names
-
-
-def _starts_with_vocab(use: TensorUse) -> bool:
-    """Return whether the first dim of a use's tensor is the vocabulary."""
-    dims = use.axis_map.source_dims
-    return bool(dims) and any(factor.atom == VOCAB_ATOM for factor in dims[0].factors)
 
 
 def match_tensors(
@@ -356,7 +354,7 @@ def _find_dropped(
         if name in duplicates:
             rule = f"equal to {duplicates[name]}"
         elif not rule and any(fnmatch.fnmatchcase(name, pattern) for pattern in drop_patterns):
-            rule = "--drop"
+            rule = DROP_RULE
         if rule:
             yield DroppedTensor(name, tensor.nbytes, rule)
 

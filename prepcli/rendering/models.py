@@ -12,26 +12,32 @@ from prepcli.sources.aliases import Alias
 from trainer.models.registry import FAMILIES
 from trainer.models.verbatim import CANNOT_TRAIN
 
-MAX_COLUMNS = 120
 # Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
 DEVICE_COUNTS = (8, 128)
+# Columns of text without a terminal.
+TEXT_WIDTH = 120
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
 
 
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
-    """Return the table of aliases with the supported families, and fields with sizes in bytes.
+    """Return the table of aliases with the supported model types, and fields with sizes in bytes.
 
     Args:
         aliases: The aliases.
         columns: Width of the terminal. None means unlimited.
     """
     supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
-    fields = {"models": [_fields(alias) for alias in aliases], "supported": supported}
-    families = f"convert, train and generate: {', '.join(FAMILIES)}"
-    lines = textwrap.wrap(families, min(columns or MAX_COLUMNS, MAX_COLUMNS))
-    lines.append(f"convert only: any other model_type; {CANNOT_TRAIN}")
-    return Report("\n".join([_alias_table(aliases, columns), "", *lines]), fields)
+    fields = {
+        "models": [_fields(alias) for alias in aliases],
+        "families": [*FAMILIES],
+        "supported": supported,
+    }
+    names = ", ".join(FAMILIES)
+    families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
+    lines = [_alias_table(aliases, columns), "", textwrap.fill(families, columns or TEXT_WIDTH)]
+    lines.append(f"all other model types convert: {CANNOT_TRAIN}")
+    return Report("\n".join(lines), fields)
 
 
 def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:
