@@ -129,6 +129,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
     *(
         "prepcli.restore.params",
+        "prepcli.restore.verbatim_params",
         "prepcli.restore.random_params",
     ),
 }
