@@ -1,4 +1,4 @@
-"""The kind of the devices of a run."""
+"""The kind of the devices of a run, and the memory in use on them."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ def kind_of_device(device: Any) -> DeviceKind:
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     is_known = major.isdecimal() and minor.isdecimal()
     return DeviceKind("cuda", (int(major), int(minor)) if is_known else None)
+
+
+def peak_memory_nbytes(sharding: ShardingContext) -> int | None:
+    """Return the highest memory in use on a device of this process since its start.
+
+    None if the devices do not count it, as CPUs do not.
+    """
+    if sharding.device_mesh is None:
+        return None
+    stats = [device.memory_stats() or {} for device in sharding.device_mesh.local_devices]
+    peaks = [
+        int(device_stats["peak_bytes_in_use"])
+        for device_stats in stats
+        if "peak_bytes_in_use" in device_stats
+    ]
+    return max(peaks, default=None)

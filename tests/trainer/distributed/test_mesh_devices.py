@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.distributed.device_kind import device_kind, kind_of_device
+from trainer.distributed.mesh_devices import device_kind, kind_of_device
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.mesh import parse_mesh
