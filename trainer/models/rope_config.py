@@ -44,6 +44,9 @@ class Rope:
         short_factors: longrope: factor of each frequency in sequences of up to
             `original_max_positions` tokens.
         long_factors: longrope: factor of each frequency in longer sequences.
+        query_scale_beta: Growth of the factor of queries 1 + beta * log(1 + floor(p / n)) with the
+            position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
+        query_scale_positions: The number n of positions between two steps of the factor.
 
     Raises:
         PrepError: A value is out of range.
@@ -60,6 +63,8 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_scale_beta: float = 0.0
+    query_scale_positions: int = 1
 
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
