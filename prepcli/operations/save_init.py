@@ -46,7 +46,7 @@ from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
@@ -212,9 +212,13 @@ def plan_orbax_item(
     keeps_state = not params_only and source.tree_manifest.is_training_step
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    later_layers: tuple[DroppedTensor, ...] = ()
+    if options["layers"] is not None:
+        source, later_layers = truncate_layers(source, options["layers"])
     if source.family.is_verbatim:
         _check_verbatim_request(options, source)
-        source = as_verbatim(source, options["dtype"])
+        if options["dtype"]:
+            source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, match_options(options))
@@ -238,7 +242,7 @@ def plan_orbax_item(
         item,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
-        dropped=(*match.dropped, *dropped_state_tensors),
+        dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
         name=located.model_name,
     )
     mesh = layout.partitioning.mesh
@@ -422,7 +426,8 @@ def _vocab_rows(
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":
-        dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+        axis_maps = source_axis_maps(source)
+        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards

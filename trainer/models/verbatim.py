@@ -29,7 +29,7 @@ from trainer.models.axis_map import (
     Term,
     escape_path,
 )
-from trainer.models.errors import Command, PrepError, text
+from trainer.models.errors import GET_AGAIN_HINT, Command, PrepError, text
 from trainer.models.parameters import (
     VERBATIM,
     Family,
@@ -149,7 +149,9 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
         dtype = record.get("dtype")
         shape = record.get("shape")
         if not isinstance(dtype, str) or not _is_shape(shape):
-            raise PrepError("the manifest is invalid", f"{name!r:.60} has no dtype and shape")
+            raise PrepError(
+                "the manifest is invalid", f"{name!r:.60} has no dtype and shape", GET_AGAIN_HINT
+            )
         types[name] = (dtype, tuple(shape))
     return verbatim_family(types)
 
@@ -173,6 +175,15 @@ def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[in
     return numbers
 
 
+def split_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the text between the numbers of a name, and the numbers.
+
+    >>> split_numbers("h.3.mlp.0.w")
+    (('h.', '.mlp.', '.w'), (3, 0))
+    """
+    return tuple(_NUMBER.split(name)), tuple(map(int, _NUMBER.findall(name)))
+
+
 def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
     """Yield the leaves of the tensors, ordered by name."""
     groups: dict[tuple[tuple[str, ...], str, tuple[int, ...]], set[tuple[int, ...]]] = {}
@@ -180,8 +191,8 @@ def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
         dtype, shape = tensors[name]
         if math.prod(shape) == 0:
             continue
-        numbers = tuple(map(int, _NUMBER.findall(name)))
-        groups.setdefault((tuple(_NUMBER.split(name)), dtype, shape), set()).add(numbers)
+        pieces, numbers = split_numbers(name)
+        groups.setdefault((pieces, dtype, shape), set()).add(numbers)
     for (pieces, _, shape), indices in groups.items():
         for product in _products(indices):
             for numbers in _with_two_runs(product):
