@@ -338,7 +338,7 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     raise PrepError(
         f"no tensor of {checkpoint} matches `{pattern}`",
         "",
-        f"did you mean `{suggestion}`?" if suggestion else "",
+        f"did you mean `{suggestion}`?" if suggestion else "a pattern of names, such as `*.q.*`",
     )
 
 

@@ -438,7 +438,8 @@ def _vocab_rows(
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":
-        dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+        axis_maps = source_axis_maps(source)
+        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.lists import join_names
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import BROKEN_CONFIG_HINT, DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
@@ -23,7 +23,7 @@ from prepcli.formats.torch_files import (
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json

@@ -126,7 +126,7 @@ def make_item(
 
     Args:
         source: The opened source.
-        match: The matches between tensors and axis-map rows.
+        match: The matches between tensors and axis maps.
         axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.

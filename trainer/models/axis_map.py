@@ -42,7 +42,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Command, PrepError, text
 
 # The atoms of each dim.
 AtomDims = tuple[tuple[str, ...], ...]
@@ -492,4 +492,5 @@ def _free_atoms(terms: Iterable[Term]) -> list[str]:
 
 
 def _row_error(row: str, why: str) -> PrepError:
-    return PrepError(f"invalid row `{row.strip()}`", why)
+    hint = text("{} describes rows", Command("docs", "add-a-family"))
+    return PrepError(f"invalid row `{row.strip()}`", why, hint)

@@ -29,7 +29,7 @@ from trainer.models.axis_map import (
     Term,
     escape_path,
 )
-from trainer.models.errors import Command, PrepError, text
+from trainer.models.errors import GET_AGAIN_HINT, Command, PrepError, text
 from trainer.models.parameters import (
     VERBATIM,
     Family,
@@ -149,7 +149,9 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
         dtype = record.get("dtype")
         shape = record.get("shape")
         if not isinstance(dtype, str) or not _is_shape(shape):
-            raise PrepError("the manifest is invalid", f"{name!r:.60} has no dtype and shape")
+            raise PrepError(
+                "the manifest is invalid", f"{name!r:.60} has no dtype and shape", GET_AGAIN_HINT
+            )
         types[name] = (dtype, tuple(shape))
     return verbatim_family(types)
 

@@ -59,7 +59,7 @@ class DataSource(BaseModel):
     path: Paths = Field(description="as `data.path`", examples=["wiki/*.jsonl"])
     weight: PositiveFloat | None = Field(
         default=None,
-        description="share of the sequences, relative to the other sources; all sources have one, or none",
+        description="share of the sequences, relative to the other sources. All sources have one, or none",
         examples=[3],
         json_schema_extra=if_absent("all sequences of all sources are shuffled together"),
     )

@@ -103,7 +103,7 @@ class Train(BaseModel):
     )
     eval_every: NonNegativeInt = Field(
         default=0,
-        description="steps between two evaluations; 0: only at the end, if there is evaluation data",
+        description="steps between two evaluations. `0`: only at the end, if there is evaluation data",
         examples=[500],
     )
     eval_every_epochs: PositiveFloat | None = Field(
@@ -120,14 +120,14 @@ class Train(BaseModel):
     )
     reduction: Literal["fast", "exact"] = Field(
         default="fast",
-        description="fast: sum gradients in the order that is fastest on the mesh; exact: in a fixed order, so that "
-        "results do not depend on the number of devices that split the batch",
+        description="`fast`: sum gradients in the order that is fastest on the mesh. `exact`: in a fixed order, so "
+        "that results do not depend on the number of devices that split the batch",
         examples=["exact"],
     )
     reduction_shards: PositiveInt | None = Field(
         default=None,
-        description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of "
-        "dp x fsdp x `accumulate` on every mesh whose results should be equal; by default the largest up to 8",
+        description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of dp x "
+        "fsdp x `accumulate` on every mesh whose results should be equal. By default the largest up to 8",
         examples=[16],
         json_schema_extra=if_absent("a power of two up to 8"),
     )
@@ -157,8 +157,8 @@ class Recipe(BaseModel):
     )
     mesh: str = Field(
         "-1,1,1",
-        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`; one size may be -1: all remaining "
-        "devices; sp splits the tokens of a sequence",
+        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`. One size may be -1: all remaining "
+        "devices. `sp` splits the tokens of a sequence",
         examples=["1,8,1"],
     )
     rules: RuleTexts | None = Field(
@@ -225,7 +225,7 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     types = [member["type"] for member in members]
     names = [type_schema["const"] for type_schema in types]
-    description = "; ".join(f"{name}: {item['description']}" for name, item in zip(names, types))
+    description = ". ".join(f"`{name}`: {item['description']}" for name, item in zip(names, types))
     merged: dict[str, Any] = {
         "type": {
             "enum": names,

@@ -152,7 +152,7 @@ def test_inspect_selects_by_pattern(capsys: Capture) -> None:
     [
         ("weight", " hint: did you mean `*weight*`?\n"),
         ("a.wieght", " hint: did you mean `a.weight`?\n"),
-        ("zzz", ""),
+        ("zzz", " hint: a pattern of names, such as `*.q.*`\n"),
     ],
 )
 def test_pattern_without_match_gets_a_suggestion(capsys: Capture, pattern: str, hint: str) -> None:
