@@ -33,6 +33,7 @@ from prepcli.restore.params import open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import check_stream, locate
+from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
 from prepcli.sources.opening import open_source
@@ -42,6 +43,7 @@ from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokeni
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.lora import lora_family, lora_from_manifest
+from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
 from trainer.planning.model_shapes import recipe_config
@@ -204,6 +206,8 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     See `open_reader`.
     """
     reader = open_reader(path, verify)
+    if Manifest(reader.manifest).family == VERBATIM:
+        raise verbatim_error(str(path))
     folder = reader.folder / HF_FOLDER
     if recipe.data.tokenizer is None:
         return StartCheckpoint(reader, reader.folder, folder)
