@@ -69,7 +69,8 @@ def encode(
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:
-        raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
+        why = "it is a decoder-only model"
+        raise PrepError(f"{model.family.name} has no encoder", why, "tokens without a source")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
     mask = AttentionMask(

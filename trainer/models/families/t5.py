@@ -16,7 +16,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import (
     MAX_LAYERS,
@@ -97,9 +97,8 @@ def encoder_decoder_arch(
     """
     reject_unsupported_fields(config, "is_encoder_decoder")
     if not config.get("is_encoder_decoder", True):
-        raise PrepError(
-            "`is_encoder_decoder` false is not supported for this family", "it needs its encoder"
-        )
+        what = "`is_encoder_decoder` false is not supported for this family"
+        raise unsupported_config_error(what, "it needs its encoder")
     activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
     causal_bias = RelativePositionBias(
         axis_sizes["buckets"],
