@@ -90,7 +90,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "finish", "metrics", "observe", "prepare"),
+            *("checks", "environment", "export", "metrics", "observe", "prepare"),
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),

@@ -26,6 +26,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
+from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion import (
@@ -245,6 +246,7 @@ def plan_orbax_item(
         dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
         name=located.model_name,
     )
+    _check_index_size(plan)
     mesh = layout.partitioning.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
@@ -259,6 +261,16 @@ def plan_orbax_item(
         fields=fields,
         next_command=next_command,
     )
+
+
+def _check_index_size(plan: Plan) -> None:
+    """Raise UsageError if the index of the output would have more entries than prep reads."""
+    num_entries = plan.chunk_count + len(plan.leaves)
+    if num_entries > MAX_ENTRIES:
+        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
+        why = f"an index has at most {MAX_ENTRIES:,} entries"
+        hint = text("a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules"))
+        raise usage_error(what, why, hint)
 
 
 def _item_plan(

@@ -29,8 +29,9 @@ def save(rank: int) -> None:
     """Save the part of one rank."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import checkpoint
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+    from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
     dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
@@ -39,7 +40,7 @@ def save(rank: int) -> None:
     tensors = {name.removeprefix("model."): torch.from_numpy(v) for name, v in VALUES.items()}
     tensors["w"] = distribute_tensor(tensors["w"], mesh, [Shard(0)])
     tensors["v"] = distribute_tensor(tensors["v"].bfloat16(), mesh, [Shard(1)])
-    checkpoint.save({"model": tensors, "step": 7}, checkpoint_id=FOLDER)
+    save_checkpoint({"model": tensors, "step": 7}, checkpoint_id=FOLDER)
     dist.destroy_process_group()
 
 

@@ -38,9 +38,9 @@ from trainer.models.parameters import (
     WeightTying,
     parameter_rows,
 )
+from trainer.models.rules import VERBATIM_EXPERTS
 
 CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
-EXPERTS = "experts"
 # In the path of a leaf, in place of the numbers of its tensors.
 STACKED_NUMBER = "*"
 # A whole part of a dotted name. `007` is no number: its zeros would be lost. Larger numbers count nothing.
@@ -68,7 +68,7 @@ class _Stack:
         """Return the atom that a position is stacked by, or "" for a single number."""
         if len(self.numbers[position]) == 1:
             return ""
-        return LAYERS if position == 0 else EXPERTS
+        return LAYERS if position == 0 else VERBATIM_EXPERTS
 
     def path(self, layer: str = STACKED_NUMBER) -> str:
         """Return the template of the leaf's path, with `layer` in place of the numbers of stacked layers."""
@@ -233,7 +233,7 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
     """Return the template of the paths of the leaves of layers. They are unused, and are added to the used paths."""
     template = stack.path("{}")
-    if EXPERTS not in map(stack.atom, range(len(stack.numbers))):
+    if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
         # The path of each layer is the name of its tensor.
         return template
     suffix = ""
@@ -269,7 +269,9 @@ def _dim_atoms(shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _is_shape(shape: object) -> bool:
-    return isinstance(shape, list | tuple) and all(type(extent) is int for extent in shape)
+    if not isinstance(shape, list | tuple):
+        return False
+    return all(type(extent) is int and extent >= 0 for extent in shape)
 
 
 def _refuse_architecture(config: HFConfig) -> ArchConfig:

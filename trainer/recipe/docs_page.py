@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
+from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.other_trainers import other_trainers
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
@@ -139,7 +140,7 @@ def _optimizer_rows() -> Iterator[str]:
         yield _row(f"`{name}`", keys, ", ".join(differing))
 
 
-def _default(key_schema: Mapping[str, Any]) -> str:
+def _default(key_schema: KeySchema) -> str:
     """Return the default of a key, or the meaning of its absence."""
     if "absent" in key_schema:
         return str(key_schema["absent"])
@@ -170,7 +171,7 @@ def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     return _row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
 
 
-def _key_row(name: str, key_schema: Mapping[str, Any]) -> str:
+def _key_row(name: str, key_schema: KeySchema) -> str:
     default = _default(key_schema)
     shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
     return _row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])
