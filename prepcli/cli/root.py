@@ -83,7 +83,7 @@ class CommandGroup(TyperGroup):
     """Group of all commands, which keeps the notes of an interrupted command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raise Interrupted for Ctrl-C, with the notes on durable work."""
+        """Run the command. Ctrl-C raises Interrupted, with notes about the work that is already saved."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:

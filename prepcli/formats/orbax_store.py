@@ -335,7 +335,9 @@ def _read_shard_index(
         total_nbytes += nbytes
     # Many chunks that share the same bytes would decode to more than the file has.
     if max(last_stop, total_nbytes) > shard_nbytes:
-        raise _broken_shard_error(shard, f"its index refers to bytes beyond its {shard_nbytes:,}")
+        raise _broken_shard_error(
+            shard, f"its index refers to bytes beyond its size of {shard_nbytes:,}"
+        )
     return ranges
 
 

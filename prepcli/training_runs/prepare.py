@@ -154,7 +154,7 @@ def build_sampler(
     except PrepError as error:
         what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
         why = text("{}: {}", error.what, error.why)
-        hint = text("{}, or no {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
+        hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
     vocab = model.true_vocab_size
     generation_config = files / GENERATION_CONFIG_FILE

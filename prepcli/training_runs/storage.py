@@ -173,7 +173,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
             raise PrepError(what, why, hint)
 
 
-def describe_kept(storage: RunStorage) -> str:
+def describe_saved_progress(storage: RunStorage) -> str:
     """Describe what the next start of a run continues from.
 
     Empty without steps and tokens. For example `kept in runs/a: step 40, the tokens`, or for a bucket

@@ -69,7 +69,7 @@ from prepcli.training_runs.start import (
 from prepcli.training_runs.storage import (
     check_last_step,
     check_shared_folder,
-    describe_kept,
+    describe_saved_progress,
     explain_removed_step,
     hold_run,
     open_run_storage,
@@ -145,7 +145,7 @@ def _describe_durable(run: Run) -> str:
     """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
     if run.request.dry_run:
         return ""
-    return describe_kept(run.storage)
+    return describe_saved_progress(run.storage)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
@@ -200,7 +200,7 @@ def _train_locked(run: Run) -> TrainResult:
             prepared = _with_base_facts(prepared, state)
     with (
         raise_on_signal(),
-        note_durable_work(lambda: describe_kept(run.storage)),
+        note_durable_work(lambda: describe_saved_progress(run.storage)),
         note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
     ):
         with open_display(prepared) as display:
@@ -299,9 +299,9 @@ def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
 
 
 def _recipe_sharding(run: Run) -> ShardingContext:
-    """Return the sharding by the recipe alone.
+    """Return the sharding of the recipe's mesh, slices and rules.
 
-    A dry run without the devices gets the hint of `prep plan`.
+    In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     """
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh

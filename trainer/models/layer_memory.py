@@ -250,7 +250,10 @@ class LayerStack:
         )
 
     def _residual_gradient_nbytes(self) -> int:
-        """Return the bytes of gradients of the residual stream. Without chunks they take the place of norms."""
+        """Return the bytes of gradients of the residual stream.
+
+        0 if the MLP is not computed in chunks, because the gradients then reuse the memory of norms.
+        """
         if self._chunk_length() == self.seq_length:
             return 0
         return (
