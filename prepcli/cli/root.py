@@ -134,7 +134,7 @@ def prep(
 
 
 def command_name(command: Callable[..., int]) -> str:
-    """Return the name of a command: that of its function, with a few exceptions."""
+    """Return the name of a command: the name of its function, with a few exceptions."""
     return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
 
 

@@ -234,7 +234,7 @@ def _iter_present_chunks(
 ) -> Iterator[tuple[ChunkIndex, str]]:
     """Yield the indices of the stored chunks, parsed from the keys because the grid may be far larger."""
     for key in values:
-        # The key of the only chunk of a scalar is `0` or `c`, which is no index.
+        # The key of the only chunk of a scalar is `0` or `c`, which is not an index.
         index: ChunkIndex = ()
         if zarr.shape:
             index = _numbers_in_key(key)

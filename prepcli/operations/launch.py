@@ -130,7 +130,7 @@ def launch_tpu(
     if hardware is not None:
         check_training(training, hardware)
     name = options["job_name"] or as_label(recipe.name)
-    # The script copies the file, also that of a shipped recipe.
+    # The script contains a copy of the recipe file, even if the recipe is shipped with prep.
     job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
     tpu_options = TpuOptions(
         accelerator=options["accelerator"],
@@ -170,7 +170,7 @@ def launch_gke(
         why = "without a volume, the checkpoints are lost when a pod ends"
         hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
         raise usage_error(text("{} is missing", Option("claim")), why, hint)
-    # The manifest contains the file, also that of a shipped recipe.
+    # The manifest contains a copy of the recipe file, even if the recipe is shipped with prep.
     recipe_file = find_training_recipe(recipe_path)
     name = options["job_name"] or as_label(recipe.name)
     manifest = gke_manifest(

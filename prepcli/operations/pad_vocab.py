@@ -306,7 +306,7 @@ def _file_groups(
 
 
 def _command_line(options: PadVocabOptions, source: Source) -> str:
-    """Return the command line that the manifest records, with the multiple that the size follows from."""
+    """Return the command line that the manifest records. It has the multiple even if it is the default."""
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": _effective_multiple(options)}
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)

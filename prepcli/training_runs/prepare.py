@@ -45,7 +45,7 @@ def prepare_run(
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's
-            folder. None if it is no dry run.
+            folder. None if it is not a dry run.
 
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
 
 RUNS_FOLDER = Path("runs")
-# Errors of a file system on which no run can be changed, and so none can be damaged without a lock.
+# Errors of a read-only file system. A run there cannot be changed, so it needs no lock.
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # A converted model, in the folder of a run that an earlier version of prep began
 INIT_FOLDER = "init"

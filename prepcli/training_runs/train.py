@@ -411,7 +411,7 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
 
 
 def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> CheckpointManager:
-    """Open the checkpoints of a run, which takes its lock if this process has not."""
+    """Open the checkpoints of a run. Lock the run if this process has not locked it yet."""
     run = prepared.run
     table = run.recipe.checkpoint
     sharding = prepared.loop.setup.forward_config.sharding
@@ -561,7 +561,7 @@ def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
 def _stopped_error(end: LoopResult, *, has_saved_step: bool) -> PrepError:
     """Return the error of a run stopped before its last step."""
     reason = end.stop_reason
-    # 75 asks a launcher to start the job again. Ctrl-C is the user's, who does not want that.
+    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
     code = STOPPED
     if reason == signal.Signals.SIGINT.name:
         code = INTERRUPTED

@@ -34,7 +34,7 @@ META_FILE = "meta.json"
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_NBYTES = 8
 DIGEST_READ_NBYTES = 4 << 20
-# The file names that `digests` may have: of an earlier version, without and with loss weights.
+# The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
 DIGEST_NAMES = (
     set[str](),
     {TOKENS_FILE, DOCUMENTS_FILE},

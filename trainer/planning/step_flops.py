@@ -158,7 +158,7 @@ def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
 
 
 def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int:
-    """Return the operations of a parameter for one sequence in the forward pass, or 0 if it is no matrix."""
+    """Return the operations of a parameter for one sequence in the forward pass, or 0 if it is not a matrix."""
     if leaf.role != "matrix":
         return 0
     size = math.prod(leaf.shape)

@@ -112,7 +112,7 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _start_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield keys of another kind of start than that of `model.init`. A missing path is reported by the loader."""
+    """Yield problems of keys that do not belong to the value of `model.init`. The loader reports a missing path."""
     model = recipe.model
     if not model.is_random:
         for key in ("model.preset", "model.config"):

@@ -193,7 +193,7 @@ def schema() -> dict[str, Any]:
 
 
 def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the JSON schemas of a table: one, or those of each member of a tagged union. Empty for a key."""
+    """Return the JSON schemas of a table: one, or one per member of a tagged union. Empty for a key."""
     property_schema = recipe_schema["properties"][name]
     members: list[Mapping[str, Any]] = []
     for schema_or_reference in (property_schema, *property_schema.get("oneOf", ())):
