@@ -93,7 +93,7 @@ def launch_slurm(
     """
     recipe = _load_recipe(recipe_path, train_words)
     hardware = plain_hardware(options["nodes"], options["devices_per_node"])
-    check_training(_training(recipe, train_words), hardware)
+    check_training(_training_needs(recipe, train_words), hardware)
     job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
     slurm_options = SlurmOptions(
         nodes=options["nodes"],
@@ -124,7 +124,7 @@ def launch_tpu(
         **options: See `LaunchTpuOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
-    training = _training(recipe, train_words)
+    training = _training_needs(recipe, train_words)
     # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
     hardware = tpu_vm_hardware(options["accelerator"], training)
     if hardware is not None:
@@ -153,7 +153,7 @@ def launch_gke(
         **options: See `LaunchGkeOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
-    training = _training(recipe, train_words)
+    training = _training_needs(recipe, train_words)
     gke_options = GkeOptions(
         image=options["image"],
         nodes=options["nodes"],
@@ -205,7 +205,7 @@ def launch_local(
     recipe = _load_recipe(recipe_path, train_words)
     processes = options["processes"]
     devices = options["devices"]
-    check_training(_training(recipe, train_words), plain_hardware(processes, devices))
+    check_training(_training_needs(recipe, train_words), plain_hardware(processes, devices))
     job = LaunchJob(
         recipe=str(recipe_path),
         name="local",
@@ -239,7 +239,7 @@ def _load_recipe(path: Path, train_words: Sequence[str]) -> Recipe:
     return load_recipe(find_training_recipe(path), values_of("--set", train_words)).recipe
 
 
-def _training(recipe: Recipe, train_words: Sequence[str]) -> Training:
+def _training_needs(recipe: Recipe, train_words: Sequence[str]) -> Training:
     """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
     outputs = values_of("--out", train_words)
     return Training(

@@ -154,7 +154,7 @@ def span_nbytes(copy: StridedCopy) -> int:
 def split_into_spans(
     copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int
 ) -> Iterator[StridedCopy]:
-    """Split a copy into copies that are read at once: gaps in the file of less than a limit are read with it.
+    """Split a copy into copies with one read each. A read includes gaps in the file that are below a limit.
 
     Args:
         copy: The copy.

@@ -217,7 +217,7 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
     return DamagedStoreError(
         f"the tokens in {folder} are damaged",
         why,
-        f"`rm -r {folder}`: the next run makes them again",
+        f"`rm -r {folder}`: the next run rebuilds them",
     )
 
 

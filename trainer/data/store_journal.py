@@ -52,7 +52,7 @@ class RestoredFiles:
 def read_journal(folder: Path) -> list[SavedState]:
     """Return the states in the journal of a store, oldest first.
 
-    The first malformed line ends them, e.g. a line cut off by a kill.
+    Reading stops at the first malformed line, e.g. a line cut off by a kill.
     """
     try:
         lines = read_regular_file(folder / JOURNAL_FILE).split(b"\n")

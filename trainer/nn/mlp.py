@@ -48,7 +48,7 @@ def mlp(
 ) -> Array:
     """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated.
 
-    It is called directly on chunks of tokens, so it takes the arguments of such a function, e.g. `constants`.
+    `over_token_chunks` calls it directly, so it takes `constants`.
 
     Args:
         x: Input [B, T, D].

@@ -247,7 +247,7 @@ def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, KeySchema]]]:
     members = table_members(schema(), "optimizer")
     # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
     for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
-        # The schema of a member allows its own type only, the schema of the key allows all.
+        # The schema of a member allows only its own type. The schema of the key allows all types.
         yield name, {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
 
 

@@ -49,7 +49,7 @@ def rows_folder(config: TokenizeConfig) -> Path:
 
 
 def fail_packing(*args: object) -> None:
-    raise AssertionError("rows are made again")
+    raise AssertionError("rows are rebuilt")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -66,7 +66,7 @@ def test_stored_rows_are_built_once(config: TokenizeConfig, monkeypatch: pytest.
     opened = open_tokens(config, rows_folder(config).parent.name, note=print)
     assert opened.rows is not None
     assert contents(opened.rows) == first
-    with pytest.raises(AssertionError, match="made again"):
+    with pytest.raises(AssertionError, match="rebuilt"):
         tokenize(change(config, seq_length=5))
 
 
@@ -109,7 +109,7 @@ def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     path.write_text(json.dumps({**values, key: values[key] + 2}))
     _, rows, notes = tokenize(config)
     assert contents(rows) == first
-    assert any("they are made again" in note for note in notes)
+    assert any("they are rebuilt" in note for note in notes)
 
 
 def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):

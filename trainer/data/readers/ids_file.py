@@ -35,9 +35,9 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
 
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     if file.nbytes % dtype.itemsize:
-        why = f"it has {file.nbytes:,} bytes, an id of {dtype.name} has {dtype.itemsize}"
+        why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
-        raise PrepError(f"{file.path} has a part of an id", why, hint)
+        raise PrepError(f"{file.path} ends within an id", why, hint)
     return file.nbytes // dtype.itemsize
 
 
