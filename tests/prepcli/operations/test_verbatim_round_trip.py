@@ -34,6 +34,8 @@ HOSTILE_NAMES = (
     "slash",
     "slash/0",
     "slash/0.0",
+    "/slash",
+    "/slash.0",
     "MODEL.weight",
     "model.weight",
     "params.params",
@@ -136,6 +138,16 @@ def test_hostile_names_round_trip(scan: str):
     assert safetensors_bytes(Path("hf")) == tensors
     assert not Path("hf/config.json").exists()
     run_ok("verify", "hf", "./m")
+
+
+@pytest.mark.parametrize("tensors", [{}, {"model.empty": ("F32", (0, 5), b"")}], ids=len)
+def test_model_without_elements_is_refused(
+    tensors: dict[str, StoredTensor], capsys: pytest.CaptureFixture[str]
+):
+    write_folder(Path("m"), tensors, CONFIG)
+    error = run_failing(capsys, 1, "save-init", "./m", "--mesh", "1,2,2")
+    assert error.startswith("error: ./m cannot be an Orbax checkpoint\n  why: no tensor has ele")
+    assert not Path("m-init").exists()
 
 
 def test_every_dtype_round_trips():
