@@ -136,7 +136,8 @@ def make_item(
         The layout of the item.
 
     Raises:
-        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a dim.
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
     """
     leaves: dict[str, _LeafLayout] = {}
     # first tensor of each leaf, which sets its dtype

@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.cli.main import main
 from tests.helpers.fork_server import run_python
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.stored_tensors import (
     StoredTensor,
     orbax_bytes,
@@ -263,3 +263,10 @@ def test_many_tensors_are_planned_in_bounded_memory(pattern: str):
     process = run_python(script)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 1200 << 10
+
+
+def test_inspect_compares_the_item_with_its_source(capsys: pytest.CaptureFixture[str]):
+    write_folder(Path("m"), layered_model(), CONFIG)
+    run_ok("save-init", "./m")
+    for names in [("m-init", "./m"), ("./m", "m-init")]:
+        assert run_json(capsys, "inspect", names[0], "--diff", names[1])["differences"] == []
