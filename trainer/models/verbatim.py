@@ -231,7 +231,10 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 
 
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
-    """Return the template of the paths of the leaves of layers. They are unused, and are added to the used paths."""
+    """Return the path template of leaves with one layer each, e.g. `l.{}.e.*.w`.
+
+    The paths of stacked experts get a suffix until they are unused, and are added to `used_paths`.
+    """
     template = stack.path("{}")
     if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
         # The path of each layer is the name of its tensor.
