@@ -166,7 +166,7 @@ class LiveDisplay:
         self.draw()
 
     def on_step(self, step: int) -> None:
-        """Show the step if the last drawing is a tenth of a second old."""
+        """Show the step, unless the display was redrawn less than a tenth of a second ago."""
         # Between two log lines, the time left follows from the seconds per step of the last one.
         status = self.status
         if status.remaining_s is not None and status.step_s is not None:

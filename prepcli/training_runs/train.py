@@ -150,8 +150,8 @@ def _describe_durable(run: Run) -> str:
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
     """Return the options that all processes of a run must share."""
-    # A process with another value would leave the others alone in a collective, e.g. a dry run ends
-    # before the first step.
+    # With different values, one process would not join a collective in which the others wait, e.g. a
+    # dry run ends before the first step.
     return {
         "restart": request.restart,
         "stop_after": request.stop_after,
