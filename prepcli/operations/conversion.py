@@ -209,6 +209,11 @@ def open_checkpoint(
     source = open_source(
         located, common.config, verbatim=common.verbatim, copied_files=common.copied_files
     )
+    if common.verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was converted with the rows of {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
     note_unrecorded(source.display_name, source.manifest, observer)
     return located, use_averaged_params(source) if common.ema else source
 
