@@ -124,7 +124,7 @@ class SilentCommandObserver(SilentObserver):
 
 @dataclass(frozen=True, slots=True)
 class OneProcessObserver:
-    """The RunObserver of a caller with an Observer or a Progress: it has no view, and serves one process."""
+    """RunObserver of one process, around the Observer of a caller. It has no live view."""
 
     inner: Observer
 

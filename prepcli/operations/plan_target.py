@@ -73,7 +73,7 @@ def resolve_target(
     offline: bool,
     observer: Observer,
 ) -> PlanTarget:
-    """Resolve a recipe, or a checkpoint with the keys of a usual step.
+    """Return the recipe and the model to plan. A checkpoint without a recipe gets default recipe keys.
 
     Args:
         target: A recipe: a path that ends in `.toml`, or the name of a shipped recipe with or without `.toml`. Or a

@@ -28,7 +28,7 @@ def reference(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_block_size_is_that_of_gguf(name: str):
+def test_block_size_equals_gguf(name: str):
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     assert size == (BLOCK_TYPES[name].values, BLOCK_TYPES[name].dtype.itemsize)
 

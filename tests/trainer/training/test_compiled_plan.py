@@ -53,7 +53,7 @@ def make_manifest(config: dict[str, Any]) -> dict[str, Any]:
     return {"config": config, "tied": False, "scan": True, "scan_axis": 0, "rules": []}
 
 
-def test_plan_is_that_of_the_training_step():
+def test_compiled_plan_equals_the_training_step():
     """The process compiles for as many CPU devices as this one has."""
     recipe = make_recipe(remat_policy="nothing_saveable", param_dtype="bfloat16")
     manifest = make_manifest(runs.LLAMA)
