@@ -81,7 +81,8 @@ def check_training(training: Training, hardware: Hardware) -> None:
     """Check that a training can run on the hardware of a job.
 
     Raises:
-        UsageError: The mesh, the slices or the processes do not fit the hardware, or the processes the bucket.
+        UsageError: The mesh, the slices or the processes do not fit the hardware, or a bucket does not support as many
+            processes.
     """
     _check_processes(training, hardware)
     _check_slices(training, hardware)
@@ -294,7 +295,7 @@ def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
 
 
 def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
-    """Return the chips of a number of devices, or None if one of them would be shared."""
+    """Return the number of chips with a number of devices. None if only a part of a chip would be used."""
     if num_devices is None or num_devices % generation.devices_per_chip:
         return None
     return num_devices // generation.devices_per_chip

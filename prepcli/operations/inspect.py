@@ -67,7 +67,8 @@ class SelectedTensors:
     Attributes:
         checkpoint: The checkpoint.
         entries: The selected tensors.
-        statistics: Statistics of each one, None where a dtype has no values. None if they were not computed.
+        statistics: Statistics of each tensor. None if they were not computed. An entry is None if its dtype is smaller
+            than a byte.
         is_selection: Whether a pattern selected the tensors.
     """
 

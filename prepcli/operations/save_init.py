@@ -418,7 +418,7 @@ def _check_source_kind(command: str, source: Source) -> None:
         )
         raise usage_error(
             f"{name} is already an Orbax checkpoint",
-            "save-init reads other formats than prep's own",
+            "save-init does not read the format that it writes",
             hint,
         )
     if command == "reshard" and source.tensor_file_names:
@@ -471,7 +471,7 @@ def _layout_lines(
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh
-        # A mesh that hosts of four do not divide, e.g. of 6 devices, counts as one host.
+        # If the number of devices is no multiple of DEVICES_PER_HOST, e.g. 6, they count as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         )

@@ -44,7 +44,7 @@ class MetricsFile:
         self.num_skipped = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines. PrepError if the file cannot be read."""
+        """Yield the lines. Raise PrepError if the file cannot be read."""
         for line in self.raw_lines():
             values = _parse_line(line)
             if values is None:
@@ -53,7 +53,7 @@ class MetricsFile:
                 yield values
 
     def raw_lines(self) -> Iterator[bytes]:
-        """Yield the bytes of all lines. PrepError if the file cannot be read."""
+        """Yield the bytes of all lines. Raise PrepError if the file cannot be read."""
         try:
             yield from read_complete_lines(self._path)
         except FileNotFoundError:
