@@ -81,6 +81,7 @@ PREP_KEYS = {
     "compress",
     "casts",
     "packed",
+    "quantization",
     "checksums",
     FILES_KEY,
     DIGEST_KEY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import optimizer_nbytes
 
 UNWRITTEN_SOURCES = "sources are never written to"
@@ -81,6 +81,7 @@ class CommonOptions:
     config: Path | None = None  # config.json, for a checkpoint without one
     allow_overflow: bool = False  # cast values that are too large to infinity
     ema: bool = False  # take the moving average of a run's parameters
+    dequantize: bool = False  # decode quantised weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def common_options(
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
+        dequantize=options.get("quantized") == "dequantize",
     )
 
 
@@ -177,12 +179,12 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
-    access = replace(access, allow_adapters=allow_adapters)
+    access = replace(access, allow_adapters=allow_adapters, allow_quantized=common.dequantize)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
-    source = open_source(located, common.config)
+    source = open_source(located, common.config, dequantize=common.dequantize)
     note_unrecorded(source.display_name, source.manifest, observer)
     return located, use_averages(source) if common.ema else source
 
@@ -433,8 +435,10 @@ def _check_output_location(out: Path, source: Source) -> None:
 
 def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
-    dtypes = _weight_dtypes(source)
-    size = format_bytes(sum(t.nbytes for t in source.tensors))
+    # Decoded weights count as they are written.
+    tensors = [tensor.cast(None) for tensor in source.tensors]
+    dtypes = _weight_dtypes(tensors)
+    size = format_bytes(sum(t.nbytes for t in tensors))
     parts = [
         source.display_name,
         source.family.name,
@@ -457,8 +461,8 @@ def unsupported_model_reason(source: Source) -> str | None:
     return None
 
 
-def _weight_dtypes(source: Source) -> list[str]:
+def _weight_dtypes(tensors: Sequence[SourceTensor]) -> list[str]:
     """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
-    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    largest_nbytes = max((t.nbytes for t in tensors), default=0)
     # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it.
-    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})
+    return sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})

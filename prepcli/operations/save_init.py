@@ -43,6 +43,7 @@ from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import copied_small_files, output_config, settings_files
@@ -90,7 +91,8 @@ def save_init(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     _check_padding_options(options)
-    check_allow_overflow(options["allow_overflow"], options["dtype"])
+    if options["quantized"] == "keep":
+        check_allow_overflow(options["allow_overflow"], options["dtype"])
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
@@ -236,7 +238,11 @@ def plan_orbax_item(
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    notes = (*_layout_lines(layout, item), *_dropped_state_lines(dropped_state_tensors))
+    notes = (
+        *_decoded_lines(source, options["dtype"]),
+        *_layout_lines(layout, item),
+        *_dropped_state_lines(dropped_state_tensors),
+    )
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
@@ -359,6 +365,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
             for key, value in layout.source_manifest.fields.items()
             if key in ADAPTER_KEYS
         },
+        **({"quantization": source.quantization} if source.quantization else {}),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -420,6 +427,13 @@ def _vocab_rows(
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
+
+
+def _decoded_lines(source: Source, dtype: str | None) -> Iterator[str]:
+    num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
+    if num_decoded:
+        method = source.quantization.get("quant_method")
+        yield f"{num_decoded} quantised weights ({method}) are decoded to {dtype or DECODED_DTYPE}"
 
 
 def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:

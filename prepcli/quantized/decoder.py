@@ -183,6 +183,17 @@ def check_shape(tensor: FileTensor, shapes: Sequence[tuple[int, ...]], owner: st
     )
 
 
+def check_dims(tensor: FileTensor, least: int) -> None:
+    """Raise DamagedError if a stored tensor has fewer than `least` dims."""
+    if len(tensor.shape) >= least:
+        return
+    raise DamagedError(
+        f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
+        f"such a tensor has {least} dims or more",
+        GET_AGAIN_HINT,
+    )
+
+
 def check_dtype(tensor: FileTensor, dtypes: Sequence[str], owner: str) -> None:
     """Raise DamagedError if a stored tensor has none of the dtypes. See `check_shape` for the arguments."""
     if tensor.dtype in dtypes:

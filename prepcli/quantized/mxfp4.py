@@ -23,6 +23,7 @@ from prepcli.quantized.decoder import (
     FloatArray,
     MatrixReader,
     StoredMatrix,
+    check_dims,
     check_dtype,
     check_shape,
     lookup_nibbles,
@@ -59,8 +60,8 @@ class Mxfp4Decoder(Decoder):
         """
         check_dtype(blocks, ("uint8",), name)
         check_dtype(scales, ("uint8", "float8_e8m0fnu"), name)
-        minimum = (*(1, 1)[len(blocks.shape) :], *blocks.shape)
-        check_shape(blocks, [(*minimum[:-1], BLOCK_NBYTES)], name)
+        check_dims(blocks, 3)
+        check_shape(blocks, [(*blocks.shape[:-1], BLOCK_NBYTES)], name)
         check_shape(scales, [blocks.shape[:-1]], name)
         *leading, rows, groups, _ = blocks.shape
         super().__init__(

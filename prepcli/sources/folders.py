@@ -28,6 +28,7 @@ class Access:
         stream: Read tensors of a hub model remotely instead of downloading it.
         allow_urls: Accept object store URLs. Their tensors are read remotely.
         allow_adapters: Accept adapters of PEFT. They are not complete models.
+        allow_quantized: Accept models with quantised weights.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
         retry_policy: Time-out and retries of each request.
@@ -37,6 +38,7 @@ class Access:
     stream: bool = False
     allow_urls: bool = False
     allow_adapters: bool = False
+    allow_quantized: bool = False
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY

@@ -67,7 +67,11 @@ def locate(
     if isinstance(reference, LocalPath) and reference.path.is_file():
         kind = detect_file(reference.path, reference.display_name)
     else:
-        kind = detect(folder, allow_adapters=access.allow_adapters)
+        kind = detect(
+            folder,
+            allow_adapters=access.allow_adapters,
+            allow_quantized=access.allow_quantized,
+        )
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     local_files = folder.prepare_local_files(kind)
     if isinstance(reference, LocalPath):

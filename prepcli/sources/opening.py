@@ -11,6 +11,7 @@ from prepcli.formats.file_records import check_files, check_header, read_manifes
 from prepcli.formats.manifest import SIZE_KEY, find_manifest_folder, read_manifest
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
+from prepcli.sources.dequantized import dequantize_source
 from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
@@ -33,12 +34,15 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
 }
 
 
-def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> Source:
+def open_source(
+    located: LocatedCheckpoint, config_path: Path | None = None, *, dequantize: bool = False
+) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
+        dequantize: Decode quantised weights.
 
     Raises:
         PrepError: The checkpoint is broken, or a file differs from its record in the manifest.
@@ -51,9 +55,11 @@ def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> 
             local_files.path, display_name, SourceHints(config_path, located.part)
         )
         _check_headers(source)
-        if local_files.remote is None:
-            return source
-        return _with_remote_blobs(source, local_files.remote)
+        if local_files.remote is not None:
+            source = _with_remote_blobs(source, local_files.remote)
+        if dequantize:
+            return dequantize_source(source)
+        return source
 
 
 def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:
