@@ -39,7 +39,9 @@ import zstandard
 from prepcli.console.ui import format_table
 from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
+from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.remote.hub_datasets import read_metadata, select_files
+from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
@@ -195,6 +197,99 @@ def make_gguf() -> bytes:
     return head + bytes(-len(head) % 32) + bytes(288 + 32)
 
 
+def quantized_tensors() -> dict[str, tuple[str, list[int], int]]:
+    """Return code, shape and bytes of the tensors of a weight in each quantised format."""
+    return {
+        "a.weight": ("F8_E4M3", [32, 32], 1024),
+        "a.weight_scale_inv": ("F32", [2, 2], 16),
+        "b.weight_packed": ("I32", [8, 4], 128),
+        "b.weight_scale": ("BF16", [8, 2], 32),
+        "b.weight_shape": ("I64", [2], 16),
+        "b.weight_zero_point": ("I32", [1, 2], 8),
+        "c.qweight": ("I32", [4, 32], 512),
+        "c.qzeros": ("I32", [2, 4], 32),
+        "c.scales": ("F16", [2, 32], 128),
+        "c.g_idx": ("I32", [32], 128),
+        "g.qweight": ("I32", [32, 4], 512),
+        "g.qzeros": ("I32", [2, 4], 32),
+        "g.scales": ("F16", [2, 32], 128),
+        "d_blocks": ("U8", [4, 2, 16], 128),
+        "d_scales": ("U8", [4, 2], 8),
+        "e.weight": ("I8", [8, 8], 64),
+        "e.SCB": ("F32", [8], 32),
+        "f.weight": ("U8", [64, 1], 64),
+        "f.weight.absmax": ("F32", [2], 8),
+        "f.weight.quant_map": ("F32", [16], 64),
+        "f.weight.quant_state.bitsandbytes__nf4": ("U8", [len(QUANT_STATE)], len(QUANT_STATE)),
+    }
+
+
+QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 16]}'
+# By the first letter of the names of their tensors.
+QUANTIZATION_CONFIGS = {
+    "a": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "b": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}},
+    },
+    "c": {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    "d": {"quant_method": "mxfp4"},
+    "e": {"quant_method": "bitsandbytes"},
+    "f": {"quant_method": "bitsandbytes"},
+    "g": {"quant_method": "awq", "bits": 4, "group_size": 16},
+}
+
+
+def make_quantized() -> bytes:
+    """Return a safetensors file with the tensors of a weight in each quantised format, and with their configs."""
+    header: dict[str, Any] = {"__metadata__": {"configs": json.dumps(QUANTIZATION_CONFIGS)}}
+    data = b""
+    for name, (code, shape, nbytes) in quantized_tensors().items():
+        payload = bytes(nbytes)
+        if name.endswith("nf4"):
+            payload = QUANT_STATE
+        elif name == "b.weight_shape":
+            payload = struct.pack("<qq", 8, 32)
+        header[name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + nbytes],
+        }
+        data += payload
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def read_quantized(path: Path) -> str:
+    """Decode the first and the last row of each quantised weight, with each config of the file."""
+    header = read_safetensors_header(path, 0)
+    try:
+        configs = json.loads(dict(header.metadata).get("configs", "{}"))
+    except ValueError as error:
+        raise PrepError("the configs are broken", str(error)) from error
+    if not isinstance(configs, dict):
+        raise PrepError("the configs are broken")
+    decoded: list[str] = []
+    errors: list[PrepError] = []
+    for letter, settings in configs.items():
+        if not isinstance(settings, dict):
+            continue
+        tensors = [tensor for tensor in header.tensors if tensor.name.startswith(letter)]
+        try:
+            weights = find_stored_weights(settings, tensors, [path])
+            blob = DequantizedBlob(path.name, weights.decoders, (path,))
+            values = np.empty(min(blob.starts()[-1], MIB), np.uint8)
+            with contextlib.closing(blob.open()) as reader:
+                reader.read_at(0, values)
+            decoded.append(xxhash.xxh3_128_hexdigest(values.tobytes()))
+        except PrepError as error:
+            errors.append(error)
+    if not decoded and errors:
+        raise errors[0]
+    return str(decoded)
+
+
 def read_gguf(path: Path) -> str:
     """Return metadata and tensors of a GGUF file."""
     header = read_gguf_header(path)
@@ -279,6 +374,7 @@ FORMATS: Mapping[str, Format] = {
     "bin": Format("a.bin", lambda: np.arange(600, dtype="<u2").tobytes(), records_of("ids")),
     "state.json": Format("state.json", make_state, read_dataset_list),
     "gguf": Format("a.gguf", make_gguf, read_gguf),
+    "quantized": Format("model.safetensors", make_quantized, read_quantized),
     "README.md": Format("README.md", make_readme, read_readme),
 }
 

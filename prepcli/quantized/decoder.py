@@ -57,7 +57,7 @@ class Decoder(ABC):
     """
 
     # The float32 values of a block and their temporary arrays fit a core's L2 cache.
-    block_values = 1 << 16
+    block_values = 1 << 17
 
     def __init__(
         self, name: str, shape: tuple[int, ...], dtype: str, stored: Sequence[FileTensor]

@@ -43,10 +43,6 @@ _PAIRS = nibble_pairs([2 * value for value in E2M1])
 class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
-    # A row of the decoded tensor has one value of each stored row: the larger the block of rows, the longer the runs
-    # of bytes that are read.
-    block_values = 1 << 21
-
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
 

@@ -38,6 +38,7 @@ from trainer.models.boxes import Range
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
 DECODING_NBYTES = 24
+MAX_PANEL_NBYTES = 4 << 20
 # Decoders of packed columns read whole words for a multiple of this many rows.
 ROW_MULTIPLE = 32
 
@@ -67,20 +68,38 @@ class DequantizedBlob:
 
     def open_with_cache(self, cache: ChunkCache) -> DequantizedReader:
         """Open the weights for reading. A block takes no more memory than the cache may."""
-        return DequantizedReader(self, cache.most_nbytes // DECODING_NBYTES)
+        return DequantizedReader(self, cache.most_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """Some columns of some rows of a stored matrix."""
+
+    rows: Range
+    columns: Range
+    values: np.ndarray
+
+    def contains(self, rows: Range, columns: Range) -> bool:
+        """Return whether the panel has these rows, and at least these columns."""
+        first, stop = self.columns
+        return self.rows == rows and first <= columns[0] and columns[1] <= stop
 
 
 class DequantizedReader:
     """Reader of decoded weights, for one thread."""
 
-    def __init__(self, blob: DequantizedBlob, max_values: int) -> None:
+    def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
         self._decoders = blob.decoders
         self._starts = blob.starts()
-        self._max_values = max_values
+        self._max_values = max_nbytes // (2 * DECODING_NBYTES)
+        self._panel_nbytes = min(max_nbytes // 8, MAX_PANEL_NBYTES)
         self._files = open_blobs(blob.stored)
         # The last block: slabs rarely end with a block, and runs may be shorter than a row.
         self._block_key = (-1, -1)
         self._block: ByteArray = np.empty(0, np.uint8)
+        # Of the weight of the last block, by stored tensor. A decoded row of a format that packs columns needs a few
+        # bytes of each stored row: such runs are read for many decoded rows at once.
+        self._panels: dict[str, _Panel] = {}
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes of decoded values from `offset` on.
@@ -108,6 +127,8 @@ class DequantizedReader:
         while done < into.size:
             block_number, block_start = divmod(start + done, block_nbytes)
             if self._block_key != (number, block_number):
+                if self._block_key[0] != number:
+                    self._panels.clear()
                 first = block_number * block_rows
                 rows = (first, min(first + block_rows, decoder.rows))
                 self._block = decoder.decode(rows, self._read_matrix).reshape(-1).view(np.uint8)
@@ -128,21 +149,32 @@ class DequantizedReader:
     ) -> np.ndarray:
         """Return rows of a stored matrix, or only some of their columns."""
         tensor = matrix.tensor
-        item_nbytes = itemsize(tensor.dtype)
-        row_nbytes = matrix.columns * item_nbytes
-        offset = tensor.offset + rows[0] * row_nbytes
-        dtype = numpy_dtype(tensor.dtype)
-        count = rows[1] - rows[0]
         if columns is None or columns == (0, matrix.columns):
-            data = np.empty(count * row_nbytes, np.uint8)
-            self._files.read_at(tensor.file, offset, data)
-            return data.view(dtype).reshape(count, matrix.columns)
-        width = columns[1] - columns[0]
-        parts = np.empty((count, width * item_nbytes), np.uint8)
-        offset += columns[0] * item_nbytes
-        for row in range(count):
-            self._files.read_at(tensor.file, offset + row * row_nbytes, parts[row])
-        return parts.view(dtype)
+            row_nbytes = matrix.columns * itemsize(tensor.dtype)
+            data = np.empty((rows[1] - rows[0]) * row_nbytes, np.uint8)
+            self._files.read_at(tensor.file, tensor.offset + rows[0] * row_nbytes, data)
+            return data.view(numpy_dtype(tensor.dtype)).reshape(-1, matrix.columns)
+        panel = self._panels.get(tensor.name)
+        if panel is None or not panel.contains(rows, columns):
+            panel = self._read_panel(matrix, rows, columns)
+            self._panels[tensor.name] = panel
+        first = columns[0] - panel.columns[0]
+        part = panel.values[:, first : first + columns[1] - columns[0]]
+        return np.ascontiguousarray(part)
+
+    def _read_panel(self, matrix: StoredMatrix, rows: Range, columns: Range) -> _Panel:
+        """Read columns of a matrix, and as many of the next ones as a panel has."""
+        tensor = matrix.tensor
+        item_nbytes = itemsize(tensor.dtype)
+        count = rows[1] - rows[0]
+        width = max(columns[1] - columns[0], self._panel_nbytes // (count * item_nbytes))
+        stop = min(columns[0] + width, matrix.columns)
+        octets = np.empty((count, (stop - columns[0]) * item_nbytes), np.uint8)
+        for number in range(count):
+            first = (rows[0] + number) * matrix.columns + columns[0]
+            offset = tensor.offset + first * item_nbytes
+            self._files.read_at(tensor.file, offset, octets[number])
+        return _Panel(rows, (columns[0], stop), octets.view(numpy_dtype(tensor.dtype)))
 
     def close(self) -> None:
         """Close the files."""
