@@ -28,8 +28,10 @@ from trainer.models.chunk_sizes import expert_block_length
 from trainer.models.registry import FAMILIES
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.mlp import mlp
-from trainer.nn.moe import moe_mlp, route
+from trainer.nn.linear import linear
+from trainer.nn.mlp import mlp_hidden
+from trainer.nn.moe import moe_mlp
+from trainer.nn.router import route
 
 WIDTH = 512  # of the residual stream; the published models have 4096 and 2048
 SHAPES: dict[str, dict[str, Any]] = {
@@ -62,14 +64,15 @@ def dense_moe_mlp(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
     """Compute the weighted sum of each token's experts; every expert computes every token, one expert at a time."""
-    router = weights["router"]["weight"]
-    routing = route(x, router, arch_config, ExpertSharding())
-    selected = nn.one_hot(routing.experts, len(router), axis=0)  # [experts, B, T, K]
+    routing = route(x, weights["router"], arch_config, ExpertSharding())
+    num_experts = len(weights["router"]["weight"])
+    selected = nn.one_hot(routing.experts, num_experts, axis=0)  # [experts, B, T, K]
     experts = {name: projection for name, projection in weights.items() if name != "router"}
 
     @jax.checkpoint
     def weighted_expert(expert: Mapping[str, Any], token_weights: Array) -> Array:
-        return (mlp(x, expert, arch_config, sharding) * token_weights[..., None]).astype(x.dtype)
+        output = linear(mlp_hidden(x, expert, arch_config), expert["down"])
+        return (output * token_weights[..., None]).astype(x.dtype)
 
     def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
         return total + weighted_expert(*expert), None
@@ -135,7 +138,7 @@ def measure(shape: str, num_tokens: int, dtype: str, repeats: int) -> None:
     options = {"arch_config": arch_config, "sharding": ShardingContext()}
     dense, sparse = partial(dense_moe_mlp, **options), partial(moe_mlp, **options)
     rows = num_sparse_rows(
-        route(x, weights["router"]["weight"], arch_config, ExpertSharding()), sizes["experts"]
+        route(x, weights["router"], arch_config, ExpertSharding()), sizes["experts"]
     )
     dense_rows = num_tokens * sizes["experts"]
     passes: dict[str, tuple[Callable[..., Any], ...]] = {"forward": (dense, sparse)}

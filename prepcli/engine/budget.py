@@ -136,18 +136,18 @@ class BufferPool:
         """
         for _ in range(count):
             self._permits.get()
-        return [self._take() for _ in range(count)]
+        buffers: list[ByteArray] = []
+        for _ in range(count):
+            try:
+                buffers.append(self._free.pop())
+            except IndexError:
+                buffers.append(allocate_buffer(self._nbytes))
+        return buffers
 
     def release(self, buffers: list[ByteArray]) -> None:
         """Return buffers to the pool."""
         self._free.extend(buffers)
         self._add_permits(len(buffers))
-
-    def _take(self) -> ByteArray:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return allocate_buffer(self._nbytes)
 
     def _add_permits(self, count: int) -> None:
         for _ in range(count):

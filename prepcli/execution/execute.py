@@ -13,8 +13,8 @@ from prepcli.console.ui import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest
-from prepcli.engine.files import Files, RunReader, io_error
-from prepcli.engine.journal import EMPTY_JOURNAL_STATE, Journal, JournalState
+from prepcli.engine.files import Files, io_error
+from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import ConversionResult, Pipeline
@@ -118,6 +118,10 @@ class ConversionExecutor:
         )
         self.run_identity = identify_run(plan)
         self.stage = Staging(out)
+        folder = data_folder(plan, self.stage.folder)
+        self._files = [folder / file.path for file in plan.files]
+        # reads the plan's streams back
+        self._reader = StreamReader(plan.streams, self.budget, pool.progress)
         self.team = Team(
             plan,
             self.stage,
@@ -161,7 +165,13 @@ class ConversionExecutor:
                 record = self.stage.read_or_write_note(source_state.SOURCE_STATE_FILE, record)
                 self._source_at_start = record["files"]
             with note_durable_work(self._describe_durable):
-                self.team.complete(self._move_own_share, publish=self._check_and_publish)
+                with self.stage.failures.recording_errors():
+                    self.pool.start()
+                    self._result = self._move_share(self.pool.share.index)
+                self.stage.mark_moved()
+                with self.team.publishing() as is_needed:
+                    if is_needed:
+                        self._check_and_publish()
             peak_nbytes = max(self._result.peak_nbytes, anonymous_nbytes())
         remove_work_folder(self.out)
         self._result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
@@ -176,23 +186,6 @@ class ConversionExecutor:
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
         return f"{sizes} are kept in {self.stage.folder.name}"
 
-    @property
-    def _files(self) -> list[Path]:
-        """Paths of the data files."""
-        folder = data_folder(self.plan, self.stage.folder)
-        return [folder / file.path for file in self.plan.files]
-
-    @property
-    def _reader(self) -> StreamReader:
-        """A reader that reads the plan's streams back."""
-        return StreamReader(self.plan.streams, self.budget, self.pool.progress)
-
-    # Writing
-
-    def _move_own_share(self) -> None:
-        self.pool.start()
-        self._result = self._move_share(self.pool.share.index)
-
     def _move_share(self, index: int) -> ConversionResult:
         """Copy the unfinished streams of process `index` into the data files."""
         share_plan = self.team.share_plan(index)
@@ -206,38 +199,33 @@ class ConversionExecutor:
             if had_files and index == 0 and not share_plan.zstd_level:
                 zero_gaps(self.plan, self._files)
             with self.team.open_journal(index, self._verify_earlier_run(index)) as journal:
-                result = self._run_pipeline(index, share_plan, files, sink, journal)
+                done_nbytes, total_nbytes = self.team.own_nbytes()
+                if done_nbytes:
+                    sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
+                    self.note(f"resuming {self.stage.folder.name}: {sizes} are durable")
+                self.pool.progress.begin(share_plan.command, total_nbytes, done_nbytes)
+                try:
+                    integrity = IntegrityChecker(
+                        share_plan, self.source, allow_overflow=self.allow_overflow
+                    )
+                    result = Pipeline(
+                        share_plan.streams,
+                        files,
+                        sink=sink,
+                        budget=self.budget,
+                        progress=self.pool.progress,
+                        journal=journal,
+                        on_digest=integrity.on_digest,
+                        checksums=checksum_recorder(share_plan, self.stage, index=index),
+                    ).run()
+                finally:
+                    self.pool.progress.end()
                 sink.check_unchanged()
         digests: dict[int, str] = {}
         for position, number in enumerate(self.team.shares[index]):
             digests[number] = result.digests[position]
         self._check_source(digests, self._source_at_join)
         return result
-
-    def _run_pipeline(
-        self, index: int, share_plan: Plan, files: RunReader, sink: Files, journal: Journal
-    ) -> ConversionResult:
-        done_nbytes, total_nbytes = self.team.own_nbytes()
-        if done_nbytes:
-            sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-            self.note(f"resuming {self.stage.folder.name}: {sizes} are durable")
-        self.pool.progress.begin(share_plan.command, total_nbytes, done_nbytes)
-        try:
-            integrity = IntegrityChecker(
-                share_plan, self.source, allow_overflow=self.allow_overflow
-            )
-            return Pipeline(
-                share_plan.streams,
-                files,
-                sink=sink,
-                budget=self.budget,
-                progress=self.pool.progress,
-                journal=journal,
-                on_digest=integrity.on_digest,
-                checksums=checksum_recorder(share_plan, self.stage, index=index),
-            ).run()
-        finally:
-            self.pool.progress.end()
 
     # Checking
 
@@ -375,7 +363,8 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if plan.leaves:
         small_files += ITEM_INDEX_FILES
     for path, size in sizes_by_path.items():
-        if not _has_size(folder / path, size):
+        data_file = folder / path
+        if not data_file.is_file() or data_file.stat().st_size != size:
             return False
     for path in small_files:
         if not (folder / path).is_file():
@@ -383,10 +372,6 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if manifest.checksums is not None and not (out / CHECKSUMS_FILE).is_file():
         return False
     return are_files_intact(out, manifest)
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:

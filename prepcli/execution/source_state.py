@@ -37,7 +37,12 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
     """
     # Sizes and times are in the plan. Inode and change time also differ after a copy that keeps the time or
     # a `chmod`, where the bytes are equal, so that a difference only leads to a comparison.
-    stats = [_stat(path) for path in source.files]
+    stats: list[os.stat_result] = []
+    for path in source.files:
+        try:
+            stats.append(path.stat())
+        except OSError as error:
+            raise io_error(path, error) from error
     for expected, path, file_stat in zip(plan.source_files, source.files, stats):
         if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
             raise source_changed_error([path], source)
@@ -64,10 +69,3 @@ def touched_files(source: Source, before: SourceState, *, now: SourceState) -> l
         if state_before != state_now:
             touched.append(path)
     return touched
-
-
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as error:
-        raise io_error(path, error) from error

@@ -186,6 +186,11 @@ class Manifest:
         return self.fields.get("config", {})
 
     @property
+    def family(self) -> str | None:
+        """Name of the model family."""
+        return self.fields.get("family")
+
+    @property
     def layout(self) -> str | None:
         """Name of the layout of the tree."""
         return self.fields.get("layout")

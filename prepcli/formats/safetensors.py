@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import Command, DamagedError, PrepError, text
 from prepcli.formats.shard_index import (
     check_index_matches_files,
     check_numbered_files,
@@ -37,7 +37,10 @@ from prepcli.planning.tensors import FileTensor, array_bits
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
-ADAPTER_HINT = "`prep merge ADAPTER BASE` adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others"
+ADAPTER_HINT = text(
+    "{} adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others",
+    Command("merge", "ADAPTER", "BASE"),
+)
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"
 # A file starts with the little-endian length of its header.

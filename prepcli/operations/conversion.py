@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.observer import Observer, RecordingObserver
+from prepcli.console.lists import join_names
+from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
 from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.engine.pipeline import ConversionResult
@@ -36,8 +37,8 @@ from prepcli.operations.conversion_details import (
     compression_fields,
     compression_line,
     count_changed_values,
-    note_plan_details,
     plan_fields,
+    process_fields,
     result_fields,
     source_fields,
 )
@@ -49,14 +50,19 @@ from prepcli.planning.shares import requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.earlier_checkpoints import note_unrecorded
 from prepcli.sources.averages import use_averages
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
+from trainer.models.verbatim import CANNOT_TRAIN
 
 UNWRITTEN_SOURCES = "sources are never written to"
+OUT_PLACEHOLDER = "{out}"
+# Side files in a message.
+MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,11 @@ class CommonOptions:
     config: Path | None = None  # config.json, for a checkpoint without one
     allow_overflow: bool = False  # cast values that are too large to infinity
     ema: bool = False  # take the moving average of a run's parameters
-    dequantize: bool = False  # decode quantised weights
+    quantized: str = "refuse"  # or keep, or dequantize: what to do with quantised weights
+    verbatim: bool | None = (
+        False  # keep the names of the file; None: if no family has the model_type
+    )
+    copied_files: tuple[str, ...] = ()  # patterns of further side files to copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,7 @@ class PlannedConversion:
     default_out_name: str
     notes: tuple[str, ...]  # lines for the user
     fields: dict[str, Any]  # for JSON
-    next_command: Callable[[Path], str]  # from the output's path
+    next_command: str  # with OUT_PLACEHOLDER for the output's path
     source_view: Source | None = (
         None  # the source that the plan reads, if not the one that was opened
     )
@@ -123,7 +133,9 @@ def common_options(
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
-        dequantize=options.get("quantized") == "dequantize",
+        quantized=options.get("quantized", "refuse"),
+        verbatim=options.get("verbatim", False),
+        copied_files=as_tuple(options.get("copy", ())),
     )
 
 
@@ -135,7 +147,7 @@ def match_options(options: Mapping[str, Any]) -> MatchOptions:
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of options in the form that manifests record, e.g. `rules="a=mp"` -> `("a=mp",)`."""
     values = dict(options)
-    for name in ("drop", "rules"):
+    for name in ("drop", "rules", "copy"):
         if name in values:
             values[name] = as_tuple(values[name])
     if values["config"] is not None:
@@ -179,12 +191,26 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
-    access = replace(access, allow_adapters=allow_adapters, allow_quantized=common.dequantize)
+    is_decoded = common.quantized == "dequantize"
+    # Only the verbatim family has the names of codes and scales.
+    is_kept = common.quantized == "keep" and common.verbatim is not False
+    access = replace(access, allow_adapters=allow_adapters, allow_quantized=is_decoded or is_kept)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
-    source = open_source(located, common.config, dequantize=common.dequantize)
+    verbatim = common.verbatim
+    if is_kept and is_quantized(located.local_files.path):
+        verbatim = True
+        option = Option("quantized", "dequantize")
+        observer.note(text("quantised weights are kept; {} decodes them", option))
+    source = open_source(
+        located,
+        common.config,
+        verbatim=verbatim,
+        copied_files=common.copied_files,
+        dequantize=is_decoded,
+    )
     note_unrecorded(source.display_name, source.manifest, observer)
     return located, use_averages(source) if common.ema else source
 
@@ -230,18 +256,18 @@ def run_conversion(
     """
     started_s = time.monotonic()
     recorder = RecordingObserver(observer)
-
-    def convert(out: Path | None, dry_run: bool) -> Conversion:
-        request = replace(common, out=out, dry_run=dry_run)
-        return _convert_to_folder(request, recorder, make_plan, is_candidate)
-
     # This also checks the variables of launchers, before anything is read.
     share, _ = requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
     if url is None:
-        conversion = convert(common.out, common.dry_run)
+        conversion = _convert_to_folder(common, recorder, make_plan, is_candidate)
     else:
         request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
+
+        def convert(out: Path, dry_run: bool) -> Conversion:
+            local = replace(common, out=out, dry_run=dry_run)
+            return _convert_to_folder(local, recorder, make_plan, is_candidate)
+
         if PARENT_VARIABLE in os.environ:
             # A worker writes its share of the local folder. Its parent uploads the folder.
             conversion = convert(request.local_folder, common.dry_run)
@@ -284,60 +310,86 @@ def _convert_to_folder(
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = make_plan(source, located)
+    plan = planned.plan
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
-    observer.note(source_line(source))
-    unsupported_reason = unsupported_model_reason(source)
-    if unsupported_reason:
-        observer.warn(
-            f"{source.display_name} can be converted, but not trained or sampled from:"
-            f" {unsupported_reason}"
-        )
-    for line in planned.notes:
-        observer.note(line)
-    note_plan_details(planned.plan, observer)
     details: dict[str, Any] = {
         "source": source_fields(source, located),
         **planned.fields,
-        **plan_fields(planned.plan),
-        "not_computed": unsupported_reason,
+        **plan_fields(plan),
+        "not_computed": unsupported_model_reason(source),
     }
+    _note_plan(planned, source, details["not_computed"], observer)
+    result = ConversionResult()
     if common.dry_run:
-        return _dry_run_result(planned, out, details)
-    result, process_fields = _execute_plan(
-        planned.plan, planned.source_view or source, out, common, observer
-    )
-    seconds = time.monotonic() - started_s
-    _add_result_details(details, planned.plan, out, result, common, seconds, observer)
+        details = {"output": str(out), "dry_run": True, **details}
+    else:
+        share, launcher = requested_share(common.process_options.processes, os.environ)
+        if launcher:
+            observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        with WorkerPool(
+            common.process_options,
+            share,
+            memory_nbytes=common.memory_nbytes,
+            progress=observer.progress(),
+        ) as pool:
+            result = ConversionExecutor(
+                plan,
+                planned.source_view or source,
+                out=out,
+                pool=pool,
+                overwrite=common.overwrite,
+                restart=common.restart,
+                allow_overflow=common.allow_overflow,
+                note=observer.note,
+            ).run()
+        seconds = time.monotonic() - started_s
+        _add_result_details(details, plan, out, result, common, seconds, observer)
+        if pool.share.count > 1:
+            details["processes"] = process_fields(pool.share, common.process_options)
     return Conversion(
         path=out,
         bytes_read=result.read_nbytes,
         bytes_written=result.written_nbytes,
-        seconds=seconds,
+        seconds=0.0,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
         plan_digest=details["plan_digest"],
-        plan=planned.plan,
-        details={**details, **process_fields},
-        next_command=planned.next_command(out),
-    )
-
-
-def _dry_run_result(planned: PlannedConversion, out: Path, details: dict[str, Any]) -> Conversion:
-    """Return the result of a conversion that was only planned."""
-    return Conversion(
-        path=out,
-        bytes_read=0,
-        bytes_written=0,
-        seconds=0.0,
-        peak_bytes=0,
-        already_done=False,
-        plan_digest=details["plan_digest"],
-        plan=planned.plan,
-        details={"output": str(out), "dry_run": True, **details},
+        plan=plan,
+        details=details,
         # An output that was uploaded earlier is reported from a dry run.
-        next_command=planned.next_command(out),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
     )
+
+
+def _note_plan(
+    planned: PlannedConversion,
+    source: Source,
+    unsupported_reason: str | None,
+    observer: Observer,
+) -> None:
+    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
+    observer.note(source_line(source))
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+    elif unsupported_reason:
+        observer.warn(
+            f"{source.display_name} can be converted, but not trained or sampled from:"
+            f" {unsupported_reason}"
+        )
+    if source.left_files:
+        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
+        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
+    for line in planned.notes:
+        observer.note(line)
+    plan = planned.plan
+    for leaf in plan.leaves:
+        grid = leaf.grid
+        chunks = f"in chunks of {list(grid.chunk_shape)}"
+        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
+    for dropped in plan.dropped:
+        name = plan.display_names.get(dropped.name, dropped.name)
+        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
 
 
 def _add_result_details(
@@ -364,43 +416,6 @@ def _add_result_details(
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
     }
-
-
-def _execute_plan(
-    plan: Plan, source: Source, out: Path, common: CommonOptions, observer: Observer
-) -> tuple[ConversionResult, dict[str, Any]]:
-    """Write the output with this process and its workers.
-
-    Returns:
-        Their result, and the JSON fields of the processes.
-    """
-    share, launcher = requested_share(common.process_options.processes, os.environ)
-    if launcher:
-        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
-    with WorkerPool(
-        common.process_options,
-        share,
-        memory_nbytes=common.memory_nbytes,
-        progress=observer.progress(),
-    ) as pool:
-        result = ConversionExecutor(
-            plan,
-            source,
-            out=out,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        ).run()
-    if pool.share.count == 1:
-        return result, {}
-    fields = {
-        "count": pool.share.count,
-        "index": pool.share.index,
-        "workers": common.process_options.num_workers,
-    }
-    return result, {"processes": fields}
 
 
 def _check_output_location(out: Path, source: Source) -> None:
@@ -437,7 +452,10 @@ def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
     # Decoded weights count as they are written.
     tensors = [tensor.cast(None) for tensor in source.tensors]
-    dtypes = _weight_dtypes(tensors)
+    largest_nbytes = max((t.nbytes for t in tensors), default=0)
+    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
+    # named dtypes have a tensor of at least 1/8 of the largest one.
+    dtypes = sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})
     size = format_bytes(sum(t.nbytes for t in tensors))
     parts = [
         source.display_name,
@@ -459,10 +477,3 @@ def unsupported_model_reason(source: Source) -> str | None:
     except PrepError as error:
         return str(error)
     return None
-
-
-def _weight_dtypes(tensors: Sequence[SourceTensor]) -> list[str]:
-    """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
-    largest_nbytes = max((t.nbytes for t in tensors), default=0)
-    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it.
-    return sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})

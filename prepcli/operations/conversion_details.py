@@ -1,4 +1,4 @@
-"""The details of a conversion for JSON, and the notes about it."""
+"""The details of a conversion for JSON, and its closing note."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.observer import LEAVES, Observer
 from prepcli.engine import casts
 from prepcli.engine.pipeline import ConversionResult
 from prepcli.execution.execute import plan_digest
+from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import Plan
+from prepcli.planning.shares import Share
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
-
-
-def note_plan_details(plan: Plan, observer: Observer) -> None:
-    """Note one line per leaf and per dropped tensor, at `-v`."""
-    for leaf in plan.leaves:
-        observer.note(
-            f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}",
-            LEAVES,
-        )
-    for dropped in plan.dropped:
-        observer.note(
-            f"  dropped {plan.display_names.get(dropped.name, dropped.name)}: {dropped.rule}",
-            LEAVES,
-        )
 
 
 def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
@@ -46,7 +33,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the digest of a plan, the accounting of its tensors, and its casts."""
     names = plan.display_names
     # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
-    used = {s.name for s in plan.streams if s.writes and s.reads}
+    used = {s.name for s in plan.streams if (s.writes or not s.nbytes) and s.reads}
     return {
         "plan_digest": plan_digest(plan),
         "accounting": {
@@ -88,6 +75,11 @@ def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any
         "memory": {"budget": memory_nbytes, "peak": result.peak_nbytes},
         "time": {stage: round(seconds, 3) for stage, seconds in result.seconds.items()},
     }
+
+
+def process_fields(share: Share, options: ProcessOptions) -> dict[str, int]:
+    """Return the share of this process among the processes of an output."""
+    return {"count": share.count, "index": share.index, "workers": options.num_workers}
 
 
 def count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
@@ -137,7 +129,8 @@ def closing_line(
     """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
     if result.already_done:
         return f"already done: {out} was made by the same request from the same source"
-    used = len({s.name for s in plan.streams if s.writes})
+    # A tensor without elements is part of the output, and nothing is written for it.
+    used = len({s.name for s in plan.streams if s.writes or not s.nbytes})
     memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
     parts = [
         f"{used} tensors",

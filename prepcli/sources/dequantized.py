@@ -32,7 +32,8 @@ from prepcli.quantized.find_weights import (
     quantization_settings,
     settings_of_file,
 )
-from prepcli.sources.source import Source, SourceTensor, read_json_object
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
 
 DECODED_DTYPE = "bfloat16"
@@ -181,6 +182,14 @@ class DequantizedReader:
         self._files.close()
 
 
+def is_quantized(folder: Path) -> bool:
+    """Return whether the settings files of a model describe quantised weights."""
+    config_path = folder / CONFIG
+    if config_path.is_file() and quantization_settings(read_json_object(config_path)):
+        return True
+    return any((folder / name).is_file() for name in QUANTIZATION_FILES)
+
+
 def dequantize_source(source: Source) -> Source:
     """Return a source with one float tensor for each quantised weight and its scales.
 
@@ -204,7 +213,7 @@ def dequantize_source(source: Source) -> Source:
     weights = find_stored_weights(settings, stored, source.byte_sources)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
     decoded = _decoded_source(source, stored, weights, blob)
-    return replace(
+    decoded = replace(
         decoded,
         config=_without_quantization(source.config),
         small_files=tuple(
@@ -213,6 +222,8 @@ def dequantize_source(source: Source) -> Source:
         blobs=(*source.byte_sources, blob),
         quantization=settings,
     )
+    # The verbatim family is made from the tensors.
+    return as_verbatim(decoded) if decoded.family.is_verbatim else decoded
 
 
 def find_stored_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,29 @@ def settings_files(
     )
 
 
+def config_files(
+    source: Source, config: Mapping[str, Any], path_prefix: str = ""
+) -> tuple[SmallFile, ...]:
+    """Return the config.json of an output.
+
+    A verbatim output has a byte-for-byte copy, as long as its content is the source's.
+
+    Args:
+        source: The opened source.
+        config: Content of the output's config.json.
+        path_prefix: Put before the name in the output.
+    """
+    path = source.config_path
+    # The config of decoded weights is that of the source without its quantisation.
+    is_changed = path is not None and (config != source.config or bool(source.quantization))
+    if not source.family.is_verbatim or is_changed:
+        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
+    if path is None:
+        return ()
+    copy = _copied_file(path, source.root, source.manifest or NO_MANIFEST, path_prefix)
+    return (replace(copy, path=path_prefix + CONFIG),)
+
+
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
     """Return the safetensors index. A single file named SINGLE_FILE needs no index."""
     # transformers opens SINGLE_FILE by its name, and a file of another name only if an index lists it.
@@ -138,7 +162,12 @@ def output_config(
     source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
 ) -> dict[str, Any]:
     """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
-    config = with_vocabulary(source.config, vocabulary)
+    if source.family.is_verbatim:
+        if source.config_path is None or dtype is None:
+            return dict(source.config)
+        config = dict(source.config)
+    else:
+        config = with_vocabulary(source.config, vocabulary)
     # Transformers 5 and 4.
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}

@@ -183,9 +183,12 @@ def _has_shrunk(
     wanted: Mapping[str, int],
 ) -> bool:
     try:
-        size = family.sizes(config).get(axis, 0)
+        sizes = family.sizes(config)
     # The default does not agree with the sizes that were set.
     except PrepError:
+        return False
+    size = sizes.get(axis, 0)
+    if axis == "kv_heads" and size and sizes["heads"] % size:
         return False
     return size <= wanted[axis] or size < original[axis]
 

@@ -12,6 +12,7 @@ import numpy as np
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.tensors import itemsize
 from prepcli.testing.checkpoints import write_checkpoint
+from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
@@ -89,6 +90,15 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "eos_token_id": 1,
         "decoder_start_token_id": 0, "pad_token_id": 0,
     },
+}  # fmt: skip
+# Families with golden files of their own, with sizes that meshes divide. Most tests of conversions leave them out.
+DENSE_SIZES = GROUPED_QUERY | {"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4}
+DENSE_CONFIGS: dict[str, dict[str, Any]] = {
+    name: config | {
+        key: value for key, value in DENSE_SIZES.items() if key in config and key != "num_hidden_layers"
+    }
+    for name, config in DENSE_FAMILIES.items()
+    if name == config["model_type"]
 }  # fmt: skip
 ARCHITECTURES = {
     "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",

@@ -104,6 +104,71 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
     },
 }  # fmt: skip
+# Families whose matrices and norms have LLaMA's names. Sizes are those of GROUPED_QUERY.
+LLAMA_LIKE = GROUPED_QUERY | {"head_dim": 8, "num_attention_heads": 3}
+LAYER_NORM = {key: value for key, value in LLAMA_LIKE.items() if key != "rms_norm_eps"} | {
+    "layer_norm_eps": 1e-3
+}
+SMALL_GPT = TOKEN_FIELDS | {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+GPT_NAMES = TOKEN_FIELDS | {
+    "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "n_inner": 20, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+    "olmo2": LLAMA_LIKE | {"model_type": "olmo2"},
+    "olmo3": LLAMA_LIKE | {
+        "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 5, "rope_theta": 2e4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    },
+    "smollm3": LLAMA_LIKE | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "granite": LLAMA_LIKE | {
+        "model_type": "granite", "embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "glm4": LLAMA_LIKE | {"model_type": "glm4"},
+    "glm": LLAMA_LIKE | {"model_type": "glm"},
+    "starcoder2": SMALL | {
+        "model_type": "starcoder2", "num_key_value_heads": 1, "norm_epsilon": 1e-3, "sliding_window": 5,
+    },
+    "stablelm": LAYER_NORM | {"model_type": "stablelm", "partial_rotary_factor": 0.5},
+    "stablelm-parallel": LAYER_NORM | {
+        "model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True,
+    },
+    "phi": SMALL | {"model_type": "phi", "layer_norm_eps": 1e-3},
+    "exaone4": LLAMA_LIKE | {"model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": 2},
+    "ernie4_5": LLAMA_LIKE | {"model_type": "ernie4_5", "use_bias": True},
+    "ministral": LLAMA_LIKE | {
+        "model_type": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "seed_oss": LLAMA_LIKE | {"model_type": "seed_oss", "attention_out_bias": True},
+    "olmo": SMALL | {"model_type": "olmo", "num_key_value_heads": 1, "clip_qkv": 0.8},
+    "cohere": LAYER_NORM | {"model_type": "cohere", "logit_scale": 0.4, "use_qk_norm": True},
+    "cohere2": LAYER_NORM | {
+        "model_type": "cohere2", "logit_scale": 0.4, "sliding_window": 5, "sliding_window_pattern": 2,
+    },
+    "helium": LLAMA_LIKE | {"model_type": "helium"},
+    "arcee": LLAMA_LIKE | {"model_type": "arcee"},
+    "hunyuan_v1_dense": LLAMA_LIKE | {
+        "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+    },
+    "nemotron": SMALL | {"model_type": "nemotron", "num_key_value_heads": 1, "norm_eps": 1e-3},
+    "jais2": LAYER_NORM | {"model_type": "jais2"},
+    "cwm": LLAMA_LIKE | {"model_type": "cwm", "sliding_window": 5},
+    "falcon": SMALL_GPT | {"model_type": "falcon"},
+    "falcon-serial": SMALL_GPT | {"model_type": "falcon", "parallel_attn": False, "bias": True},
+    "gpt_bigcode": GPT_NAMES | {"model_type": "gpt_bigcode"},
+    "gpt_bigcode-heads": GPT_NAMES | {"model_type": "gpt_bigcode", "multi_query": False},
+    "bloom": SMALL_GPT | {"model_type": "bloom"},
+    "mpt": TOKEN_FIELDS | {
+        "model_type": "mpt", "d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 300,
+        "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
+    },
+    "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
+    "vaultgemma": GEMMA | {
+        "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+    },
+}  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
     "use_sliding_window": True,
@@ -208,7 +273,7 @@ FIRST_FAMILIES: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
     **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
 }
-GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # configs with a golden file
+GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES | DENSE_FAMILIES  # configs with a golden file
 GPT2_VARIANTS: dict[str, dict[str, Any]] = {
     "odd-heads": {"n_embd": 24, "n_head": 3},
     "names": {
@@ -266,5 +331,9 @@ LIVE: dict[str, dict[str, Any]] = {  # all configs that are compared with transf
 }
 ODD_HEADS = {  # one config with an odd number of heads per family
     **{name: LIVE[f"{name}-odd-heads"] for name in ("gpt2", "gpt_neo", "llama")},
-    **{name: config for name, config in NEWER_FAMILIES.items() if name == config["model_type"]},
+    **{
+        name: config
+        for name, config in (NEWER_FAMILIES | DENSE_FAMILIES).items()
+        if name == config["model_type"]
+    },
 }

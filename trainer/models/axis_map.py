@@ -64,6 +64,15 @@ def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
     return None
 
 
+def escape_path(path: str) -> str:
+    """Return a path as a template of `str.format`. The paths of a family's rows are such templates.
+
+    >>> escape_path("{a}.b").format()
+    '{a}.b'
+    """
+    return path.replace("{", "{{").replace("}", "}}")
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """An atom in a merged dim or in braces.
@@ -97,10 +106,13 @@ class NamePattern:
     Attributes:
         terms: Atoms that form one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
+        numbers: The numbers themselves, for an axis map with a list of its own. The sizes then have no entry for its
+            atom.
     """
 
     terms: tuple[Term, ...]
     index_list: str = ""
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,15 +369,17 @@ class _SizeLookup:
 
 def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
     for part in row.name_parts:
-        if isinstance(part, NamePattern) and part.index_list and part.terms[0].atom == atom:
+        if not isinstance(part, NamePattern):
+            continue
+        if (part.index_list or part.numbers) and part.terms[0].atom == atom:
             return True
     return False
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
-    if not pattern.index_list:
+    if not (pattern.index_list or pattern.numbers):
         return TensorIndex(lookup.factors(pattern.terms))
-    indices = lookup.index_list(pattern.index_list)
+    indices = pattern.numbers or lookup.index_list(pattern.index_list)
     return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 
 

@@ -8,22 +8,50 @@ from typing import Any
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
+    arcee,
+    biogpt,
+    bloom,
+    cohere,
+    cohere2,
+    cwm,
+    ernie4_5,
+    exaone4,
+    falcon,
     gemma,
     gemma2,
     gemma3,
+    glm,
+    glm4,
     gpt2,
+    gpt_bigcode,
     gpt_neo,
     gpt_neox,
     gptj,
+    granite,
+    helium,
+    hunyuan_v1_dense,
+    jais2,
     llama,
+    ministral,
     mistral,
     mixtral,
+    mpt,
+    nemotron,
+    olmo,
+    olmo2,
+    olmo3,
     opt,
+    phi,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
     t5,
+    vaultgemma,
 )
 from trainer.models.parameters import Family, HFConfig
 from trainer.models.unsupported import missing_mechanism
@@ -31,6 +59,10 @@ from trainer.models.unsupported import missing_mechanism
 _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
+    *(olmo2, olmo3, smollm3, granite, glm4, glm, starcoder2, stablelm, phi, exaone4, ernie4_5),
+    *(ministral, seed_oss, olmo, cohere, cohere2, helium, arcee, hunyuan_v1_dense, nemotron),
+    *(falcon, gpt_bigcode, bloom, mpt, biogpt),
+    *(jais2, cwm, vaultgemma),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

@@ -65,7 +65,6 @@ MECHANISMS = (
             "ffn_config",
         ),
     ),
-    _mechanism("ALiBi position biases", "bloom mpt", "alibi"),
     _mechanism(
         "an encoder without a decoder",
         "albert bert big_bird camembert convbert deberta deberta-v2 distilbert electra ernie esm eurobert fnet funnel "

@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
+from trainer.models.architecture import Alibi, ArchConfig, LayerKind, RelativePositionBias
 from trainer.models.param_tree import Tree
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, CosSin, EncoderOutput
@@ -54,11 +55,13 @@ class LayerContext:
     ffn_chunk_size: int = -1
     dropout: LayerDropout | None = None
 
-    def drop_residual(self, x: Array, site: DropoutSite) -> Array:
-        """Drop elements of the output [B, T, D] of attention or MLP, if there is dropout."""
+    def residual_update(self, output: Array, site: DropoutSite) -> Array:
+        """Scale the output [B, T, D] of attention or MLP, and drop elements of it, if there is dropout."""
+        if self.arch_config.residual_scale != 1.0:
+            output = output * jnp.asarray(self.arch_config.residual_scale, output.dtype)
         if self.dropout is None:
-            return x
-        return self.dropout.drop_residual(x, site)
+            return output
+        return self.dropout.drop_residual(output, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,11 @@ class StackContext:
     encoder_output: EncoderOutput | None = None
     dropout: Dropout | None = None
 
-    def for_layer(self, window: int, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
+    def for_layer(self, kind: LayerKind, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
         """Return the context of one layer.
 
         Args:
-            window: Sliding window of the layer.
+            kind: Window and rotary embedding of the layer.
             weights: Weights of the layer, with its score scale and dropout keys if it has them.
             kv_cache: Cache that the layer appends to.
         """
@@ -99,16 +102,15 @@ class StackContext:
         if encoder_output is not None and kv_cache is not None:
             encoder_output = encoder_output.for_layer(kv_cache.layer)
         cos_sin = None
-        rope = self.arch_config.rope_for(window)
-        if rope:
-            cos_sin = self.cos_sin_by_rope[rope]
+        if kind.rope is not None:
+            cos_sin = self.cos_sin_by_rope[kind.rope]
         dropout = None
         if self.dropout is not None:
             layer_keys = weights.get(LAYER_DROPOUT_KEYS)
             dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
         return LayerContext(
             self.arch_config,
-            self.mask.for_layer(window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
+            self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
             self.forward_config.sharding,
             kv_cache=kv_cache,
             encoder_output=encoder_output,
@@ -129,10 +131,14 @@ def with_score_bias(
         arch_config: The choices of its layers.
         forward_config: Execution options.
     """
-    if arch_config.relative_position_bias is None:
-        return mask
-    table = stack["relative_positions"]["weight"]
-    bias = ScoreBias(table, arch_config.relative_position_bias, forward_config.sharding)
+    match arch_config.score_bias:
+        case None:
+            return mask
+        case Alibi(slopes):
+            table = jnp.asarray([slopes], jnp.float32)
+        case RelativePositionBias():
+            table = stack["relative_positions"]["weight"]
+    bias = ScoreBias(table, arch_config.score_bias, forward_config.sharding)
     mask = dataclasses.replace(mask, bias=bias)
     if forward_config.attention_options.kernel != "reference":
         return mask

@@ -22,7 +22,8 @@ from jax import Array, lax
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import expert_block_length
-from trainer.nn.expert_sharding import Experts, ExpertSharding
+from trainer.models.param_tree import unflatten_tree
+from trainer.nn.expert_sharding import UP, Experts, ExpertSharding
 from trainer.nn.linear import linear
 from trainer.nn.mlp import mlp_hidden
 
@@ -176,10 +177,10 @@ def experts_gradients(
 
 def _expert_mlp(x: Array, weights: Array, expert: Experts, arch_config: ArchConfig) -> Array:
     """Compute the MLP of one expert for rows [R, D], times their routing weights [R]."""
-    matrices = {name: {"weight": matrix} for name, matrix in expert.items()}
+    projections = unflatten_tree(expert)
     # w * down(h) = down(w * h) with h: [1, R, F]. dw = dh . h then needs no product with `down` again.
-    hidden = mlp_hidden(x[None], matrices, arch_config)
-    return linear((hidden * weights[:, None]).astype(x.dtype), matrices["down"])[0]
+    hidden = mlp_hidden(x[None], projections, arch_config)
+    return linear((hidden * weights[:, None]).astype(x.dtype), projections["down"])[0]
 
 
 def _sort_by_expert(routing: Routing, experts: Experts, shards: ExpertSharding) -> _SortedRows:
@@ -188,7 +189,7 @@ def _sort_by_expert(routing: Routing, experts: Experts, shards: ExpertSharding) 
     # index = 0 2 2 1 0 1, where 2 stands for every expert of another device. order = 0 4 3 5 1 2
     # lists the assignments by expert. Their tokens are order // K = 0 2 1 2 0 1: expert 0 has rows
     # 0 and 1 (tokens 0 and 2), expert 1 has rows 2 and 3 (tokens 1 and 2), so bounds = 0 2 4.
-    num_local = len(experts["up"])
+    num_local = len(experts[UP])
     top_k = routing.experts.shape[-1]
     index = routing.experts.reshape(-1) - shards.first_expert(num_local)
     index = jnp.where((index >= 0) & (index < num_local), index, num_local)

@@ -19,12 +19,17 @@ from jax.sharding import PartitionSpec
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.mesh import MeshAxes
 
-_UP_DIMS = ("experts", "mlp", "embed")
-EXPERT_DIMS: Mapping[str, tuple[str, str, str]] = {
-    "gate": _UP_DIMS, "up": _UP_DIMS, "down": ("experts", "embed", "mlp"),
-}  # fmt: skip
+UP = "up.weight"
+EXPERT_DIMS: Mapping[str, tuple[str, ...]] = {
+    "gate.weight": ("experts", "mlp", "embed"),
+    "gate.bias": ("experts", "mlp"),
+    UP: ("experts", "mlp", "embed"),
+    "up.bias": ("experts", "mlp"),
+    "down.weight": ("experts", "embed", "mlp"),
+}
 
-# `gate`, `up` and `down`: [E, F, D], [E, F, D] and [E, D, F], or without E for one expert.
+# Leaves of EXPERT_DIMS by path, e.g. `up.weight` [E, F, D], or without E for one expert. Biases are
+# optional.
 Experts = Mapping[str, Array]
 
 
@@ -36,14 +41,14 @@ class ExpertSharding:
         device_mesh: The device mesh. None for one device.
         row_axes: Axes that split the rows of the batch.
         column_axes: Axes that split the tokens of a row.
-        weight_axes: Axes of each dim of the stacked matrices, by name.
+        weight_axes: Axes of each dim of the stacked leaves, by path.
     """
 
     device_mesh: jax.sharding.Mesh | None = None
     row_axes: MeshAxes = ()
     column_axes: MeshAxes = ()
     weight_axes: Mapping[str, tuple[MeshAxes, ...]] = field(
-        default_factory=lambda: dict.fromkeys(EXPERT_DIMS, ((), (), ()))
+        default_factory=lambda: {path: ((),) * len(dims) for path, dims in EXPERT_DIMS.items()}
     )
 
     @property
@@ -54,13 +59,13 @@ class ExpertSharding:
     @property
     def gathers_experts(self) -> bool:
         """Whether devices exchange the shards of each expert, and therefore have to compute experts in step."""
-        return any(self._token_axes_of(axes) for axes in self.weight_axes["up"])
+        return any(self._token_axes_of(axes) for axes in self.weight_axes[UP])
 
     @property
     def num_expert_shards(self) -> int:
         """Number of shards of the stack of experts."""
         return (
-            math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0])
+            math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes[UP][0])
             if self.device_mesh
             else 1
         )
@@ -72,17 +77,17 @@ class ExpertSharding:
 
     @property
     def expert_specs(self) -> Mapping[str, PartitionSpec]:
-        """Sharding of the stacked matrices, by name."""
-        return {name: PartitionSpec(*axes) for name, axes in self.weight_axes.items()}
+        """Sharding of the stacked leaves, by path."""
+        return {path: PartitionSpec(*axes) for path, axes in self.weight_axes.items()}
 
     @property
     def _partial_axes(self) -> MeshAxes:
         """Axes that split experts or their hidden units, and do not split tokens."""
-        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.token_axes)
+        return tuple(axis for axis in chain(*self.weight_axes[UP]) if axis not in self.token_axes)
 
     def first_expert(self, num_local: int) -> Array | int:
         """Return the index of the first of the device's experts."""
-        axes = self.weight_axes["up"][0]
+        axes = self.weight_axes[UP][0]
         return num_local * lax.axis_index(axes) if axes else 0
 
     def map_devices(
@@ -112,9 +117,13 @@ class ExpertSharding:
 
     def sum_gradients(self, gradients: Experts) -> Experts:
         """Sum the gradients of all experts over the axes that split tokens only."""
-        used = {*chain(*self.weight_axes["up"])}
-        axes = tuple(axis for axis in self.token_axes if axis not in used)
-        return lax.psum(gradients, axes) if axes else gradients
+        sums = dict(gradients)
+        for path, gradient in gradients.items():
+            # `scatter_gradient` has summed over the axes that split the leaf.
+            used = {*chain(*self.weight_axes[path])}
+            axes = tuple(axis for axis in self.token_axes if axis not in used)
+            sums[path] = lax.psum(gradient, axes) if axes else gradient
+        return sums
 
     def sum_parts(self, x: Any) -> Any:
         """Add the parts of outputs or gradients on the devices with the same tokens."""
@@ -123,12 +132,12 @@ class ExpertSharding:
     def _map_split_dims(
         self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]
     ) -> Experts:
-        """Apply a function to the matrices of one expert, for each dim split over axes of tokens."""
-        matrices = dict(expert)
-        for name in expert:
-            for dim, axes in enumerate(map(self._token_axes_of, self.weight_axes[name][1:])):
-                matrices[name] = function(matrices[name], axes, dim) if axes else matrices[name]
-        return matrices
+        """Apply a function to the leaves of one expert, for each dim split over axes of tokens."""
+        leaves = dict(expert)
+        for path in expert:
+            for dim, axes in enumerate(map(self._token_axes_of, self.weight_axes[path][1:])):
+                leaves[path] = function(leaves[path], axes, dim) if axes else leaves[path]
+        return leaves
 
     def _token_axes_of(self, axes: MeshAxes) -> MeshAxes:
         return tuple(axis for axis in axes if axis in self.token_axes)
@@ -146,12 +155,12 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
         return ExpertSharding()
     row_axes, column_axes, _ = sharding.activation_axes(x.shape, "batch", "seq", "embed")
     weight_axes: dict[str, tuple[MeshAxes, ...]] = {}
-    for name, matrix in experts.items():
-        dims = EXPERT_DIMS[name]
+    for path, leaf in experts.items():
+        dims = EXPERT_DIMS[path]
         usable: list[MeshAxes] = []
-        for dim, axes in zip(dims, sharding.weight_axes(matrix.shape, *dims)):
+        for dim, axes in zip(dims, sharding.weight_axes(leaf.shape, *dims)):
             usable.append(_usable_axes(dim, axes, row_axes + column_axes))
-        weight_axes[name] = tuple(usable)
+        weight_axes[path] = tuple(usable)
     return ExpertSharding(sharding.device_mesh, row_axes, column_axes, weight_axes)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig, window_period
+from trainer.models.architecture import ArchConfig, LayerKind, layer_period
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.block import BLOCKS
@@ -36,9 +36,10 @@ def run_stack(
 ) -> LayerCarry:
     """Run all layers of the encoder or decoder in order, and the final norm.
 
-    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window
-    is static. The layers of an incomplete period at the end run one at a time, e.g. 7 layers with
-    the windows (8, 8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one more layer.
+    Stacked layers are scanned in whole periods of the pattern of kinds, so that each window and
+    rotary embedding is static. The layers of an incomplete period at the end run one at a time, e.g.
+    7 layers with the windows (8, 8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one
+    more layer.
 
     Args:
         x: Residual stream [B, T, D] before the first layer.
@@ -52,49 +53,48 @@ def run_stack(
     stack = params[context.name] if context.name else params
     arch_config = context.arch_config
     forward_config = context.forward_config
-    windows = arch_config.sliding_windows
-    weights = layer_weights(
-        stack[LAYERS], context.name, len(windows), context.model, forward_config
-    )
+    kinds = arch_config.layer_kinds
+    weights = layer_weights(stack[LAYERS], context.name, len(kinds), context.model, forward_config)
     weights = _with_layer_inputs(weights, arch_config, context.dropout)
     carry: LayerCarry = (x, kv_cache)
     num_scanned = 0
     if not isinstance(weights, list):
-        period = window_period(windows)
-        num_periods = len(windows) // period
+        period = layer_period(kinds)
+        num_periods = len(kinds) // period
         if num_periods > 1:
             carry = _scan_layers(carry, weights, context, num_periods)
             num_scanned = num_periods * period
-        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
-    # One function per window, not per layer: JAX traces each function once.
-    run_by_window: dict[int, LayerFunction] = {
-        window: with_remat(partial(run_layer, context, window), forward_config)
-        for window in set(windows)
+        weights = [_take_layer(weights, index) for index in range(num_scanned, len(kinds))]
+    # One function per kind, not per layer: JAX traces each function once.
+    run_by_kind: dict[LayerKind, LayerFunction] = {
+        kind: with_remat(partial(run_layer, context, kind), forward_config) for kind in set(kinds)
     }
-    for window, layer in zip(windows[num_scanned:], weights):
-        carry = run_by_window[window](carry, layer)
+    for kind, layer in zip(kinds[num_scanned:], weights):
+        carry = run_by_kind[kind](carry, layer)
     x, kv_cache = carry
     if arch_config.has_final_norm:
         x = norm(x, stack.get("final_norm", {}), arch_config)
     return x, kv_cache
 
 
-def run_layer(context: StackContext, window: int, carry: LayerCarry, weights: Tree) -> LayerCarry:
+def run_layer(
+    context: StackContext, kind: LayerKind, carry: LayerCarry, weights: Tree
+) -> LayerCarry:
     """Run one layer with its window, rotary embedding, score scale and random masks."""
     x, kv_cache = carry
     block = BLOCKS[context.arch_config.block_type]
-    return block(x, weights, context.for_layer(window, weights, kv_cache))
+    return block(x, weights, context.for_layer(kind, weights, kv_cache))
 
 
 def _scan_layers(
     carry: LayerCarry, stacked: Tree, context: StackContext, num_periods: int
 ) -> LayerCarry:
-    """Scan whole periods of the sliding window pattern."""
-    windows = context.arch_config.sliding_windows
-    period = window_period(windows)
+    """Scan whole periods of the pattern of kinds."""
+    kinds = context.arch_config.layer_kinds
+    period = layer_period(kinds)
     layer_fns: list[LayerFunction] = [
-        with_remat(partial(run_layer, context, window), context.forward_config, in_loop=True)
-        for window in windows[:period]
+        with_remat(partial(run_layer, context, kind), context.forward_config, in_loop=True)
+        for kind in kinds[:period]
     ]
 
     # With a KV cache there is no backward pass, so each step indexes the full stack. Slicing the

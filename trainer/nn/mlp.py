@@ -1,6 +1,6 @@
-"""The feed-forward network (MLP) of a layer.
+"""The MLP of a layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
 
-down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+Axes: B rows of the batch, T tokens, D model width, F hidden units.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
 
@@ -28,26 +30,51 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
     "swish": nn.silu,
     "relu": nn.relu,
+    # max(x, 0)^2 (Primer, arXiv:2109.08668, section 4.2).
+    "relu2": lambda x: jnp.square(nn.relu(x)),
 }
 
 
 def mlp(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
-    """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
-    hidden = mlp_hidden(x, weights, arch_config, num_devices=sharding.num_devices)
+    """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated."""
+    num_devices = sharding.num_devices
+    # [B, T, D] -> [B, T, F]
+    up = linear(x, weights["up"], num_devices=num_devices)
+    gate = None
+    if arch_config.has_gated_mlp:
+        gate = linear(x, weights["gate"], num_devices=num_devices)
+    hidden = hidden_units(up, gate, arch_config)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
-    return linear(hidden, weights["down"], num_devices=sharding.num_devices)
+    return linear(hidden, weights["down"], num_devices=num_devices)
 
 
-def mlp_hidden(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
-) -> Array:
-    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
-    # up: [B, T, D] -> [B, T, F]. The gated form is GLU with any activation (arXiv:2002.05202).
+def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Array:
+    """Compute activation(up), or activation(gate) * up if there is a gate, from projections [B, T, F].
+
+    The gated form is GLU with any activation (arXiv:2002.05202). `ClampedSwiglu` has the equation of another gating.
+    """
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
-    project = partial(linear, num_devices=num_devices)
-    up = name_activation(project(x, weights["up"]), "mlp_hidden")
-    if not arch_config.has_gated_mlp:
+    up = name_activation(up, "mlp_hidden")
+    if gate is None:
         return activate(up)
-    return activate(name_activation(project(x, weights["gate"]), "mlp_hidden")) * up
+    gate = name_activation(gate, "mlp_hidden")
+    if arch_config.clamped_swiglu is not None:
+        return _clamped_swiglu(gate, up, arch_config.clamped_swiglu)
+    return activate(gate) * up
+
+
+def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+    """Project [B, T, D] to the hidden units [B, T, F] of one expert."""
+    gate = None
+    if arch_config.has_gated_mlp:
+        gate = linear(x, weights["gate"])
+    return hidden_units(linear(x, weights["up"]), gate, arch_config)
+
+
+def _clamped_swiglu(gate: Array, up: Array, swiglu: ClampedSwiglu) -> Array:
+    """Compute (clip(up) + 1) * g * sigmoid(alpha * g) of [B, T, F] with g = min(gate, limit)."""
+    bounded_gate = jnp.minimum(gate, swiglu.limit)
+    bounded_up = jnp.clip(up, -swiglu.limit, swiglu.limit)
+    return (bounded_up + 1) * bounded_gate * nn.sigmoid(swiglu.alpha * bounded_gate)

@@ -1,11 +1,11 @@
 """Mixture-of-experts MLP with top-k routing and sparse dispatch (Mixtral, arXiv:2401.04088, section 2.1).
 
-p = softmax(x W_router)                      over all experts
-moe(x) = sum of p_e * expert_e(x)            over the k experts e of largest p, for each token
+moe(x) = sum of w_e * expert_e(x) + g * shared(x)    over the k experts e of a token
 
-With `norm_topk_prob` the k weights are divided by their sum. For k = 2 and p = 0.5 0.3 0.2 they are 0.625 and 0.375.
+`trainer.nn.router` computes the experts and their weights w. The shared experts (arXiv:2401.06066, section 3.2)
+compute every token, as one MLP. Their gate g is 1 or sigmoid(x W_shared_gate) (Qwen2-MoE).
 
-Axes: B rows of the batch, T tokens, K experts of a token, D model width.
+Axes: B rows of the batch, T tokens, N experts, K experts of a token, D model width.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax, nn
+from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.models.param_tree import flatten_tree
 from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
 from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
+from trainer.nn.mlp import mlp
+from trainer.nn.router import route
+
+EXPERT_PROJECTIONS = ("gate", "up", "down")
+DOWN_BIAS = "down.bias"
 
 
 def moe_mlp(
@@ -33,47 +39,44 @@ def moe_mlp(
 
     Args:
         x: Hidden states [B, T, D].
-        weights: `router`, and the experts' `up`, `gate` and `down` stacked over experts, without biases.
+        weights: `router`, the experts' `up`, `gate` and `down` stacked over experts, and optionally `shared` with
+            the MLP of the shared experts, and `shared_gate`.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
 
     Returns:
         [B, T, D].
     """
-    experts = {
-        name: projection["weight"] for name, projection in weights.items() if name != "router"
-    }
+    experts = flatten_tree({name: weights[name] for name in EXPERT_PROJECTIONS})
+    down_bias = experts.pop(DOWN_BIAS, None)
     shards = expert_sharding(x, experts, sharding)
-    return _mix_experts(
-        arch_config, shards, x, experts, route(x, weights["router"]["weight"], arch_config, shards)
-    )
+    routing = route(x, weights["router"], arch_config, shards)
+    output: Array = _mix_experts(arch_config, shards, x, experts, routing)
+    if down_bias is not None:
+        output = output + _mix_biases(routing, down_bias).astype(x.dtype)
+    if "shared" in weights:
+        output = output + _shared_experts(x, weights, arch_config, sharding)
+    return output
 
 
-def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
-    """Select the experts of each token: the top k of the softmax over all experts.
+def _mix_biases(routing: Routing, biases: Array) -> Array:
+    """Compute the weighted sum of the output biases [N, D] of each token's experts, float32 [B, T, D]."""
+    # A bias in the blocks of an expert would be added once per shard of its hidden units.
+    # [B, T, K] -> [B, T, N], 0 for experts of other tokens
+    one_hot = nn.one_hot(routing.experts, len(biases))
+    weights = (routing.weights[..., None] * one_hot).sum(-2)
+    return jnp.einsum("btn,nd->btd", weights, biases, preferred_element_type=jnp.float32)
 
-    Args:
-        x: Hidden states [B, T, D].
-        router: Router weight [experts, D].
-        arch_config: `experts_per_token`, and `norm_topk_prob` to divide the weights of a token by their sum.
-        shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
-    """
-    # [B, T, experts] in float32: rounding to bfloat16 could change the order of two experts.
-    scores = jnp.einsum("btd,nd->btn", x, router, preferred_element_type=jnp.float32)
-    probabilities = nn.softmax(scores, axis=-1)
 
-    def select(probabilities: Array) -> Array:
-        return lax.top_k(probabilities, arch_config.experts_per_token)[1]
-
-    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
-        lax.stop_gradient(probabilities)
-    )
-    # p at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
-    # its gradient is a product too, and no scatter.
-    weights = (probabilities[..., None, :] * nn.one_hot(experts, router.shape[0])).sum(-1)
-    if arch_config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(weights, experts)
+def _shared_experts(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
+    """Compute the shared experts of [B, T, D], times their gate if they have one."""
+    output = mlp(x, weights["shared"], arch_config, sharding)
+    if "shared_gate" not in weights:
+        return output
+    gate = jnp.einsum("btd,d->bt", x, weights["shared_gate"]["weight"])
+    return nn.sigmoid(gate)[..., None] * output
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -17,7 +17,8 @@ from trainer.models.architecture import (
     MAX_WINDOW,
     NO_SOFTCAP,
     ArchConfig,
-    window_period,
+    LayerKind,
+    layer_period,
 )
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
@@ -30,8 +31,8 @@ def arch_config_of(config: dict[str, Any]) -> ArchConfig:
 
 
 @given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
-def test_window_period_is_shortest_repeating_prefix(windows: list[int]):
-    found_period = window_period(windows)
+def test_layer_period_is_shortest_repeating_prefix(windows: list[int]):
+    found_period = layer_period(windows)
     repeats = [
         n
         for n in range(1, len(windows) + 1)
@@ -207,9 +208,20 @@ def test_gemma3_has_global_and_local_rope():
     assert arch.local_rope
     assert (arch.rope.theta, arch.rope.rope_type, arch.rope.factor) == (1e6, "linear", 8.0)
     assert (arch.local_rope.theta, arch.local_rope.rope_type) == (1e4, "default")
-    assert arch.rope_for(FULL_ATTENTION) is arch.rope
-    assert arch.rope_for(4096) is arch.local_rope
-    assert arch_config_of(MISTRAL).rope_for(5) == arch_config_of(MISTRAL).rope
+    local, full = (LayerKind(4096, arch.local_rope), LayerKind(FULL_ATTENTION, arch.rope))
+    assert arch.layer_kinds[4:7] == (local, full, local)
+    assert arch.ropes == (arch.local_rope, arch.rope)
+    mistral = arch_config_of(MISTRAL)
+    assert mistral.layer_kinds == (LayerKind(5, mistral.rope),) * 2
+
+
+def test_layers_without_rope_are_of_another_kind():
+    arch = dataclasses.replace(arch_config_of(LLAMA), layers_without_rope=(1,))
+    assert arch.layer_kinds == (
+        LayerKind(FULL_ATTENTION, arch.rope),
+        LayerKind(FULL_ATTENTION, None),
+    )
+    assert arch.ropes == (arch.rope,)
 
 
 def test_read_softcap_default_and_null():
@@ -254,11 +266,14 @@ def test_more_defaults_equal_transformers():
         2,
         2048,
     )
-    assert not arch_config_of({"model_type": "qwen3_moe"}).norm_topk_prob
+    assert not arch_config_of({"model_type": "qwen3_moe"}).router.is_normalized
     assert (
         arch_config_of({"model_type": "gemma", "hidden_act": "gelu"}).activation
         == "gelu_pytorch_tanh"
     )
+
+
+SUPPORTED = {("olmo", "clip_qkv"), ("cohere", "use_qk_norm"), ("smollm3", "no_rope_layers")}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -268,6 +283,8 @@ def test_more_defaults_equal_transformers():
 def test_every_family_rejects_unsupported_fields(name: str, field: str):
     plain = {"model_type": name}
     assert arch_config_of(plain | {field: None}) == arch_config_of(plain)
+    if (name, field) in SUPPORTED:
+        return
     with pytest.raises(PrepError, match=f"`{field}` is not supported"):
         arch_config_of(plain | {field: 4})
 
@@ -422,6 +439,11 @@ HARMLESS = {
         "dropout_rate",
     ),
     *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
+    *("residual_dropout", "embedding_dropout", "eod_token_id", "emb_pdrop", "init_device"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    # The trainer always computes the softmax in float32, and sums of tensor-parallel slices as one.
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "slow_but_exact"),
+    "learned_pos_emb",  # transformers never reads it
     *(
         "summary_activation",
         "summary_first_dropout",
@@ -436,6 +458,9 @@ HARMLESS = {
 INERT_ALONE = {  # fields that change nothing unless another field is set
     ("phi3", "original_max_position_embeddings"),
     ("qwen3_moe", "intermediate_size"),
+    ("falcon", "num_kv_heads"),
+    ("gpt_bigcode", "num_key_value_heads"),
+    ("biogpt", "layer_norm_eps"),
 }
 
 

@@ -13,12 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.trainer.nn.test_moe import make_moe_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.mesh import MeshAxes, parse_mesh
+from trainer.models.param_tree import unflatten_tree
 from trainer.models.rule_text import merge_rules
 from trainer.nn.expert_sharding import EXPERT_DIMS, ExpertSharding, expert_sharding
 from trainer.nn.moe import moe_mlp
 
 ROWS, LENGTH, D, F, EXPERTS = 8, 16, 32, 48, 4
-DIMS = {**EXPERT_DIMS, "router": ("experts", "embed")}
+DIMS = {**EXPERT_DIMS, "router.weight": ("experts", "embed")}
 SIZES = {"experts": EXPERTS, "mlp": F, "embed": D}
 TOKENS = (ROWS, LENGTH, D)
 
@@ -60,8 +61,8 @@ def test_axes_that_stay_split(rules: tuple[str, ...], up_axes: tuple[MeshAxes, .
     """A stack of experts that is split like the tokens is gathered before the layer."""
     shards = sharding_with_rules("1,2,4", *rules)
     assert shards.token_axes == ("fsdp",)
-    assert shards.weight_axes["up"] == up_axes
-    assert shards.weight_axes["down"] == (up_axes[0], up_axes[2], up_axes[1])
+    assert shards.weight_axes["up.weight"] == up_axes
+    assert shards.weight_axes["down.weight"] == (up_axes[0], up_axes[2], up_axes[1])
     assert shards.gathers_experts == gathers
 
 
@@ -78,8 +79,7 @@ def test_compiler_gathers_one_expert_and_no_tokens():
     sharding, arch_config = make_sharding_context(parse_mesh("1,2,4")), make_moe_arch(2)
 
     def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        layer = {name: {"weight": weight} for name, weight in weights.items()}
-        return jnp.square(moe_mlp(x, layer, arch_config, sharding)).sum()
+        return jnp.square(moe_mlp(x, unflatten_tree(weights), arch_config, sharding)).sum()
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*array_shapes(sharding)).compile().as_text() or ""
     gathered = {*re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}

@@ -20,11 +20,14 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import expert_block_length
+from trainer.models.moe_config import ClampedSwiglu, Router
 from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.moe import moe_mlp, route
+from trainer.nn.moe import moe_mlp
+from trainer.nn.router import route
 from trainer.nn.token_chunks import over_token_chunks
 
-EXPERTS, D, F = 5, 6, 7
+EXPERTS, D, F, SHARED = 5, 6, 7, 9
+CLAMPED = ClampedSwiglu(alpha=1.702, limit=1.5)
 ROWS, LENGTH = 2, 37  # 74 tokens: experts have several blocks, the last one incomplete
 BLOCK = expert_block_length(ROWS * LENGTH, 2, EXPERTS)
 Dispatch = Callable[[Array, Mapping[str, Any], ArchConfig, ShardingContext], Array]
@@ -32,7 +35,9 @@ Dispatch = Callable[[Array, Mapping[str, Any], ArchConfig, ShardingContext], Arr
 
 def make_moe_arch(top_k: int, normalize: bool = True) -> ArchConfig:
     """Return an architecture with `top_k` experts per token."""
-    return dataclasses.replace(make_arch(), experts_per_token=top_k, norm_topk_prob=normalize)
+    return dataclasses.replace(
+        make_arch(), experts_per_token=top_k, router=Router(is_normalized=normalize)
+    )
 
 
 def random_inputs(
@@ -62,6 +67,21 @@ def random_inputs(
     }
 
 
+def with_optional_parts(inputs: tuple[Array, dict[str, Any]]) -> tuple[Array, dict[str, Any]]:
+    """Add biases, and shared experts with a gate."""
+    (x, weights), rng = inputs, np.random.default_rng(7)
+
+    def normal(*shape: int) -> dict[str, Array]:
+        return {"weight": jnp.asarray(rng.standard_normal(shape), x.dtype)}
+
+    biases = {"router": (EXPERTS,), "gate": (EXPERTS, F), "up": (EXPERTS, F), "down": (EXPERTS, D)}
+    added: dict[str, Any] = {
+        name: {**weights[name], "bias": normal(*shape)["weight"]} for name, shape in biases.items()
+    }
+    shared = {"gate": normal(SHARED, D), "up": normal(SHARED, D), "down": normal(D, SHARED)}
+    return x, {**weights, **added, "shared": shared, "shared_gate": normal(D)}
+
+
 ROUTINGS = ("random", "unused expert", "one expert", "ties", "padding")
 
 
@@ -69,14 +89,34 @@ def float64_moe_mlp(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, _: ShardingContext
 ) -> Array:
     """Compute each expert for all tokens in the dtype of the arguments."""
-    router, gate, up, down = (weights[name]["weight"] for name in ("router", "gate", "up", "down"))
-    probabilities = jax.nn.softmax(x @ router.T)
-    top = jnp.argsort(-probabilities, stable=True)[..., : arch_config.experts_per_token]
-    selected = jax.nn.one_hot(top, EXPERTS, dtype=x.dtype).sum(-2) * probabilities
-    if arch_config.norm_topk_prob:
+    router = weights["router"]
+    scores = jax.nn.softmax(x @ router["weight"].T + router.get("bias", 0.0))
+    top = jnp.argsort(-scores, stable=True)[..., : arch_config.experts_per_token]
+    selected = jax.nn.one_hot(top, EXPERTS, dtype=x.dtype).sum(-2) * scores
+    if arch_config.router.is_normalized:
         selected = selected / selected.sum(-1, keepdims=True)
-    hidden = jax.nn.silu(jnp.einsum("btd,nfd->btnf", x, gate)) * jnp.einsum("btd,nfd->btnf", x, up)
-    return jnp.einsum("btnf,ndf,btn->btd", hidden, down, selected)
+    gate, up = (
+        jnp.einsum("btd,nfd->btnf", x, weights[name]["weight"]) + weights[name].get("bias", 0.0)
+        for name in ("gate", "up")
+    )
+    hidden = glu(gate, up, arch_config.clamped_swiglu)
+    outputs = jnp.einsum("btnf,ndf->btnd", hidden, weights["down"]["weight"])
+    outputs = outputs + weights["down"].get("bias", 0.0)
+    output = jnp.einsum("btnd,btn->btd", outputs, selected)
+    if "shared" in weights:
+        gate, up, down = (weights["shared"][name]["weight"] for name in ("gate", "up", "down"))
+        shared = glu(x @ gate.T, x @ up.T, arch_config.clamped_swiglu) @ down.T
+        output += jax.nn.sigmoid(x @ weights["shared_gate"]["weight"])[..., None] * shared
+    return output
+
+
+def glu(gate: Array, up: Array, clamped: ClampedSwiglu | None) -> Array:
+    """Compute the hidden units from both projections."""
+    if clamped is None:
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(gate, clamped.limit)
+    up = jnp.minimum(jnp.maximum(up, -clamped.limit), clamped.limit)
+    return (up + 1) * gate / (1 + jnp.exp(-clamped.alpha * gate))
 
 
 @cache
@@ -158,6 +198,13 @@ def test_moe_mlp_in_token_chunks_is_as_exact(chunk_size: int):
     check_is_as_exact_as_dense(random_inputs(), make_moe_arch(2), chunk_size)
 
 
+@pytest.mark.parametrize("clamped", [None, CLAMPED])
+def test_biases_and_shared_experts_are_exact(clamped: ClampedSwiglu | None):
+    arch_config = dataclasses.replace(make_moe_arch(2), clamped_swiglu=clamped)
+    inputs = with_optional_parts(random_inputs())
+    assert max(errors(moe_mlp, arch_config, inputs)) < 64 * float(jnp.finfo(jnp.float32).eps)
+
+
 def run_forward(x: Array, weights: Mapping[str, Any], top_k: int = 2) -> np.ndarray:
     """Compute the output."""
     compute = jax.jit(
@@ -214,7 +261,7 @@ def test_remat_policies_do_not_change_gradients(policy: str):
 
 def test_route_selects_top_k_in_float32():
     x, weights = random_inputs(dtype=jnp.bfloat16)
-    routing = route(x, weights["router"]["weight"], make_moe_arch(2), ExpertSharding())
+    routing = route(x, weights["router"], make_moe_arch(2), ExpertSharding())
     assert routing.weights.dtype == jnp.float32
     assert routing.experts.shape == (ROWS, LENGTH, 2)
     assert (routing.experts[..., 0] != routing.experts[..., 1]).all()

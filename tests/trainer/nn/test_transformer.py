@@ -21,7 +21,7 @@ from prepcli.testing.tiny_transformers import (
 )
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
-from trainer.models.architecture import window_period
+from trainer.models.architecture import layer_period
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.remat import REMAT_POLICIES
@@ -161,7 +161,7 @@ def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str]):
         for equation in traced.jaxpr.eqns
         if equation.primitive.name == "scan"
     ]
-    period = window_period(tiny.model.arch_config.sliding_windows)
+    period = layer_period(tiny.model.arch_config.layer_kinds)
     assert loops == {1: [6], 2: [3], 6: []}[period]
 
 

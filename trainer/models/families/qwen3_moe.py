@@ -12,6 +12,7 @@ from trainer.models.architecture import (
 )
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.families import _llama_style
+from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, if_set, read_size
 
 
@@ -67,7 +68,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         experts_per_token=_llama_style.read_experts_per_token(
             config, axis_sizes["experts"], default=8
         ),
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        router=Router(is_normalized=bool(config.get("norm_topk_prob", False))),
     )
 
 

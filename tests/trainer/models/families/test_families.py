@@ -67,7 +67,8 @@ def test_dropped_patterns_match_no_parameter(name: str):
 OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
-}  # of OPT and T5
+    "parallel_attn": False,
+}  # of OPT, T5 and Falcon
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -147,7 +148,7 @@ COMMON = (
         ({"model_type": "zzz", "architectures": None}, ""),
         (
             {
-                "model_type": "starcoder2",
+                "model_type": "zzz",
                 **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8),
             },
             "llama",
@@ -196,10 +197,21 @@ def test_tie_word_embeddings_overrides_default(
 
 
 def test_tied_by_default_equals_transformers():
-    assert {name: family.tying.tied_by_default for name, family in FAMILIES.items()} == {
-        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
-        **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
-        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
+    tied = {name for name, family in FAMILIES.items() if family.tying.tied_by_default}
+    assert tied == {
+        *(
+            "gpt2",
+            "gpt_neo",
+            "opt",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "t5",
+            "smollm3",
+            "starcoder2",
+        ),
+        *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
+        "biogpt",
     }
 
 

@@ -1,0 +1,78 @@
+"""The router of an MoE layer: the experts of each token and their weights. `Router` has the equations.
+
+Axes: B rows of the batch, T tokens, N experts, G groups of experts, K experts of a token, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax, nn
+
+from trainer.models.architecture import ArchConfig
+from trainer.models.moe_config import Router
+from trainer.nn.expert_blocks import Routing
+from trainer.nn.expert_sharding import ExpertSharding
+
+
+def route(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, shards: ExpertSharding
+) -> Routing:
+    """Select the experts of each token.
+
+    Args:
+        x: Hidden states [B, T, D].
+        weights: `weight` [N, D], and optionally `bias` [N] and `correction.bias` [N].
+        arch_config: `experts_per_token` and `router`.
+        shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
+    """
+    router = arch_config.router
+    # [B, T, N] in float32: rounding to bfloat16 could change the order of two experts.
+    logits = jnp.einsum("btd,nd->btn", x, weights["weight"], preferred_element_type=jnp.float32)
+    if "bias" in weights:
+        logits = logits + weights["bias"]
+    scores = nn.sigmoid(logits) if router.scores == "sigmoid" else nn.softmax(logits, axis=-1)
+    choice = lax.stop_gradient(scores)
+    if "correction" in weights:
+        # No gradient: training changes the correction by the loads of the experts, or not at all.
+        choice = choice + lax.stop_gradient(weights["correction"]["bias"]).astype(jnp.float32)
+    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(choice)
+    # s at the selected experts, [B, T, K]. The product with one-hot rows takes the place of a gather:
+    # its gradient is a product too, and no scatter.
+    selected = (scores[..., None, :] * nn.one_hot(experts, scores.shape[-1])).sum(-1)
+    return Routing(_normalize(selected, router) * router.scale, experts)
+
+
+def _select(choice: Array, *, router: Router, top_k: int) -> Array:
+    """Return the experts of largest choice in the groups of each token, int32 [B, T, K]."""
+    if router.num_groups > 1:
+        choice = _hide_other_groups(choice, router)
+    return lax.top_k(choice, top_k)[1]
+
+
+def _hide_other_groups(choice: Array, router: Router) -> Array:
+    """Replace the choice [B, T, N] of experts outside of the best groups of a token by -inf."""
+    # E.g. N = 6, G = 3 and one group per token: the choices 1 5 | 4 3 | 2 2 have the group scores
+    # 5 4 2 by "maximum", so the first group stays, and 6 7 4 by "top_two", so the second one stays.
+    grouped = choice.reshape(*choice.shape[:-1], router.num_groups, -1)
+    if router.group_score == "top_two":
+        group_scores = lax.top_k(grouped, 2)[0].sum(-1)
+    else:
+        group_scores = grouped.max(-1)
+    best = lax.top_k(group_scores, router.groups_per_token)[1]
+    is_best = nn.one_hot(best, router.num_groups).sum(-2) > 0
+    return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def _normalize(weights: Array, router: Router) -> Array:
+    """Divide the weights [B, T, K] of each token by their sum, if the router does."""
+    if not router.is_normalized:
+        return weights
+    total = weights.sum(-1, keepdims=True) + router.weight_sum_offset
+    if router.min_weight_sum > 0:
+        total = jnp.maximum(total, router.min_weight_sum)
+    return weights / total
