@@ -37,11 +37,14 @@ import xxhash
 import zstandard
 
 from prepcli.console.ui import format_table
+from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.remote.hub_datasets import read_metadata, select_files
 from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
+from prepcli.sources.openers.gguf_file import open_gguf
+from prepcli.sources.source_hints import NO_HINTS
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
@@ -180,6 +183,8 @@ def make_gguf() -> bytes:
         string("general.architecture") + struct.pack("<I", 8) + string("llama"),
         string("general.alignment") + struct.pack("<II", 4, 32),
         string("llama.rope.freq_base") + struct.pack("<If", 6, 10000.0),
+        string("llama.attention.head_count") + struct.pack("<II", 4, 2),
+        string("llama.attention.head_count_kv") + struct.pack("<II", 4, 2),
         string("test.flag") + struct.pack("<IB", 7, 1),
         string("tokenizer.ggml.tokens")
         + struct.pack("<IIQ", 9, 8, len(words))
@@ -187,14 +192,14 @@ def make_gguf() -> bytes:
         string("tokenizer.ggml.scores")
         + struct.pack(f"<IIQ{N_ROWS}f", 9, 6, N_ROWS, *map(float, range(N_ROWS))),
     ]
-    # Rows of 256 values of types Q4_K and F32.
+    # 2 rows of 256 values of type Q4_K, and 8 rows of 2 values of type F32.
     tables = [
-        string("blk.0.ffn_up.weight") + struct.pack("<IQQIQ", 2, 256, 2, 12, 0),
-        string("output_norm.weight") + struct.pack("<IQIQ", 1, 8, 0, 288),
+        string("token_embd.weight") + struct.pack("<IQQIQ", 2, 256, 2, 12, 0),
+        string("blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 2, 8, 0, 288),
     ]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tables), len(entries))
     head += b"".join(entries) + b"".join(tables)
-    return head + bytes(-len(head) % 32) + bytes(288 + 32)
+    return head + bytes(-len(head) % 32) + bytes(288 + 64)
 
 
 def quantized_tensors() -> dict[str, tuple[str, list[int], int]]:
@@ -279,10 +284,7 @@ def read_quantized(path: Path) -> str:
         try:
             weights = find_stored_weights(settings, tensors, [path])
             blob = DequantizedBlob(path.name, weights.decoders, (path,))
-            values = np.empty(min(blob.starts()[-1], MIB), np.uint8)
-            with contextlib.closing(blob.open()) as reader:
-                reader.read_at(0, values)
-            decoded.append(xxhash.xxh3_128_hexdigest(values.tobytes()))
+            decoded.append(decode_start(blob))
         except PrepError as error:
             errors.append(error)
     if not decoded and errors:
@@ -291,12 +293,25 @@ def read_quantized(path: Path) -> str:
 
 
 def read_gguf(path: Path) -> str:
-    """Return metadata and tensors of a GGUF file."""
+    """Return metadata and tensors of a GGUF file, and the values of its weights."""
     header = read_gguf_header(path)
     for value in header.metadata.values():
         if isinstance(value, GgufArray):
             try_decode_array(value)
-    return f"{header.metadata} {header.tensors}"
+    decoded = ""
+    with contextlib.suppress(PrepError):
+        source = open_gguf(path, path.name, NO_HINTS)
+        decoded = decode_start(source.blobs[-1])
+    return f"{header.metadata} {header.tensors} {decoded}"
+
+
+def decode_start(blob: Path | Blob) -> str:
+    """Return a fingerprint of the first MiB of decoded weights."""
+    assert isinstance(blob, DequantizedBlob)
+    values = np.empty(min(blob.starts()[-1], MIB), np.uint8)
+    with contextlib.closing(blob.open()) as reader:
+        reader.read_at(0, values)
+    return xxhash.xxh3_128_hexdigest(values.tobytes())
 
 
 def try_decode_array(array: GgufArray) -> None:

@@ -194,7 +194,12 @@ def open_checkpoint(
     is_decoded = common.quantized == "dequantize"
     # Only the verbatim family has the names of codes and scales.
     is_kept = common.quantized == "keep" and common.verbatim is not False
-    access = replace(access, allow_adapters=allow_adapters, allow_quantized=is_decoded or is_kept)
+    access = replace(
+        access,
+        allow_adapters=allow_adapters,
+        allow_quantized=is_decoded or is_kept,
+        allow_gguf=is_decoded,
+    )
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.

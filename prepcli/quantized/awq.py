@@ -36,6 +36,9 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqDecoder(Decoder):
     """Integers packed along the output dim, with scales and zero points of groups of inputs."""
 
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
+
     def __init__(
         self, name: str, weight: FileTensor, zeros: FileTensor, scales: FileTensor
     ) -> None:

@@ -41,6 +41,9 @@ BITS = (2, 3, 4, 8)
 class GptqDecoder(Decoder):
     """Integers packed along the input dim, with scales and zero points of groups of inputs."""
 
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
+
     def __init__(
         self,
         name: str,

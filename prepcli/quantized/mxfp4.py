@@ -43,6 +43,9 @@ _PAIRS = nibble_pairs([2 * value for value in E2M1])
 class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
+
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
 

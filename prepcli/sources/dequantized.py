@@ -40,8 +40,6 @@ DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
 DECODING_NBYTES = 24
 MAX_PANEL_NBYTES = 4 << 20
-# Decoders of packed columns read whole words for a multiple of this many rows.
-ROW_MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +139,11 @@ class DequantizedReader:
     def _block_rows(self, decoder: Decoder) -> int:
         """Return the number of rows to decode at a time."""
         rows = min(decoder.block_values, self._max_values) // decoder.columns
-        if rows > ROW_MULTIPLE:
-            rows -= rows % ROW_MULTIPLE
+        multiple = decoder.row_multiple
+        if rows < multiple and multiple * decoder.columns <= self._max_values:
+            return multiple
+        if rows > multiple:
+            rows -= rows % multiple
         return max(rows, 1)
 
     def _read_matrix(

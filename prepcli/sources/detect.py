@@ -76,7 +76,7 @@ GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("G
 GGUF = Refusal(
     "is in GGUF format",
     "found {names}; GGUF is an inference format: its weights are quantised or reordered",
-    "use the model that it was converted from: a folder with config.json and *.safetensors",
+    "`prep save-init FILE.gguf --quantized dequantize` decodes them, or use the model that it was converted from",
 )
 DISTRIBUTED = Refusal(
     "is a torch distributed checkpoint",
@@ -181,8 +181,8 @@ def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: boo
     return verdict
 
 
-def detect_file(path: Path, display_name: str) -> Kind:
-    """Detect the format of a single local file: Flax or EasyLM, by its first bytes.
+def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> Kind:
+    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
 
     Raises:
         PrepError: The format is another one.
@@ -190,11 +190,13 @@ def detect_file(path: Path, display_name: str) -> Kind:
     if (kind := sniff_msgpack_kind(path)) is not None:
         return kind
     verdict, selected_names = apply_rules([path.name])
+    if verdict is GGUF and allow_gguf:
+        return "gguf"
     if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
         raise verdict.error(selected_names, display_name)
     raise PrepError(
         f"{display_name} is a file",
-        "only Flax and EasyLM checkpoints are single files",
+        "only Flax, EasyLM and GGUF checkpoints are single files",
         f"name its folder: `{path.parent}`",
     )
 

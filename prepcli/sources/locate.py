@@ -65,7 +65,7 @@ def locate(
     reference = parse_reference(name, revision, step=step, cwd=cwd)
     folder = open_folder(reference, access)
     if isinstance(reference, LocalPath) and reference.path.is_file():
-        kind = detect_file(reference.path, reference.display_name)
+        kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
     else:
         kind = detect(
             folder,

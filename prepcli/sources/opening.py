@@ -16,6 +16,7 @@ from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
+from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import open_orbax
 from prepcli.sources.openers.peft_folder import open_adapter_alone
@@ -32,6 +33,7 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "meta": open_meta,
     "orbax": open_orbax,
     "adapter": open_adapter_alone,
+    "gguf": open_gguf,
 }
 
 
@@ -67,7 +69,8 @@ def open_source(
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
-        if dequantize:
+        # The opener of GGUF decodes.
+        if dequantize and located.kind != "gguf":
             return dequantize_source(source)
         return source
 
