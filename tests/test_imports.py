@@ -66,7 +66,7 @@ PREPCLI = (
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = (
     "grids",
-    "moves",
+    "strided_copies",
     "plan",
     "slabs",
     "coverage",
@@ -82,6 +82,7 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    "trainer.files.json_values",
     *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "hardware")),
     "trainer.planning.tpu_topologies",
 }
@@ -89,7 +90,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "finish", "metrics", "observe", "prepare"),
+            *("checks", "environment", "export", "metrics", "observe", "prepare"),
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),
@@ -128,6 +129,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
     *(
         "prepcli.restore.params",
+        "prepcli.restore.verbatim_params",
         "prepcli.restore.random_params",
     ),
 }
@@ -175,6 +177,7 @@ def test_graph_covers_the_packages():
     )
     assert "numpy" in read_graph()["prepcli.engine.files"]
     assert {*PURE_MODULES, *COMPUTES} <= set(MODULES)
+    assert {f"prepcli.planning.{name}" for name in PLANNING} <= set(MODULES)
     assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS}
 
 
@@ -225,8 +228,9 @@ def test_modules_have_no_import_cycle():
 
 
 def test_formats_are_independent_of_models_and_plans():
-    above = {"accounting", "coverage", "moves", "plan", "slabs"}
+    above = {"tensor_match", "coverage", "strided_copies", "plan", "slabs"}
     forbidden = {f"prepcli.planning.{name}" for name in above} | {"trainer.models.parameters"}
+    assert forbidden <= set(MODULES)
     for module in modules_in("prepcli.formats"):
         assert not forbidden & reachable(module), module
 

@@ -1,11 +1,11 @@
-"""Count the functions that a command runs: `python -m tools.trace [--tree] [--callers FUNCTION] prep COMMAND ...`.
+"""Count the functions of a command: `python -m tools.trace [--tree] [--callers FUNCTION] prep COMMAND ...`.
 
 The command runs in this process. Only functions of `prepcli` and `trainer` count, in all threads. The bodies of
 modules, classes and comprehensions are left out. Workers and other processes are not seen.
 
     $ python -m tools.trace --tree prep save-init models/tiny --out models/tiny-init --mesh 1,2,1
     ...
-    412 functions in 96 modules, 21 frames deep
+    694 functions in 119 modules, 22 frames deep
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Call:
 class Tracer:
     """Records the calls of functions of `prepcli` and `trainer` in this thread and in threads started later.
 
-    Used as a context manager. `root` is the call tree. The functions that a thread starts with are callees of the
-    root.
+    Used as a context manager. `root` is the call tree. The first function of each thread is a callee of the root.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ class Tracer:
         threading.setprofile(None)
 
     def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
-        """Push a node at a call, and pop it at the return, which is also reported for an exception or a yield."""
+        """Push a node at a call, and pop it at the return. Exceptions and yields are returns, too."""
         if event not in ("call", "return"):
             return
         code = frame.f_code

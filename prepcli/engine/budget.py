@@ -103,10 +103,14 @@ def check_memory(nbytes: int, limit: str) -> None:
     )
 
 
-def parse_memory(limit: str) -> int:
-    """Parse the value of `--memory`. Raise UsageError if it is invalid or too small."""
-    nbytes = parse_bytes(limit, "memory")
-    check_memory(nbytes, limit)
+def parse_memory(limit: int | str) -> int:
+    """Return a memory limit in bytes, given as a number or as a text such as `2GiB`.
+
+    Raises:
+        UsageError: It is invalid, or too small for the engine.
+    """
+    nbytes = parse_bytes(limit, "memory") if isinstance(limit, str) else limit
+    check_memory(nbytes, str(limit))
     return nbytes
 
 

@@ -21,7 +21,7 @@ from prepcli.engine.digest import CHECKSUM_DTYPE, checksum
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
 from prepcli.engine.no_follow import read_no_follow, write_no_follow
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
-from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
 from prepcli.planning.strided_copies import StridedCopy
 
 UNKNOWN = 0
@@ -49,8 +49,7 @@ class ChecksumRecorder:
         self._path = path
         self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
-        num_blocks = max((extent.blocks.stop_number for extent in extents), default=0)
-        self.sums = load_checksums(path, num_blocks)
+        self.sums = load_checksums(path, count_blocks(extents))
         # Number of a partly hashed block -> hash state, next byte of the chunk
         self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
@@ -30,6 +29,7 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Share
+from trainer.files.json_values import JsonObject
 from trainer.files.writing import MAX_NAME_NBYTES, fsync_path
 
 # Files in the work folder
@@ -256,13 +256,12 @@ class Staging:
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
 
-    def read_or_write_note(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
-        """Return the content of a file of the run. Create the file with `content` if it does not exist."""
+    def read_or_write_note(self, name: str, content: Mapping[str, object]) -> JsonObject | None:
+        """Return the content of a file of the run. If it does not exist, create it with `content` and return None."""
         with exclusive_lock(self.work / JOIN_LOCK_FILE):
             existing = read_json_record(self.work / name)
             if existing is None:
                 write_json_record(self.work / name, content)
-                return dict(content)
         return existing
 
     @contextlib.contextmanager
@@ -415,7 +414,7 @@ def _is_in_use(work: Path) -> bool:
 
 
 def _other_run_error(
-    folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]
+    folder: Path, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
 ) -> PrepError:
     is_same_request = earlier_identity.get("request") == run_identity.get("request")
     if is_same_request and earlier_identity.get("source") != run_identity.get("source"):

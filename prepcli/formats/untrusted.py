@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
-from trainer.files.json_values import check_depth
-from trainer.files.reading import MAX_SMALL_FILE_NBYTES, open_regular_file, read_regular_file
+from trainer.files.json_values import JsonObject, JsonValue, check_depth
+from trainer.files.reading import (
+    ACCESS_HINT,
+    MAX_SMALL_FILE_NBYTES,
+    open_regular_file,
+    read_regular_file,
+)
 
 MAX_CONFIG_NBYTES = 16 << 20
-BROKEN_CONFIG_HINT = "correct it, or get it again"
 
 
 def parse_json(text: bytes) -> Any:
@@ -82,10 +86,10 @@ def list_folder(folder: Path) -> list[str]:
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
     """Return the error for a file or folder that cannot be read."""
-    return PrepError(f"cannot read {path}", error.strerror or str(error))
+    return PrepError(f"cannot read {path}", error.strerror or str(error), ACCESS_HINT)
 
 
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     document = dict(pairs)
     if len(document) != len(pairs):
         duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]

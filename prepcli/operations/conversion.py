@@ -13,9 +13,9 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.lists import join_names
 from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
-from prepcli.engine.budget import check_memory, parse_memory
+from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -33,6 +33,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion_details import (
+    PlanFields,
     closing_line,
     compression_fields,
     compression_line,
@@ -67,45 +68,66 @@ MAX_LEFT_FILES = 5
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Options that converting commands share."""
+    """Options that converting commands share.
 
-    checkpoint: (
-        str | None
-    )  # folder, alias, hub id or URL; None: the only prep checkpoint in the current folder
-    out: Path | None  # None: a name made from the source's name
+    Attributes:
+        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
+        out: Output folder or URL. None for a name made from the source's name.
+        memory_nbytes: Memory limit.
+        dry_run: Plan without reading weights or writing files.
+        overwrite: Replace an existing output.
+        restart: Drop an unfinished output.
+        offline: Use only files in the cache of the hub.
+        revision: Branch, tag or commit of the hub.
+        step: Step of a training run: a number, `best` or `last`. None for the last step.
+        process_options: Processes and workers of the conversion.
+        stream: Read from the hub without a local copy.
+        config: config.json for a checkpoint without one.
+        allow_overflow: Cast too large values to infinity.
+        ema: Take the moving average of a run's parameters.
+        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
+        copied_files: Patterns of further small files to copy.
+        quantized: `keep` or `dequantize` quantised weights, or `refuse` them.
+    """
+
+    checkpoint: str | None
+    out: Path | None
     memory_nbytes: int
     dry_run: bool = False
     overwrite: bool = False
     restart: bool = False
     offline: bool = False
     revision: str | None = None
-    step: int | str | None = (
-        None  # step of a training run: a number, `best` or `last`; None: the last step
-    )
+    step: int | str | None = None
     process_options: ProcessOptions = ONE_PROCESS
-    stream: bool = False  # read from the hub without a local copy
-    config: Path | None = None  # config.json, for a checkpoint without one
-    allow_overflow: bool = False  # cast values that are too large to infinity
-    ema: bool = False  # take the moving average of a run's parameters
-    quantized: str = "refuse"  # or keep, or dequantize: what to do with quantised weights
-    verbatim: bool | None = (
-        False  # keep the names of the file; None: if no family has the model_type
-    )
-    copied_files: tuple[str, ...] = ()  # patterns of further side files to copy
+    stream: bool = False
+    config: Path | None = None
+    allow_overflow: bool = False
+    ema: bool = False
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
+    quantized: str = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedConversion:
-    """A plan with the messages and fields of its report."""
+    """A plan with the messages and fields of its report.
+
+    Attributes:
+        plan: The plan.
+        default_out_name: Name of the output if the user gives none.
+        notes: Lines for the user.
+        fields: Fields for JSON.
+        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        source_view: Source of the plan, if it differs from the opened one.
+    """
 
     plan: Plan
     default_out_name: str
-    notes: tuple[str, ...]  # lines for the user
-    fields: dict[str, Any]  # for JSON
-    next_command: str  # with OUT_PLACEHOLDER for the output's path
-    source_view: Source | None = (
-        None  # the source that the plan reads, if not the one that was opened
-    )
+    notes: tuple[str, ...]
+    fields: Mapping[str, object]
+    next_command: str
+    source_view: Source | None = None
 
 
 def common_options(
@@ -121,7 +143,7 @@ def common_options(
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
-        memory_nbytes=_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        memory_nbytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         dry_run=dry_run,
         overwrite=options.get("overwrite", False),
         restart=options.get("restart", False),
@@ -141,7 +163,7 @@ def common_options(
 
 def match_options(options: Mapping[str, Any]) -> MatchOptions:
     """Return which source tensors may be ignored."""
-    return MatchOptions(as_tuple(options["drop"]), options["untie"])
+    return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,14 +177,6 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
     values["seed"] = values.get("seed") or None
     return values
-
-
-def _memory_nbytes(memory: int | str) -> int:
-    """Return a memory limit in bytes. Raise UsageError if it is too small for the engine."""
-    if isinstance(memory, str):
-        return parse_memory(memory)
-    check_memory(memory, str(memory))
-    return memory
 
 
 def open_checkpoint(
@@ -199,6 +213,7 @@ def open_checkpoint(
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
         allow_gguf=is_decoded,
+        copied_files=common.copied_files,
     )
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
@@ -315,16 +330,15 @@ def _convert_to_folder(
     check_config_option(common, source)
     check_stream(common.stream, located)
     planned = make_plan(source, located)
-    plan = planned.plan
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
-    details: dict[str, Any] = {
+    fields = plan_fields(planned.plan, source)
+    _note_plan(planned, source, fields["not_computed"], observer)
+    details: dict[str, object] = {
         "source": source_fields(source, located),
         **planned.fields,
-        **plan_fields(plan),
-        "not_computed": unsupported_model_reason(source),
+        **fields,
     }
-    _note_plan(planned, source, details["not_computed"], observer)
     result = ConversionResult()
     if common.dry_run:
         details = {"output": str(out), "dry_run": True, **details}
@@ -339,8 +353,9 @@ def _convert_to_folder(
             progress=observer.progress(),
         ) as pool:
             result = ConversionExecutor(
-                plan,
+                planned.plan,
                 planned.source_view or source,
+                run_id=fields["plan_digest"],
                 out=out,
                 pool=pool,
                 overwrite=common.overwrite,
@@ -348,8 +363,7 @@ def _convert_to_folder(
                 allow_overflow=common.allow_overflow,
                 note=observer.note,
             ).run()
-        seconds = time.monotonic() - started_s
-        _add_result_details(details, plan, out, result, common, seconds, observer)
+        details |= _result_details(planned.plan, fields, out, result, common, started_s, observer)
         if pool.share.count > 1:
             details["processes"] = process_fields(pool.share, common.process_options)
     return Conversion(
@@ -359,8 +373,8 @@ def _convert_to_folder(
         seconds=0.0,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
-        plan_digest=details["plan_digest"],
-        plan=plan,
+        plan_digest=fields["plan_digest"],
+        plan=planned.plan,
         details=details,
         # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
@@ -397,26 +411,33 @@ def _note_plan(
         observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
 
 
-def _add_result_details(
-    details: dict[str, Any],
+def _result_details(
     plan: Plan,
+    fields: PlanFields,
     out: Path,
     result: ConversionResult,
     common: CommonOptions,
-    seconds: float,
+    started_s: float,
     observer: Observer,
-) -> None:
-    """Note the casts, the time and the compression of a written output, and add them to its JSON fields."""
+) -> dict[str, object]:
+    """Note the casts, the time and the compression of a written output, and return their JSON fields.
+
+    The number of changed values is set in `fields`.
+    """
     manifest = read_manifest(out) or NO_MANIFEST
     cast_counts = manifest.casts
     for entry in cast_counts:
         observer.note(casts.format_cast(entry))
+    seconds = time.monotonic() - started_s
     observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
-    details["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    details: dict[str, object] = {}
     if plan.zstd_level:
-        details["compress"] = compression = compression_fields(plan, manifest)
+        compression = compression_fields(plan, manifest)
+        details["compress"] = compression
         observer.note(compression_line(compression))
-    details |= {
+    return {
+        **details,
         "output": str(out),
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
@@ -473,12 +494,3 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
-
-
-def unsupported_model_reason(source: Source) -> str | None:
-    """Return the reason why prep cannot run the source's model, or None if it can."""
-    try:
-        source.family.arch_config(source.config)
-    except PrepError as error:
-        return str(error)
-    return None

@@ -143,7 +143,7 @@ def _slab_spans(
 
 
 def _expected_write_spans(plan: Plan) -> list[FileSpan]:
-    """Return the byte ranges that must be written: every chunk of every leaf, or every tensor without leaves."""
+    """Return the byte ranges to write: every chunk of every leaf, or every tensor without leaves."""
     spans: list[FileSpan] = []
     for leaf in plan.leaves:
         spans += _chunk_spans(leaf)
@@ -154,7 +154,7 @@ def _expected_write_spans(plan: Plan) -> list[FileSpan]:
 
 
 def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> list[FileSpan]:
-    """Return the byte ranges that a stream's rows occupy in the files of `locations` (its reads or its writes)."""
+    """Return the byte ranges of a stream's rows in the files of `locations` (its reads or its writes)."""
     if not stream.nbytes:
         return []
     spans: list[FileSpan] = []
@@ -218,7 +218,7 @@ class _JoinedRuns:
         self._runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
 
     def spans(self) -> list[FileSpan]:
-        """Return the byte range of each run that was added, or of several that continue each other."""
+        """Return the byte ranges of all added runs."""
         spans = list(self._spans)
         for (file, _, repeats), (start, run_nbytes) in self._runs_by_end.items():
             spans += _run_spans(file, start, run_nbytes, repeats)

@@ -1,11 +1,14 @@
-"""Dtypes that prep reads and writes, and tensors in files. Pure."""
+"""Dtypes that prep reads and writes, tensors in files, and casts. Pure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
+# Bits of a stored element. An int4 of zarr takes a byte.
 ITEM_BITS = {
+    "int4": 8,
     "bool": 8, "uint8": 8, "int8": 8, "uint16": 16, "int16": 16, "uint32": 32, "int32": 32, "uint64": 64, "int64": 64,
     "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex64": 64,
     "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,
@@ -25,6 +28,25 @@ class FileTensor:
     file: int
     offset: int
     nbytes: int
+
+
+# A cast in a plan or a manifest: the pair of dtypes, the numbers of tensors and values, and the counts of changes if
+# the values were counted. `from` is a keyword of Python, hence no class.
+CastEntry = TypedDict(
+    "CastEntry",
+    {
+        "from": str,
+        "to": str,
+        "update": NotRequired[str],
+        "tensors": int,
+        "values": int,
+        "changed": NotRequired[int],
+        "overflowed": NotRequired[int],
+        "underflowed": NotRequired[int],
+        "nan": NotRequired[int],
+        "worst": NotRequired[float],
+    },
+)
 
 
 def array_bits(dtype: str, shape: tuple[int, ...]) -> int:

@@ -221,6 +221,8 @@ def dequantize_source(source: Source) -> Source:
             file for file in source.small_files if file.name not in QUANTIZATION_FILES
         ),
         blobs=(*source.byte_sources, blob),
+        # The config of the output is another one than the file.
+        config_path=None,
         quantization=settings,
     )
     # The verbatim family is made from the tensors.

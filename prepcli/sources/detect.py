@@ -10,19 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.lists import join_names
-from prepcli.errors import Command, DamagedError, Option, PrepError, Text, text
+from prepcli.errors import (
+    BROKEN_CONFIG_HINT,
+    Command,
+    DamagedError,
+    Option,
+    PrepError,
+    Text,
+    text,
+)
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
+from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_files import (
     SUFFIXES,
     TRAINING_FILE_PATTERNS,
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
@@ -79,10 +88,9 @@ GGUF = Refusal(
     "`prep save-init FILE.gguf --quantized dequantize` decodes them, or use the model that it was converted from",
 )
 DISTRIBUTED = Refusal(
-    "is a torch distributed checkpoint",
-    "found {names}; each rank wrote its part in PyTorch's own format",
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
-    " model and call its save_pretrained(OUT)",
+    "is an incomplete torch distributed checkpoint",
+    f"found {{names}}, but no {DCP_METADATA_FILE}, which is written last",
+    "name a complete checkpoint",
 )
 TRAINING_FILES = Refusal(
     "holds no model",
@@ -115,6 +123,13 @@ def _adapter_config(names: Sequence[str]) -> Sequence[str]:
     return []
 
 
+def _distributed_files(names: Sequence[str]) -> Sequence[str]:
+    """Return the files of a torch distributed checkpoint, if it is complete."""
+    if DCP_METADATA_FILE in names:
+        return _names_matching("*.distcp")(names)
+    return []
+
+
 def _training_files(names: Sequence[str]) -> Sequence[str]:
     """Return the PyTorch files of a training run that are not the model."""
     matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
@@ -140,6 +155,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_all_names_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
     (_all_names_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
     (_names_matching("*.gguf"), GGUF),
+    (_distributed_files, "dcp"),
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
     (_training_files, TRAINING_FILES),

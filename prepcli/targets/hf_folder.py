@@ -85,25 +85,25 @@ def copied_files(
     Raises:
         PrepError: A file is a link that leaves the checkpoint.
     """
-    return tuple(_copied_file(path, root, manifest or NO_MANIFEST, path_prefix) for path in paths)
+    files: list[SmallFile] = []
+    for path in paths:
+        real_path = resolve_small_file(path, root)
+        file_stat = real_path.stat()
+        file = SmallFile(
+            path_prefix + path.name,
+            copied_from=str(real_path),
+            # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
+            stamp=(file_stat.st_size, file_stat.st_mtime_ns),
+            xxh3=recorded_xxh3(path, root, manifest or NO_MANIFEST),
+        )
+        files.append(file)
+    return tuple(files)
 
 
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the small files of a source, to copy them. See `copied_files`."""
     return copied_files(
         source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
-    )
-
-
-def _copied_file(path: Path, root: Path, manifest: Manifest, path_prefix: str) -> SmallFile:
-    real_path = resolve_small_file(path, root)
-    file_stat = real_path.stat()
-    return SmallFile(
-        path_prefix + path.name,
-        copied_from=str(real_path),
-        # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
-        stamp=(file_stat.st_size, file_stat.st_mtime_ns),
-        xxh3=recorded_xxh3(path, root, manifest),
     )
 
 
@@ -135,13 +135,11 @@ def config_files(
         path_prefix: Put before the name in the output.
     """
     path = source.config_path
-    # The config of decoded weights is that of the source without its quantisation.
-    is_changed = path is not None and (config != source.config or bool(source.quantization))
-    if not source.family.is_verbatim or is_changed:
-        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
-    if path is None:
+    if source.family.is_verbatim and path is None and not config:
         return ()
-    copy = _copied_file(path, source.root, source.manifest or NO_MANIFEST, path_prefix)
+    if not source.family.is_verbatim or path is None or config != source.config:
+        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
+    (copy,) = copied_files([path], source.root, manifest=source.manifest)
     return (replace(copy, path=path_prefix + CONFIG),)
 
 

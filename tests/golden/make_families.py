@@ -87,9 +87,9 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1}
         | WITHOUT_DEFAULT.get(name, {})
         for name, config in DENSE_FAMILIES.items()
-        if name == config["model_type"]
+        if name == config["model_type"] and not name.endswith("t5")
     },
-    "t5-defaults": {"model_type": "t5"},
+    **{f"{name}-defaults": {"model_type": name} for name in ("t5", "mt5", "umt5")},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }
 

@@ -141,6 +141,13 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "ministral": LLAMA_LIKE | {
         "model_type": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
     },
+    "ministral3": LLAMA_LIKE | {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 2e4,
+            "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
     "seed_oss": LLAMA_LIKE | {"model_type": "seed_oss", "attention_out_bias": True},
     "olmo": SMALL | {"model_type": "olmo", "num_key_value_heads": 1, "clip_qkv": 0.8},
     "cohere": LAYER_NORM | {"model_type": "cohere", "logit_scale": 0.4, "use_qk_norm": True},
@@ -165,9 +172,47 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
     },
     "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
+    "mt5": T5 | {"model_type": "mt5", "tie_word_embeddings": False},
+    "umt5": T5 | {"model_type": "umt5"},
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+}  # fmt: skip
+DENSE = DENSE_FAMILIES
+TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+    "olmo2-biases": DENSE["olmo2"] | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None},
+    "olmo3-listed": DENSE["olmo3"] | TWO_KINDS | {"num_hidden_layers": 2, "rope_scaling": None},
+    "olmo3-version-5": DENSE["olmo3"] | {
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e4}},
+    },
+    "smollm3-listed": DENSE["smollm3"] | {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "attention_bias": True},
+    "smollm3-sliding": DENSE["smollm3"] | {"use_sliding_window": True, "sliding_window": 4},
+    "granite-plain": {key: value for key, value in DENSE["granite"].items() if "multiplier" not in key},
+    "glm-whole": DENSE["glm"] | {"partial_rotary_factor": 1.0, "attention_bias": False},
+    "starcoder2-bare": DENSE["starcoder2"] | {"use_bias": False, "sliding_window": None},
+    "stablelm-qk-norms": DENSE["stablelm"] | {"qk_layernorm": True, "num_key_value_heads": 3},
+    "phi-qk-norms": DENSE["phi"] | {"qk_layernorm": True, "partial_rotary_factor": 0.25, "num_key_value_heads": 1},
+    "exaone4-no-window": DENSE["exaone4"] | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4-listed": DENSE["exaone4"] | TWO_KINDS,
+    "ernie4_5-yarn": DENSE["ernie4_5"] | {"use_bias": False, "rope_scaling": ROPES["yarn"]},
+    "ministral-default": {key: value for key, value in DENSE["ministral"].items() if key != "layer_types"},
+    "seed_oss-bare": DENSE["seed_oss"] | {"attention_bias": False, "attention_out_bias": False, "mlp_bias": True},
+    "olmo-plain": DENSE["olmo"] | {"clip_qkv": None, "attention_bias": True},
+    "cohere-plain": DENSE["cohere"] | {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False},
+    "cohere2-listed": DENSE["cohere2"] | TWO_KINDS,
+    "hunyuan_v1_dense-plain": DENSE["hunyuan_v1_dense"] | {"rope_scaling": None, "attention_bias": True},
+    "nemotron-biases": DENSE["nemotron"] | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "cwm-listed": DENSE["cwm"] | TWO_KINDS | {"mlp_bias": True, "rope_theta": 500.0},
+    "falcon-linear": DENSE["falcon"] | {"rope_scaling": {"type": "linear", "factor": 3.0}, "ffn_hidden_size": 20},
+    "mpt-plain": DENSE["mpt"] | {"attn_config": {"softmax_scale": 0.5}},
+    "biogpt-unscaled": DENSE["biogpt"] | {"scale_embedding": False, "tie_word_embeddings": False},
+    "mt5-plain": DENSE["mt5"] | {"feed_forward_proj": "relu"},
+    "umt5-unscaled": DENSE["umt5"] | {"tie_word_embeddings": False, "feed_forward_proj": "gated-silu"},
+    "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
+    "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
+    "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -324,6 +369,7 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
 LIVE: dict[str, dict[str, Any]] = {  # all configs that are compared with transformers live
     **GOLDEN,
     **NEWER_FAMILY_VARIANTS,
+    **DENSE_FAMILY_VARIANTS,
     **AMBIGUOUS,
     **{f"gpt2-{name}": GPT2 | changes for name, changes in GPT2_VARIANTS.items()},
     **{f"gpt_neo-{name}": GPT_NEO | changes for name, changes in GPT_NEO_VARIANTS.items()},

@@ -1,4 +1,4 @@
-"""`python -m tools.trace`: functions, modules, depth and callers of a command that runs in this process."""
+"""`python -m tools.trace`: functions, modules, depth and callers of a command in this process."""
 
 from __future__ import annotations
 

@@ -33,9 +33,11 @@ from trainer.models.families import (
     jais2,
     llama,
     ministral,
+    ministral3,
     mistral,
     mixtral,
     mpt,
+    mt5,
     nemotron,
     olmo,
     olmo2,
@@ -51,6 +53,7 @@ from trainer.models.families import (
     stablelm,
     starcoder2,
     t5,
+    umt5,
     vaultgemma,
 )
 from trainer.models.parameters import Family, HFConfig
@@ -60,8 +63,19 @@ _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
     *(olmo2, olmo3, smollm3, granite, glm4, glm, starcoder2, stablelm, phi, exaone4, ernie4_5),
-    *(ministral, seed_oss, olmo, cohere, cohere2, helium, arcee, hunyuan_v1_dense, nemotron),
-    *(falcon, gpt_bigcode, bloom, mpt, biogpt),
+    *(
+        ministral,
+        ministral3,
+        seed_oss,
+        olmo,
+        cohere,
+        cohere2,
+        helium,
+        arcee,
+        hunyuan_v1_dense,
+        nemotron,
+    ),
+    *(falcon, gpt_bigcode, bloom, mpt, biogpt, mt5, umt5),
     *(jais2, cwm, vaultgemma),
 )
 ADD_FAMILY_HINT = text(

@@ -11,7 +11,7 @@ from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import Key, text, usage_error
-from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
+from trainer.models.leaf_patterns import PATTERN_KEYS, check_regular_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
@@ -81,7 +81,9 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _cooldown_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
-        yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
+        yield from problem_if_raised(
+            partial(check_regular_expressions, value_of(recipe, key), key), key
+        )
     yield from _save_problems(recipe)
 
 

@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
     uniform_windows,
 )
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _llama_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, if_set, read_size
@@ -47,7 +47,8 @@ def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
     if dense:
         field = "mlp_only_layers" if dense[0] in dense_layers else "decoder_sparse_step"
         why = f"by `{field}` layer {dense[0]} of {layers} has a dense MLP, which cannot be stacked with experts"
-        raise PrepError("models with both dense and MoE layers are not supported", why)
+        what = "models with both dense and MoE layers are not supported"
+        raise unsupported_config_error(what, why)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
