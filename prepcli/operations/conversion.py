@@ -489,6 +489,10 @@ def source_line(source: Source) -> str:
         f"{len(source.tensors)} tensors",
         f"{size} {', '.join(dtypes)}",
     ]
+    if source.quantization:
+        num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
+        method = source.quantization.get("quant_method")
+        parts.append(f"{num_decoded} decoded from {method}")
     if nbytes := optimizer_nbytes(source):
         parts.append(f"optimizer state {format_bytes(nbytes)}")
     if len(source.files) > 1:

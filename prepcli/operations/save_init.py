@@ -46,7 +46,7 @@ from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
-from prepcli.sources.dequantized import DECODED_DTYPE, is_quantized
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
@@ -259,10 +259,7 @@ def plan_orbax_item(
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=(
-            *_decoded_lines(source, options["dtype"]),
-            *_layout_lines(layout, item, dropped_state_tensors),
-        ),
+        notes=tuple(_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
         next_command=next_command,
     )
@@ -469,13 +466,6 @@ def _vocab_rows(
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
-
-
-def _decoded_lines(source: Source, dtype: str | None) -> Iterator[str]:
-    num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
-    if num_decoded:
-        method = source.quantization.get("quant_method")
-        yield f"{num_decoded} quantised weights ({method}) are decoded to {dtype or DECODED_DTYPE}"
 
 
 def _layout_lines(

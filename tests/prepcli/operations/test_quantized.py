@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.cli.main import main
 from prepcli.errors import DamagedError, PrepError, UsageError
 from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import run_ok
@@ -47,6 +48,12 @@ def test_save_init_decodes_to_bfloat16(name: str):
     assert "quantization_config" not in config
     manifest = json.loads(Path("init/prep-manifest.json").read_text())
     assert manifest["quantization"]["quant_method"] == FORMATS[name].settings["quant_method"]
+
+
+def test_save_init_names_number_of_decoded_weights(capsys: pytest.CaptureFixture[str]):
+    make_quantized(Path("m"), "fp8")
+    assert main(["save-init", "./m", "--quantized", "dequantize", "--dry-run"]) == 0
+    assert "bfloat16  21 decoded from fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fp8", "gptq", "nf4"])
