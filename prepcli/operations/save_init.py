@@ -46,6 +46,7 @@ from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
@@ -94,7 +95,8 @@ def save_init(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     _check_padding_options(options)
-    check_allow_overflow(options["allow_overflow"], options["dtype"])
+    if options["quantized"] == "keep":
+        check_allow_overflow(options["allow_overflow"], options["dtype"])
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
@@ -376,6 +378,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
             for key, value in layout.source_manifest.fields.items()
             if key in ADAPTER_KEYS
         },
+        **({"quantization": source.quantization} if source.quantization else {}),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -399,6 +402,12 @@ def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
     """Raise UsageError for options that need a known vocabulary."""
+    if options["dtype"] and options["quantized"] == "keep" and is_quantized(source.root):
+        raise usage_error(
+            text("{} would cast scales", Option("dtype", options["dtype"])),
+            f"the weights of {source.display_name} are quantised, and kept",
+            text("{} decodes them", Option("quantized", "dequantize")),
+        )
     for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
         if options[name] != default:
             raise usage_error(
