@@ -236,7 +236,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 
 class GgufDecoder(Decoder):
-    """Rows of blocks."""
+    """Decoder of a GGUF tensor, stored as rows of quantized blocks."""
 
     def __init__(self, stored: FileTensor, type_name: str, shape: tuple[int, ...]) -> None:
         """Check the stored tensor.
