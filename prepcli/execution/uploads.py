@@ -188,7 +188,10 @@ def _check_uploaded(
     manifest: Manifest,
     plan_digest: str,
 ) -> None:
-    """Raise PrepError unless the URL holds the complete output of this plan, which need not be made again."""
+    """Raise PrepError unless the URL holds an intact output of this plan, which is then kept.
+
+    With `restart`, such an output is an error too.
+    """
     if manifest.plan != plan_digest:
         why = "it was made by another request, or of another source"
     elif not _has_intact_files(bucket, remote_files, manifest):

@@ -157,8 +157,8 @@ def common_options(
     )
 
 
-def match_options(options: Mapping[str, Any]) -> MatchOptions:
-    """Return which source tensors may be ignored."""
+def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return the options of the tensor match, e.g. which source tensors may be ignored."""
     return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 

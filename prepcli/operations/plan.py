@@ -62,7 +62,7 @@ def plan(
 
     Args:
         target: A recipe: a TOML file, or the name of a shipped one. Or a folder, alias, hub id or URL of a checkpoint,
-            which is planned with the keys of a usual step.
+            which is planned with a default recipe.
         progress: Receives notes and warnings, if it is an `Observer`; default: none.
         **options: See `PlanOptions`.
 

@@ -34,7 +34,7 @@ from prepcli.operations.conversion import (
     PlannedConversion,
     check_allow_overflow,
     common_options,
-    match_options,
+    make_match_options,
     recorded_values,
     run_conversion,
 )
@@ -222,7 +222,7 @@ def plan_orbax_item(
             source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, axis_maps, match_options(options))
+    match = match_source_tensors(source, axis_maps, make_match_options(options))
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if match.is_tied else None
     dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
@@ -453,7 +453,7 @@ def _vocab_rows(
         )
     padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
     if padded < vocabulary.stored_size:
-        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded

@@ -227,7 +227,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
 
 
 def _collect_adapter(source: Source) -> _VerifiedModel:
-    """Return the tensors of an adapter. Without its base they have no leaves and no vocabulary."""
+    """Return the tensors of an adapter. Their leaves and vocabulary are unknown without the base model."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return _VerifiedModel(
         source,

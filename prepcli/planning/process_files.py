@@ -123,7 +123,7 @@ def _leaf_number(location: object) -> int:
 
 
 def _owner(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
-    """Return the process with boxes of all elements of some leaves, or None."""
+    """Return the process that holds all elements of the given leaves, or None if there is none."""
     # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
     for process, own in enumerate(boxes):
         for name, size in sizes.items():

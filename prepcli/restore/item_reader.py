@@ -469,9 +469,10 @@ def _unit_ranges(index: Sequence[int]) -> Box:
 
 
 def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
-    """Yield boxes of whole checksum blocks that cover boxes of a chunk, and none that touches no box.
+    """Yield boxes of whole checksum blocks that cover the given boxes of a chunk.
 
-    Each is contiguous in the chunk and has at most PIECE_NBYTES, or one block.
+    Blocks that overlap no given box are left out. Each yielded box is contiguous in the chunk. It has at most
+    PIECE_NBYTES, or is a single larger block.
     """
     if not meta.chunk_shape:
         yield ()

@@ -31,7 +31,7 @@ from trainer.models.boxes import Box, Range, full_box, split_merged_range, volum
 
 # Upper limit of a window, and of one read. Half for a tensor with duplicates.
 PIECE_NBYTES = 4 << 20
-# Of a thread: one half for bytes as they are stored, one for bytes in the tensor's order.
+# Buffer of a thread. One half is for bytes as stored, the other for bytes in the tensor's order.
 BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)
 
 

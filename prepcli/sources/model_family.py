@@ -1,4 +1,4 @@
-"""The family of a checkpoint: the one that its config names, or the verbatim family of its tensors."""
+"""The family of a checkpoint: the family that its config names, or the verbatim family of its tensors."""
 
 from __future__ import annotations
 

@@ -308,7 +308,8 @@ def match_foreign_tree(
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
-    A leaf below the root without a row becomes a tensor under its own name. Missing leaves are not an error here.
+    A leaf below the root that no row of the family maps becomes a tensor with the name of the leaf. Missing leaves
+    are not an error here.
 
     Args:
         leaves: Leaves of the tree, by dotted name.

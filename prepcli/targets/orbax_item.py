@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import Command, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
@@ -136,7 +136,8 @@ def make_item(
         The layout of the item.
 
     Raises:
-        PrepError: Tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a dim.
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
     """
     leaves: dict[str, _LeafLayout] = {}
     # first tensor of each leaf, which sets its dtype
@@ -168,6 +169,12 @@ def make_item(
             source_offset,
         )
         pieces.append((tensor.name, piece))
+    if not leaves:
+        raise PrepError(
+            f"{source.display_name} cannot be an Orbax checkpoint",
+            "no tensor has elements",
+            GET_AGAIN_HINT,
+        )
     layout = place_chunks(piece for _, piece in pieces)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
@@ -268,7 +275,7 @@ def _leaf_uses(
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
-        if is_leaf_path(name):
+        if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)

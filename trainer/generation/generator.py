@@ -29,7 +29,8 @@ SLOT_MULTIPLE = 64
 MAX_SLOTS = 1 << 30
 # Decoding steps between checks whether all rows have ended. A check waits for the devices.
 STEPS_PER_CHECK = 16
-# Seconds that a streamed token waits for the end of its compiled call. Readers notice longer ones.
+# Maximum seconds that a streamed token waits for the end of its compiled call. Longer delays are
+# visible.
 MAX_STREAM_DELAY_S = 0.05
 
 InputT = TypeVar("InputT")

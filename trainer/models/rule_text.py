@@ -71,7 +71,7 @@ Rule = DimRule | LeafRule | Preset
 
 
 def parse_rule(rule_text: str, *, origin: Option | Key = RULES_OPTION) -> Rule:
-    """Parse a sharding rule. `str` of the result is the text of the rule.
+    """Parse a sharding rule. `str` of the result is a text of the same rule.
 
     Args:
         rule_text: The rule.

@@ -41,9 +41,10 @@ from trainer.models.parameters import (
 from trainer.models.rules import VERBATIM_EXPERTS
 
 CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
-# In the path of a leaf, in place of the numbers of its tensors.
+# Replaces the numbers of stacked tensors in the path of their leaf, e.g. `layers.*.w`.
 STACKED_NUMBER = "*"
-# A whole part of a dotted name. `007` is no number: its zeros would be lost. Larger numbers count nothing.
+# A number that is a whole part of a dotted name, e.g. `12` in `layers.12.w`. `007` does not match, because its zeros
+# would be lost. Numbers of more than 9 digits do not match, because no layer or expert has such a number.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 # Name -> dtype and shape.
@@ -202,8 +203,8 @@ def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
 def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
     """Split a set of indices into products of numbers, e.g. {(0, 0), (0, 1), (1, 0), (1, 1)} into ((0, 1), (0, 1)).
 
-    First numbers with the same following indices stay together. Layers 0 to 3 with 8 experts and layers 4 and 5 with 16
-    experts are two products.
+    Layers with the same experts are in the same product. For example, layers 0 to 3 with 8 experts each and layers 4
+    and 5 with 16 experts each are two products.
     """
     if indices == {()}:
         return [()]

@@ -89,7 +89,7 @@ class StepSetup:
 
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
-        """Parameters changed by training, by path: the saved ones, except the matches of `optimizer.freeze`."""
+        """Parameters changed by training, by path: all saved parameters that `optimizer.freeze` does not match."""
         return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:

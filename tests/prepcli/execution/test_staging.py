@@ -153,7 +153,7 @@ def test_open_stage_reuses_an_existing_empty_folder(out: Path):
     assert open_stage(out).work.is_dir()
 
 
-def test_open_rejects_a_file_of_that_name(out: Path):
+def test_open_rejects_a_file_at_the_staging_path(out: Path):
     out.with_name("out.partial").write_text("mine")
     with pytest.raises(PrepError, match="exists"):
         open_stage(out)

@@ -227,7 +227,7 @@ def test_overlapping_chunks_are_rejected(item):
         ({"filters": [{"id": "delta"}]}, "`params.w` is stored with filters"),
         ({"order": "F"}, "`params.w` is stored in order `F`"),
         ({"dtype": ">f4"}, "`params.w` is stored big endian"),
-        ({"dtype": "int4"}, "`params.w` is `int4`"),
+        ({"dtype": "int2"}, "`params.w` is `int2`"),
         ({"dtype": [["x", "<f4"]]}, "`params.w` is `[['x', '<f4']]`"),
         ({"dimension_separator": "/"}, "the chunks of `params.w` are named with `/`"),
         ({"shape": [4, -6]}, "the .zarray of `params.w` is broken"),

@@ -139,7 +139,8 @@ def test_array_of_endless_rows_without_ids_has_no_tokens(tmp_path: Path):
 )
 def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
     with pytest.raises(
-        PrepError, match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header the shape"
+        PrepError,
+        match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header declares the shape",
     ):
         read_tokens(write_npy(tmp_path / "a.npy", npy_header(shape)))
 
