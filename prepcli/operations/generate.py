@@ -283,7 +283,7 @@ def _build_generator(
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
         raise usage_error(
-            text("{} has sp", Option("mesh", opened.sharding.mesh)),
+            text("{} splits tokens over sp", Option("mesh", opened.sharding.mesh)),
             why,
             text("{} with fsdp or mp", Option("mesh")),
         )

@@ -209,7 +209,7 @@ class MetricsWriter:
                 # notices it, its lines must not get between the other's lines.
                 self._fd = os.dup(file.fileno())
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line, visible to readers at once.
@@ -223,13 +223,13 @@ class MetricsWriter:
                 # in the next round.
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
-    def _error(self, error: OSError) -> PrepError:
+    def _write_error(self, error: OSError) -> PrepError:
         return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
 
 
