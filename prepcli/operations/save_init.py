@@ -424,7 +424,7 @@ def _check_source_kind(command: str, source: Source) -> None:
     if command == "reshard" and source.tensor_file_names:
         command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
-            f"{source.display_name} is no Orbax checkpoint of prep",
+            f"{source.display_name} is not an Orbax checkpoint of prep",
             "reshard reads the output of save-init and training runs",
             text("{}", command_line),
         )
