@@ -154,7 +154,7 @@ class Team:
             digests |= self.read_journal_state(index).digests
         return digests
 
-    def own_nbytes(self) -> tuple[int, int]:
+    def durable_and_total_nbytes(self) -> tuple[int, int]:
         """Return the durable bytes and all bytes of the shares of this process and its workers."""
         durable_nbytes = 0
         total_nbytes = 0

@@ -223,7 +223,10 @@ def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Mani
 def _has_intact_files(
     bucket: Bucket, remote_files: Sequence[RemoteFile], manifest: Manifest
 ) -> bool:
-    """Return whether the listed files of an output exist, and those that are fetched whole equal their records."""
+    """Return whether all listed files of an output exist and agree with their records.
+
+    The size of each file is compared. Files of at most SMALL_NBYTES are also fetched, to compare their digests.
+    """
     files = {file.path: file for file in remote_files}
     for name, record in manifest.files.items():
         file = files.get(name)

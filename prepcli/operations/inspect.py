@@ -427,7 +427,7 @@ def _shapes_by_name(
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
-    source = open_source(located)
+    source = open_source(located, verbatim=None)
     return {
         source.names.full_name(tensor.name): (tensor.shape, tensor.dtype)
         for tensor in source.tensors

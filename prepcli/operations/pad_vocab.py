@@ -14,7 +14,7 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
-from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
+from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
@@ -122,7 +122,7 @@ def check_seed(init: str, seed: int | None) -> None:
     """Raise UsageError for a seed without random values."""
     if init != "normal":
         why = "zeros and mean are not random"
-        check_needs(Option("seed"), seed, Option("init", "normal"), why)
+        reject_without(Option("seed"), seed, Option("init", "normal"), why)
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:

@@ -203,7 +203,8 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
-        verbatim=common.verbatim,
+        # One checkpoint with the names of its file is enough: the other one is then compared by them.
+        verbatim=None if common.verbatim else common.verbatim,
     )
 
 
@@ -357,8 +358,9 @@ def _value_findings(
     second time, side by side, for the first different value.
     """
     digests_by_name: list[dict[str, str]] = []
+    compared = {*names}
     for model in (a, b):
-        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
+        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in compared]
         digests = _compute_digests(
             model.source,
             pieces,

@@ -62,7 +62,13 @@ class Target:
 def _loops(
     copy: StridedCopy, count: int, step: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the counts, tensor steps and file steps of a copy's loops, with an innermost loop (count, step, step)."""
+    """Return the nested loops of a copy as (counts, tensor steps, file steps), outermost loop first.
+
+    Args:
+        copy: The copy. Its `dims` are the outer loops.
+        count: Number of iterations of the innermost loop, which copies the contiguous run.
+        step: Its step, in the tensor and in the file.
+    """
     counts, tensor_steps, file_steps = zip(*copy.dims, (count, step, step))
     return counts, tensor_steps, file_steps
 

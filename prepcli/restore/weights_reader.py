@@ -41,8 +41,8 @@ from trainer.models.boxes import Box
 BoxArrays = Mapping[Box, np.ndarray]
 # each has a buffer of 8 MiB
 MAX_THREADS = 4
-# In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests without
-# the gaps would not be faster.
+# In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests
+# without the gaps would not be faster.
 SHARED_GAP_NBYTES = MIN_READ_AHEAD_NBYTES
 
 

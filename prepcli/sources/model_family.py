@@ -117,4 +117,4 @@ def verbatim_error(display_name: str) -> PrepError:
     hint = text(
         "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
     )
-    return PrepError(f"{display_name} is not a model that prep computes", CANNOT_TRAIN, hint)
+    return PrepError(f"prep cannot compute with {display_name}", CANNOT_TRAIN, hint)

@@ -75,7 +75,7 @@ class DataFinder:
             literal = url[: glob.start()]
         parent, _, name = literal.rpartition("/")
         pattern = url.removeprefix(f"{parent}/")
-        # `gs://b` is a bucket, in which no object has an empty name.
+        # `gs://b` is a whole bucket. It has no object name after the last slash.
         is_bucket = parent.endswith(":/")
         folder = parent
         if is_bucket:

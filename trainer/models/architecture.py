@@ -169,7 +169,9 @@ class ArchConfig:
             arXiv:2305.19466).
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
-        position_offset: Row of the first learned position.
+        has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
+            token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
+        position_offset: Row of the first learned position, or number added to sinusoidal ones.
         embed_scale: Factor of the token embeddings.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
@@ -205,6 +207,7 @@ class ArchConfig:
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
+    has_sinusoidal_positions: bool = False
     position_offset: int = 0
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -225,7 +228,7 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.score_bias is None
+        return self.rope is None and self.score_bias is None and not self.has_sinusoidal_positions
 
     @property
     def norm_scale_offset(self) -> float:

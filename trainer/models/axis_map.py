@@ -352,7 +352,7 @@ class _SizeLookup:
         """Return the index list of this name."""
         indices = self.sizes.get(name)
         if indices is None or isinstance(indices, int):
-            raise _row_error(self.row, f"the sizes have no index list `{name}`")
+            raise _row_error(self.row, f"the sizes of the model contain no index list `{name}`")
         return tuple(indices)
 
     def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:

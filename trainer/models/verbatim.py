@@ -158,7 +158,7 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
 
 
 def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[int]]]:
-    """Return the numbers of each stacked leaf, one list per stacked number of its path.
+    """Return the layer or expert numbers of the tensors in each stacked leaf, one list per `*` in its path.
 
     Args:
         family: A verbatim family.

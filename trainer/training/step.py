@@ -270,7 +270,7 @@ def train_step(
         "in_row": new_state["skipped_in_row"],
     }
     if stop_signals is not None:
-        # The maximum over the processes: one of them that must stop stops all, after the same step.
+        # The maximum over the processes: if one must stop, all stop after this step.
         metrics[STOP] = jnp.max(stop_signals)
     return new_state, metrics
 

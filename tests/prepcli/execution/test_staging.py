@@ -324,7 +324,7 @@ def test_publish_recovers_with_another_output_in_place(out: Path, monkeypatch):
     assert contents(out) == {"d/data": "new"}
 
 
-def test_publish_replaces_an_output_with_a_work_folder(out: Path, monkeypatch):
+def test_publish_replaces_an_output_after_a_kill_in_cleanup(out: Path, monkeypatch):
     publish_until(start_stage(out), monkeypatch, "cleaned")
     stage = open_stage(out, RUN | {"request": "prep y"})
     (stage.folder / "later").write_text("later")

@@ -37,7 +37,7 @@ def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     if file.nbytes % dtype.itemsize:
         why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
-        raise PrepError(f"{file.path} ends within an id", why, hint)
+        raise PrepError(f"{file.path} ends with an incomplete id", why, hint)
     return file.nbytes // dtype.itemsize
 
 
