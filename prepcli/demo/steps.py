@@ -95,7 +95,7 @@ def run_step(step: DemoStep, folder: Path) -> StepOutcome:
     try:
         return step.run(folder, step.args)
     except (OSError, PrepError) as error:
-        # The message of a killed or crashed process need not tell which disk was full.
+        # The message of a killed or crashed process may lack the name of the disk that was full.
         for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
             if _is_full(path):
                 raise FullDiskError(

@@ -134,7 +134,7 @@ class CheckpointContents:
 
     @property
     def family(self) -> Family | None:
-        """The model family, or None if it is unknown or the names are those of the source."""
+        """The model family. None if it is unknown, or if the names are kept as in the source."""
         if self.is_verbatim:
             return None
         return FAMILIES.get(str(self.config.get("model_type")))

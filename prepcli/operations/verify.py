@@ -157,7 +157,7 @@ def _verify(request: _Request, observer: Observer) -> Verification:
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
     if source.family.is_verbatim or against_source.family.is_verbatim:
-        # The tensors of a file are the same, whether a family knows them or not.
+        # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
         against_source = as_verbatim(against_source)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)

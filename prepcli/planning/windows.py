@@ -79,7 +79,7 @@ def merge_windows(
     Args:
         windows: Boxes of a tensor.
         axis_strides: Result of `file_strides`.
-        max_gap_nbytes: Gaps of less than this are read.
+        max_gap_nbytes: Smaller gaps are read too.
 
     Returns:
         Boxes that cover the windows.
@@ -110,7 +110,7 @@ def _union(a: Box, b: Box) -> Box:
 def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: int) -> bool:
     if volume(_union(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
-    # Boxes that differ along one axis alone have a box as union, apart from the gap between them.
+    # The union of two boxes that differ along only one axis is a box, apart from the gap between them.
     different = [axis for axis in range(len(a)) if a[axis] != b[axis]]
     if len(different) != 1:
         return False
@@ -159,7 +159,7 @@ def split_into_spans(
     Args:
         copy: The copy.
         max_nbytes: Maximum span of a copy, at least its width.
-        max_gap_nbytes: Gaps of less than this are read.
+        max_gap_nbytes: Smaller gaps are read too.
 
     Yields:
         Copies in the order of their file offsets.

@@ -110,7 +110,7 @@ def open_model(
 def open_checked_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader | AverageReader:
-    """Open the fastest reader of a source. The arguments are those of `open_model`."""
+    """Open the fastest reader of a source. See `open_model` for the arguments."""
     manifest = source.tree_manifest
     if manifest and manifest.scan and manifest.scan_axis == 0:
         reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))

@@ -236,7 +236,7 @@ def _wait_for_cause(
 
     from trainer.distributed.coordination import ConnectionBrokenError
 
-    # JAX has no type for these errors: the text is all that tells a broken connection from a bug.
+    # JAX has no exception type for a broken connection. Only the text distinguishes it from a bug.
     is_connection = isinstance(error, JaxRuntimeError) and any(
         word in str(error) for word in CONNECTION_WORDS
     )

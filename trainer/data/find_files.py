@@ -182,7 +182,7 @@ def _readers(data_type: DataType) -> Sequence[Reader]:
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=_raise_io_error):
-        # `os.walk` goes on with the folders that are left in the list.
+        # `os.walk` visits only the folders that remain in this list.
         folders[:] = (name for name in folders if not name.startswith("."))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 

@@ -165,7 +165,7 @@ def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) ->
         return peer
     if other is None or peer.settings_digest == other.settings_digest:
         return None
-    # The process with the digest of process 0 belongs to its job, so the other one is the stranger.
+    # The process with the digest of process 0 belongs to its job, so the other process is from another job.
     # If neither has it, no stranger is known.
     return {peer.settings_digest: other, other.settings_digest: peer}.get(address.settings_digest)
 

@@ -118,7 +118,7 @@ def attention(
 def separate_qkv(
     name_pattern: str, kv_heads: str = "heads", bias: Condition | None = NEVER
 ) -> Parameters:
-    """Return the parameters of queries, keys and values stored apart. The arguments are those of `attention`."""
+    """Return the parameters of queries, keys and values stored apart. See `attention` for the arguments."""
     parameters: Parameters = {}
     for projection, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
         row = f"{heads} head_dim embed <- {name_pattern.format(projection)}.weight: ({heads} head_dim) embed"

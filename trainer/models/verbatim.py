@@ -232,7 +232,10 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 
 
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
-    """Return the path of a stack's leaves with `{}` for the layer. Add unused paths of all layers to `used_paths`."""
+    """Return the path of a stack's leaves, with `{}` for the layer.
+
+    The paths of experts are made unique with a suffix, and added to `used_paths`.
+    """
     template = stack.path("{}")
     if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
         # The path of each layer is the name of its tensor.

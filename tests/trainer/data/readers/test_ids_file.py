@@ -98,10 +98,11 @@ def test_array_without_ids_fails(tmp_path: Path, array: np.ndarray):
         read_tokens(tmp_path / "a.npy")
 
 
-def test_file_with_a_part_of_an_id_fails(tmp_path: Path):
+def test_file_with_an_incomplete_id_fails(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"123")
     with pytest.raises(
-        PrepError, match=r"a.bin ends with an incomplete id - it has 3 bytes, an id of uint16 has 2"
+        PrepError,
+        match=r"a.bin ends with an incomplete id - it has 3 bytes, and each uint16 id has 2",
     ):
         read_tokens(tmp_path / "a.bin")
 
