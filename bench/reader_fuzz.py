@@ -21,6 +21,7 @@ import os
 import random
 import resource
 import selectors
+import shutil
 import signal
 import struct
 import subprocess
@@ -39,6 +40,7 @@ import zstandard
 from prepcli.console.ui import format_table
 from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
+from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.remote.hub_datasets import read_metadata, select_files
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
@@ -46,6 +48,8 @@ from trainer.data.readers import READERS
 from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
 from trainer.recipe.text_fields import FileType
 
+# A checkpoint of two ranks.
+DCP_FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "torch_dcp"
 N_ROWS = 40
 MIB = 1 << 20
 HANG_S = 600.0
@@ -212,6 +216,13 @@ def try_decode_array(array: GgufArray) -> None:
         array.numbers()
 
 
+def read_dcp(path: Path) -> str:
+    """Return the boxes of a torch distributed checkpoint with this metadata."""
+    for file in DCP_FOLDER.glob("*.distcp"):
+        shutil.copyfile(file, path.parent / file.name)
+    return str(read_dcp_folder(path.parent).tensors)
+
+
 def read_records(path: Path, file_type: FileType) -> str:
     """Read a file to its end, with all values; return a fingerprint of them.
 
@@ -279,6 +290,7 @@ FORMATS: Mapping[str, Format] = {
     "bin": Format("a.bin", lambda: np.arange(600, dtype="<u2").tobytes(), records_of("ids")),
     "state.json": Format("state.json", make_state, read_dataset_list),
     "gguf": Format("a.gguf", make_gguf, read_gguf),
+    "dcp": Format(METADATA_FILE, (DCP_FOLDER / METADATA_FILE).read_bytes, read_dcp),
     "README.md": Format("README.md", make_readme, read_readme),
 }
 

@@ -67,8 +67,8 @@ def _version(package: str) -> str | None:
 
 def _limits(mount: Path, path: str, name: str) -> list[int]:
     """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
-    # The limit of a parent holds for its children too, e.g. the one of a job above those of its steps.
-    # cgroup v2 writes `max` for no limit, which is no number.
+    # The limit of a parent also applies to its children, e.g. the limit of a job to the steps of the job.
+    # cgroup v2 writes the text `max` if there is no limit.
     group = PurePosixPath(path).relative_to("/")
     texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
     return [int(text) for text in texts if text.isdigit()]

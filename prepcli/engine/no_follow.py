@@ -59,7 +59,9 @@ def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool)
 def _unsafe_file_error(path: Path, why: str) -> PrepError:
     """Return the error for a path that must not be opened."""
     return PrepError(
-        f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it"
+        f"{path} cannot be used",
+        f"it {why}, and writing to it could change another file",
+        "remove it",
     )
 
 

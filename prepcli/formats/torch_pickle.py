@@ -356,7 +356,7 @@ class _PickleMachine:
     def check_protocol(self) -> None:
         """Raise ValueError for an unknown protocol (PROTO)."""
         if (protocol := self.read_number("B")) not in PROTOCOLS:
-            raise ValueError(f"it has protocol {protocol}, supported are 0 to {PROTOCOLS[-1]}")
+            raise ValueError(f"it has protocol {protocol}, supported: 0 to {PROTOCOLS[-1]}")
 
 
 def _decode_text(text: bytes) -> str:

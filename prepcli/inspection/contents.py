@@ -423,8 +423,8 @@ def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> Tensor
             index: value for index, value in stored_values.items() if isinstance(value, StoredRange)
         }
     else:
-        # b'' and not None if no chunk is stored: for None, `first_chunk` would take a range of the decoded
-        # blob, and that is no place in a file.
+        # b'' and not None if no chunk is stored. For None, `first_chunk` would return a range of the decoded
+        # blob, which is not a byte range of a file.
         first = next(iter(stored_values.values()), b"")
         # The blob has all chunks decoded, in C order of the grid: in a grid [2, 3] with chunks of 64 bytes,
         # chunk [1, 0] is number 3 and begins at byte 192.

@@ -135,7 +135,10 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
 
 
 def _sort_children(node: TreeNode) -> TreeNode:
-    """Return the node with sorted children: layers that begin a file list their tensors in another order."""
+    """Return the node with its children sorted by label.
+
+    Layers with the same tensors in another order then compare equal. The order differs in layers split between files.
+    """
     children = sorted(map(_sort_children, node.children), key=lambda child: child.labels)
     return replace(node, children=tuple(children))
 

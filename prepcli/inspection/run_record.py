@@ -154,8 +154,8 @@ def _read_samples(
             shown = f"{text[:MAX_TEXT_NCHARS]} ..."
         last[prompt] = number, SavedSample(line["step"], prompt, shown)
         kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
-    # The even sample may lack the last text of a prompt, the one of most interest. Line numbers as keys
-    # keep it once if the sample has it too, and restore the order of the file.
+    # The evenly spaced sample may lack the last text of a prompt, which matters most, so it is added.
+    # Texts are keyed by line number, so that none occurs twice, and the order of the file is restored.
     by_line = dict(last.values())
     for texts in kept.values():
         by_line.update(texts.items)

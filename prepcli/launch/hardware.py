@@ -181,7 +181,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
 
 def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
     """Return whether a TPU VM with a number of chips is one machine."""
-    has_large_hosts = not generation.has_boxes and generation.devices_per_chip == 1
+    has_large_hosts = not generation.has_3d_slices and generation.devices_per_chip == 1
     max_chips = _MAX_HOST_CHIPS if has_large_hosts else HOST_CHIPS
     return chips <= max_chips
 

@@ -31,7 +31,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
     PlanFields,
     closing_line,
@@ -50,7 +50,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.earlier_checkpoints import note_unrecorded
-from prepcli.sources.averages import use_averages
+from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -157,8 +157,8 @@ def common_options(
     )
 
 
-def match_options(options: Mapping[str, Any]) -> MatchOptions:
-    """Return which source tensors may be ignored."""
+def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return the options of the tensor match, e.g. which source tensors may be ignored."""
     return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 
@@ -209,8 +209,13 @@ def open_checkpoint(
     source = open_source(
         located, common.config, verbatim=common.verbatim, copied_files=common.copied_files
     )
+    if common.verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was converted with the rows of {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
     note_unrecorded(source.display_name, source.manifest, observer)
-    return located, use_averages(source) if common.ema else source
+    return located, use_averaged_params(source) if common.ema else source
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -227,7 +232,7 @@ def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
     """Raise UsageError for the option `allow_overflow` without a cast."""
     if dtype is None:
         why = "without a cast no value overflows"
-        check_needs(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
+        reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
 def run_conversion(

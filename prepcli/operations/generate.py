@@ -21,7 +21,7 @@ from prepcli.console.progress import Progress
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.compute_options import GenerateOptions
 from prepcli.operations.compute_together import compute_together, process_index
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
@@ -214,9 +214,9 @@ def _check_sampling(options: GenerateOptions) -> None:
     if options["temperature"] == 0:
         temperature = Option("temperature")
         why = "temperature 0 always takes the most likely token"
-        check_needs(Option("top_k"), options["top_k"] != 0, temperature, why)
-        check_needs(Option("top_p"), options["top_p"] != 1, temperature, why)
-        check_needs(Option("seed"), options["seed"] != 0, temperature, why)
+        reject_without(Option("top_k"), options["top_k"] != 0, temperature, why)
+        reject_without(Option("top_p"), options["top_p"] != 1, temperature, why)
+        reject_without(Option("seed"), options["seed"] != 0, temperature, why)
 
 
 def _load_tokenizer(

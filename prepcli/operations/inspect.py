@@ -259,7 +259,7 @@ def compare_shapes(
 ) -> ShapeComparison:
     """Compare the names, shapes and dtypes of two checkpoints. No data is read.
 
-    The order is that of the first checkpoint, then that of the tensors which only the second one has.
+    The tensors are in the order of the first checkpoint. Tensors that only the second checkpoint has follow.
 
     Args:
         checkpoint: Folder, alias, hub id or URL.
@@ -278,7 +278,7 @@ def compare_shapes(
     }
     b = inspect_checkpoint(against, observer, against_options)
     check_stream(options.get("stream", False), a.located, b.located)
-    # The names of other formats are those of Hugging Face tensors.
+    # Names of different formats differ, so they are converted to Hugging Face names.
     as_hf_tensors = a.contents.kind != b.contents.kind
     a_shapes = _shapes_by_name(a.contents, as_hf_tensors=as_hf_tensors)
     b_shapes = _shapes_by_name(b.contents, as_hf_tensors=as_hf_tensors)
@@ -427,7 +427,7 @@ def _shapes_by_name(
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
-    source = open_source(located)
+    source = open_source(located, verbatim=None)
     return {
         source.names.full_name(tensor.name): (tensor.shape, tensor.dtype)
         for tensor in source.tensors

@@ -168,7 +168,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
         hint = text("{} writes the adapter of a run", export_run)
         raise usage_error(
-            f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint
+            f"{path} is not an adapter", "it is not a folder with an adapter_config.json", hint
         )
     settings = read_settings(path)
     header, _ = read_checked_header(path)

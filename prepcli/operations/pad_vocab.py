@@ -14,12 +14,12 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
-from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
+from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     common_options,
-    match_options,
+    make_match_options,
     recorded_values,
     run_conversion,
 )
@@ -122,7 +122,7 @@ def check_seed(init: str, seed: int | None) -> None:
     """Raise UsageError for a seed without random values."""
     if init != "normal":
         why = "zeros and mean are not random"
-        check_needs(Option("seed"), seed, Option("init", "normal"), why)
+        reject_without(Option("seed"), seed, Option("init", "normal"), why)
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
@@ -176,7 +176,7 @@ def plan_pad_vocab(
     _check_source_kind(source)
     vocabulary = source.vocabulary(options["true_vocab"])
     size = padded_size(options, vocabulary)
-    match = match_source_tensors(source, source_axis_maps(source), match_options(options))
+    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
     # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
     dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
@@ -306,7 +306,7 @@ def _file_groups(
 
 
 def _command_line(options: PadVocabOptions, source: Source) -> str:
-    """Return the command line that the manifest records, with the multiple that the size follows from."""
+    """Return the command line that the manifest records. It has the multiple even if it is the default."""
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": _effective_multiple(options)}
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)

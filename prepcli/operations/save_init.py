@@ -28,13 +28,13 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
-    match_options,
+    make_match_options,
     recorded_values,
     run_conversion,
 )
@@ -146,12 +146,12 @@ def _check_padding_options(options: SaveInitOptions) -> None:
         why = "it sets the values of the padding"
         # zeros is the default and does not count as set.
         init = options["init"] if options["init"] != "zeros" else None
-        check_needs(Option("init"), init, Option("pad_vocab"), why)
-        check_needs(Option("seed"), options["seed"], Option("pad_vocab"), why)
+        reject_without(Option("init"), init, Option("pad_vocab"), why)
+        reject_without(Option("seed"), options["seed"], Option("pad_vocab"), why)
     if options["mesh"] is None:
         is_auto = options["pad_vocab"] == "auto"
         why = "auto pads to a size that the mesh divides"
-        check_needs(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
+        reject_without(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
     check_seed(options["init"], options["seed"])
 
 
@@ -222,7 +222,7 @@ def plan_orbax_item(
             source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, axis_maps, match_options(options))
+    match = match_source_tensors(source, axis_maps, make_match_options(options))
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if match.is_tied else None
     dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
@@ -341,7 +341,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     vocabulary = source.vocabulary(options["true_vocab"])
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
-        check_needs(
+        reject_without(
             Option("scan_axis"),
             options["scan_axis"],
             Option("scan", True),
@@ -424,7 +424,7 @@ def _check_source_kind(command: str, source: Source) -> None:
     if command == "reshard" and source.tensor_file_names:
         command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
-            f"{source.display_name} is no Orbax checkpoint of prep",
+            f"{source.display_name} is not an Orbax checkpoint written by prep",
             "reshard reads the output of save-init and training runs",
             text("{}", command_line),
         )
@@ -453,7 +453,7 @@ def _vocab_rows(
         )
     padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
     if padded < vocabulary.stored_size:
-        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded

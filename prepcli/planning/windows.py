@@ -130,7 +130,7 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
     Yields:
         Boxes that cover the window, each element once.
     """
-    # The axes closest together in the file are kept whole first, so that each part is few long runs.
+    # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
     # e.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
     lengths = [stop - start for start, stop in window]
@@ -154,7 +154,7 @@ def span_nbytes(copy: StridedCopy) -> int:
 def split_into_spans(
     copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int
 ) -> Iterator[StridedCopy]:
-    """Split a copy into copies that are read at once: gaps in the file of less than a limit are read with it.
+    """Split a copy into copies with one read each. A read includes gaps in the file that are below a limit.
 
     Args:
         copy: The copy.

@@ -35,7 +35,8 @@ BLOCK_NBYTES = 16
 # E2M1 in the order of its codes.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
-# 2^128, the power of the exponent 255, is no float32. Twice the codes times half of the powers are.
+# The exponent 255 is the power 2^128, which overflows float32. The decoder therefore multiplies doubled codes by halved
+# powers.
 _PAIRS = nibble_pairs([2 * value for value in E2M1])
 
 
@@ -96,7 +97,7 @@ class Mxfp4Decoder(Decoder):
 
 
 def half_powers(exponents: CodeArray) -> FloatArray:
-    """Return half of the power of two of E8M0 exponents, which is finite for all of them."""
+    """Return 2^(e - 127) / 2 for each E8M0 exponent e. The half is finite in float32 for all exponents."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS - 1)
 
 

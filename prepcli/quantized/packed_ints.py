@@ -100,7 +100,7 @@ class PackedIntDecoder(Decoder):
         scales = read(self._scale, scale_rows).astype(np.float32)
         offsets = np.full_like(scales, 1 << (self._bits - 1))
         if self._zero_point is not None:
-            # Both are offset by 2^(bits - 1), so that the difference of the codes is that of the signed numbers.
+            # Codes and zero points are both offset by 2^(bits - 1), so the offsets cancel in their difference.
             offsets = self._read_zero_points(rows, read)
         if self._column_groups is not None:
             group_numbers = read_group_numbers(self._column_groups, scales.shape[1], read)

@@ -42,8 +42,8 @@ class OpenedModel:
         """Return the dtype of a parameter on disk.
 
         Raises:
-            PrepError: The checkpoint does not have the parameter, or JAX has no such dtype without
-                a setting.
+            PrepError: The checkpoint does not have the parameter, or JAX supports its dtype only with
+                `jax_enable_x64`.
         """
         import jax
 

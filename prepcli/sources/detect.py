@@ -125,7 +125,7 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 
 
 # The first rule that selects a name decides, so the order matters:
-#   1. What would be read as a model and is none: an adapter and quantised weights are safetensors
+#   1. Files that look like a model but are not one: adapters and quantised weights are safetensors
 #      files too, and their tensors do not have the values of the model.
 #   2. Weights, the format with the safest and fastest reader first. Repositories on the hub often
 #      have the same model as safetensors, PyTorch and Flax.

@@ -81,7 +81,7 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
     # Another program may have cached only the tokenizer or the config of this revision. A folder of a
-    # known format without its own weights passes, to be reported as what it is.
+    # known format without its own weights passes this check, because a later error names its format.
     if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
         raise FileNotFoundError(f"{path} has no weights")
     return folder

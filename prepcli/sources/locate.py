@@ -59,7 +59,7 @@ def locate(
         access: How a remote checkpoint may be read.
 
     Raises:
-        UsageError: The argument is no known name or path.
+        UsageError: The argument is not a known name or path.
         PrepError: The checkpoint does not exist, is not readable or has an unsupported format.
     """
     reference = parse_reference(name, revision, step=step, cwd=cwd)

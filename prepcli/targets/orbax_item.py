@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.errors import Command, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
@@ -136,7 +136,8 @@ def make_item(
         The layout of the item.
 
     Raises:
-        PrepError: Tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a dim.
+        PrepError: No tensor has elements, tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a
+            dim.
     """
     leaves: dict[str, _LeafLayout] = {}
     # first tensor of each leaf, which sets its dtype
@@ -168,6 +169,12 @@ def make_item(
             source_offset,
         )
         pieces.append((tensor.name, piece))
+    if not leaves:
+        raise PrepError(
+            f"{source.display_name} cannot be an Orbax checkpoint",
+            "no tensor has elements",
+            GET_AGAIN_HINT,
+        )
     layout = place_chunks(piece for _, piece in pieces)
     regions: dict[str, tuple[ChunkedLocation, ...]] = {}
     # `place_chunks` returns one region per piece in the same order. A tensor has one per leaf that uses it.
@@ -212,7 +219,7 @@ def _unplaced_tensors(match: TensorMatch) -> list[str]:
 def _mixed_dtypes_error(
     source: Source, leaf: str, first: SourceTensor, later: SourceTensor
 ) -> PrepError:
-    """Return the error for tensors that cannot share a leaf. A tensor of another kind than float is named first."""
+    """Return the error for tensors that cannot share a leaf. It names a tensor that is not floating-point first."""
     reported = later
     other = first
     if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES:
@@ -230,15 +237,15 @@ def _mixed_dtypes_error(
 
 @dataclass(frozen=True, slots=True)
 class _LeafUse:
-    """A tensor and its leaf.
+    """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
         tensor: The tensor.
         name: Name of the leaf.
-        axis_map: Position of each element of the leaf in its tensors.
-        stacked_indices: Indices of the tensor in the stacked dims of the leaf.
-        path: Path of the parameter of the leaf, or None for state without a parameter.
-        parameter_map: The axis map of the parameter, if the leaf has only some of its axes.
+        axis_map: Maps elements of the leaf to elements of its tensors.
+        stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
+        path: Path of the parameter that the leaf belongs to. None for other state, e.g. the step count.
+        parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
     """
 
     tensor: SourceTensor
@@ -268,7 +275,7 @@ def _leaf_uses(
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
-        if is_leaf_path(name):
+        if slot != PARAMS and is_leaf_path(name):
             path, parameter_map, indices = leaf_by_name[name]
             state_shape = shape_in_leaf(parameter_map, tensor.shape)
             axis_map = state_axis_map(path, parameter_map, state_shape)

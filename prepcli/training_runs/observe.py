@@ -198,7 +198,7 @@ class LiveDisplay:
         self.draw()
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show the first text."""
+        """Show the first sample."""
         self.status.sample = _sample_text(samples[0])
         self.draw()
 
@@ -219,7 +219,7 @@ class LiveDisplay:
         self.block.close()
 
     def draw(self) -> None:
-        """Draw the state."""
+        """Update the elapsed time and redraw the display."""
         self.drawn_at_s = self.clock()
         self.status.elapsed_s = self.drawn_at_s - self.started_s
         self.block.draw(status_lines(self.status, self.block.width))

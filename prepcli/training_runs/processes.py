@@ -148,7 +148,7 @@ def _settings_digest(recipe: Recipe) -> str:
 
 
 def _is_shared(key: str) -> bool:
-    # Paths differ between hosts, and so do the keys of `cluster` that say which process this is.
+    # Paths may differ between hosts. The keys of `cluster` that identify a process differ too.
     return not is_path(key) and (not key.startswith("cluster.") or key in SHARED_CLUSTER_KEYS)
 
 

@@ -54,7 +54,7 @@ class DataFinder:
         See `RemoteFiles.find`.
         """
         if not url.startswith(SCHEMES):
-            why = "supported are paths, gs://, s3:// and hf://datasets/"
+            why = "supported: paths, gs://, s3:// and hf://datasets/"
             raise usage_error(f"cannot read data from {url}", why, "download it, and name the file")
         if url.startswith("hf://"):
             files = self._find_on_hub(url, accepts, selection)
@@ -75,7 +75,7 @@ class DataFinder:
             literal = url[: glob.start()]
         parent, _, name = literal.rpartition("/")
         pattern = url.removeprefix(f"{parent}/")
-        # `gs://b` is a bucket, in which no object has an empty name.
+        # `gs://b` is a whole bucket. It has no object name after the last slash.
         is_bucket = parent.endswith(":/")
         folder = parent
         if is_bucket:
@@ -88,7 +88,7 @@ class DataFinder:
             bucket = replace(bucket, url=parse_url(url))
         for file in bucket.list_files():
             is_visible = not any(part.startswith(".") for part in file.path.split("/"))
-            # A glob names its files. In a folder, the type of the data selects them.
+            # A glob selects files by its pattern. In a folder, the type of the data selects them.
             if glob:
                 is_selected = matches(file.path, pattern)
             else:

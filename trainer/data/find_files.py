@@ -122,7 +122,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
         matching: list[FileType] = [
-            key for key, reader in READERS.items() if reader.reads_named(name)
+            key for key, reader in READERS.items() if reader.matches_named_file(name)
         ]
         if not matching:
             why = f"known suffixes: {', '.join(_suffixes('auto'))}"
@@ -171,7 +171,7 @@ def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[
 
 def _is_data(name: str, *, data_type: DataType) -> bool:
     """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
-    return any(reader.reads_from_folder(name) for reader in _readers(data_type))
+    return any(reader.matches_folder_file(name) for reader in _readers(data_type))
 
 
 def _readers(data_type: DataType) -> Sequence[Reader]:

@@ -29,7 +29,7 @@ PROTOCOL = "prep-1"
 MAX_LINE_BYTES = 1 << 14
 # Seconds that process 0 waits for a line from a connection. A port scanner sends none.
 HELLO_TIMEOUT_S = 5.0
-# Seconds until the verdict arrives, after process 0 has waited its time.
+# Process 0 waits for all processes, and then accepts or refuses them. Seconds until its verdict arrives.
 VERDICT_DELAY_S = 10.0
 # Seconds between two attempts to connect.
 RETRY_S = 0.2

@@ -251,7 +251,7 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index that selects the row's part of a tensor, with a dim per atom."""
+    """Return the index of the part of a tensor that a row of the table maps. The tensor has one dim per atom."""
     index: list[int | slice] = []
     for factor in _source_factors(axis_map):
         if factor.fixed is None:

@@ -385,7 +385,7 @@ def read_sliding_windows(
 def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 
-    Transformers computes some families so, whatever their `layer_types` contains.
+    In some families Transformers ignores `layer_types` and uses one window in all layers.
 
     Raises:
         PrepError: The window is neither None (full attention) nor a positive integer.

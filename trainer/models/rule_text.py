@@ -71,7 +71,7 @@ Rule = DimRule | LeafRule | Preset
 
 
 def parse_rule(rule_text: str, *, origin: Option | Key = RULES_OPTION) -> Rule:
-    """Parse a sharding rule. Its text is the rule again.
+    """Parse a sharding rule. `str` of the result is a text of the same rule.
 
     Args:
         rule_text: The rule.
@@ -127,8 +127,8 @@ def _check_dim(rule: DimRule, option: Text) -> None:
 def _parse_choices(choices_text: str, option: Text) -> AxisChoices:
     choices = tuple(_parse_choice(part.strip(), option) for part in choices_text.split("|"))
     if () in choices[:-1]:
-        why = "none always fits, so later choices are never used"
-        raise usage_error(text("{} has choices after none", option), why, "put none last")
+        why = "`none` always fits, so later choices are never used"
+        raise usage_error(text("{} has choices after `none`", option), why, "put `none` last")
     return choices
 
 

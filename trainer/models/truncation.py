@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.models.axis_map import LAYER_ATOMS, bind_row
@@ -23,6 +23,10 @@ LAYER_FIELDS = (
 )
 # Sections of a config with the layers of the language model.
 SECTIONS = ("text_config", "llm_config", "language_config")
+# Sections of a config with the layers of another tower, and words in the names of the tower's tensors.
+TOWERS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
+# Number of layers in the config of some vision towers.
+DEPTH_FIELD = "depth"
 # GPT-Neo: [[pattern of layer types, repeats], ...].
 PATTERN_FIELD = "attention_types"
 
@@ -46,8 +50,8 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
             truncated[field] = truncate_config(value, layers)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
-        elif field == PATTERN_FIELD and isinstance(value, list):
-            truncated[field] = [[_repeated(value)[:layers], 1]]
+        elif field == PATTERN_FIELD and _is_layer_pattern(value):
+            truncated[field] = [[_first_entries(value, layers), 1]]
         elif isinstance(value, list) and len(value) in old_counts:
             truncated[field] = value[:layers]
     return truncated
@@ -91,7 +95,11 @@ def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers:
 
 
 def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
-    """Return the names with a later number of a run as long as the config's number of layers."""
+    """Return the names whose first number is a layer to remove.
+
+    For example, `h.3.w` with 2 layers to keep. A number counts as a layer if the names with the same text before it
+    have at least the numbers 0 to N - 1, where N is a number of layers in the config.
+    """
     counts = layer_counts(config)
     if not counts:
         what = text("{} needs the number of layers", Option("layers", layers))
@@ -103,10 +111,17 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
         if numbers:
             run = names_by_run.setdefault(pieces[0], {})
             run.setdefault(numbers[0], []).append(name)
+    towers = {section: config[section] for section in TOWERS if _is_section(config, section)}
+    tower_words = {*itertools.chain.from_iterable(TOWERS[section] for section in towers)}
+    tower_counts: set[int] = set()
+    for section in towers.values():
+        tower_counts |= {*layer_counts(section), section.get(DEPTH_FIELD)} - counts
     later: set[str] = set()
-    for run in names_by_run.values():
+    for start, run in names_by_run.items():
         # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
-        if not any(run.keys() >= {*range(count)} for count in counts):
+        if not any(_has_layers(run, count) for count in counts):
+            continue
+        if len(run) in tower_counts or any(word in start for word in tower_words):
             continue
         for number, members in run.items():
             if number >= layers:
@@ -114,10 +129,33 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
     return later
 
 
-def _repeated(patterns: Sequence[Any]) -> list[Any]:
-    """Return the entry of each layer, e.g. [[["global", "local"], 2]] -> 4 entries."""
-    entries = [list(pattern) * repeats for pattern, repeats in patterns]
-    return list(itertools.chain.from_iterable(entries))
+def _has_layers(run: Collection[int], count: int) -> bool:
+    """Return whether a run has the numbers 0 to `count` - 1."""
+    # The config is untrusted: the length bounds the loop.
+    return len(run) >= count and all(number in run for number in range(count))
+
+
+def _is_section(config: HFConfig, field: str) -> bool:
+    return isinstance(config.get(field), Mapping)
+
+
+def _is_layer_pattern(value: object) -> bool:
+    """Return whether a value is a list of pairs of a list and a count."""
+    if not isinstance(value, list):
+        return False
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+    return len(pairs) == len(value) and all(
+        isinstance(pattern, list) and _is_count(repeats) for pattern, repeats in pairs
+    )
+
+
+def _first_entries(patterns: Sequence[Any], layers: int) -> list[Any]:
+    """Return the entries of the first layers, e.g. [[["global", "local"], 2]] and 3 layers -> 3 entries."""
+    entries: list[Any] = []
+    for pattern, repeats in patterns:
+        # The config is untrusted: a count may be larger than the number of layers.
+        entries += pattern * min(repeats, layers)
+    return entries[:layers]
 
 
 def _is_count(value: object) -> bool:

@@ -130,7 +130,8 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
     # Both keys therefore change together.
     if plan.inputs.attention_tile is None:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
-    # Only the largest sizes first: they save most of the memory. The smaller ones follow at the end.
+    # Try the largest chunk sizes first, because they already save most of the memory. The smaller sizes
+    # follow at the end.
     yield from _smaller("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length)
     yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
     yield from _more_micro_batches(plan)

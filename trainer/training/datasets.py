@@ -240,7 +240,7 @@ def _build_dataset(
     if dataset.rows.max_length == 1:
         raise PrepError(
             "the data has no token to train on",
-            "each document has one token, which no token precedes",
+            "each document has one token, and the first token of a document is not predicted",
             text(
                 "another {}, or {}", Key("data.path"), Key("data.add_bos", "true", is_override=True)
             ),

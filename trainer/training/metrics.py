@@ -35,7 +35,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Name a file, which need not exist.
+        """Set the path of the file, which need not exist.
 
         Args:
             path: The file.

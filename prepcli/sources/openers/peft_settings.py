@@ -104,7 +104,7 @@ def read_settings(folder: Path) -> PeftSettings:
     content = read_config(path)
     for key, plain_values in PLAIN_VALUES.items():
         value = content.get(key, plain_values[0])
-        # 0 == False in Python, but an integer is no switch
+        # 0 == False in Python, but an integer is not a boolean setting.
         if not any(type(value) is type(plain) and value == plain for plain in plain_values):
             why = "only plain LoRA adapters are"
             hint = "PEFT's `merge_and_unload()` merges other adapters"

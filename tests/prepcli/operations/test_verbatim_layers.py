@@ -15,7 +15,8 @@ from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, make_checkpoint
 from trainer.models.registry import family_of
-from trainer.models.truncation import truncate_config
+from trainer.models.truncation import later_layers, truncate_config
+from trainer.models.verbatim import verbatim_family
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,34 @@ def test_pattern_of_layer_types_is_repeated_before_it_is_cut():
         "num_layers": 3,
         "attention_types": [[["global", "local", "global"], 1]],
     }
+
+
+@pytest.mark.parametrize(
+    "pattern", [[1], [["a", "b"], ["c"]], [[["a"], -1]], [[["a"], 1, 1]]], ids=str
+)
+def test_other_lists_of_layer_types_are_kept(pattern: list[Any]):
+    config = {"num_layers": 5, "attention_types": pattern}
+    assert truncate_config(config, 1) == {"num_layers": 1, "attention_types": pattern}
+
+
+def test_huge_counts_need_no_memory():
+    config = {"num_layers": 10**12, "attention_types": [[["global", "local"], 10**12]]}
+    assert truncate_config(config, 2)["attention_types"] == [[["global", "local"], 1]]
+    assert later_layers(verbatim_family({}), config, ["h.0.w", "h.1.w"], 1) == set()
+
+
+@pytest.mark.parametrize(
+    ("tower", "vision_config"),
+    [
+        ("visual.blocks", {"depth": 6}),
+        ("vision_tower.layers", {"num_hidden_layers": 4}),
+        ("encoder.blocks", {"num_hidden_layers": 6}),
+    ],
+)
+def test_layers_of_a_vision_tower_are_kept(tower: str, vision_config: dict[str, int]):
+    num_blocks = max(vision_config.values())
+    names = [f"{tower}.{i}.w" for i in range(num_blocks)]
+    names += [f"layers.{i}.w" for i in range(4)]
+    config = {"num_hidden_layers": 4, "vision_config": vision_config}
+    later = later_layers(verbatim_family({}), config, names, 2)
+    assert later == {"layers.2.w", "layers.3.w"}

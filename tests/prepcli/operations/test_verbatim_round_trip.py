@@ -10,7 +10,7 @@ import pytest
 
 from prepcli.cli.main import main
 from tests.helpers.fork_server import run_python
-from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.stored_tensors import (
     StoredTensor,
     orbax_bytes,
@@ -34,6 +34,8 @@ HOSTILE_NAMES = (
     "slash",
     "slash/0",
     "slash/0.0",
+    "/slash",
+    "/slash.0",
     "MODEL.weight",
     "model.weight",
     "params.params",
@@ -136,6 +138,16 @@ def test_hostile_names_round_trip(scan: str):
     assert safetensors_bytes(Path("hf")) == tensors
     assert not Path("hf/config.json").exists()
     run_ok("verify", "hf", "./m")
+
+
+@pytest.mark.parametrize("tensors", [{}, {"model.empty": ("F32", (0, 5), b"")}], ids=len)
+def test_model_without_elements_is_refused(
+    tensors: dict[str, StoredTensor], capsys: pytest.CaptureFixture[str]
+):
+    write_folder(Path("m"), tensors, CONFIG)
+    error = run_failing(capsys, 1, "save-init", "./m", "--mesh", "1,2,2")
+    assert error.startswith("error: ./m cannot be an Orbax checkpoint\n  why: no tensor has ele")
+    assert not Path("m-init").exists()
 
 
 def test_every_dtype_round_trips():
@@ -251,3 +263,10 @@ def test_many_tensors_are_planned_in_bounded_memory(pattern: str):
     process = run_python(script)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 1200 << 10
+
+
+def test_inspect_compares_the_item_with_its_source(capsys: pytest.CaptureFixture[str]):
+    write_folder(Path("m"), layered_model(), CONFIG)
+    run_ok("save-init", "./m")
+    for names in [("m-init", "./m"), ("./m", "m-init")]:
+        assert run_json(capsys, "inspect", names[0], "--diff", names[1])["differences"] == []

@@ -28,7 +28,7 @@ def reference(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_block_size_is_that_of_gguf(name: str):
+def test_block_size_matches_gguf(name: str):
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     assert size == (BLOCK_TYPES[name].values, BLOCK_TYPES[name].dtype.itemsize)
 
@@ -48,7 +48,7 @@ def test_random_blocks_equal_gguf(name: str, batches: int):
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_every_code_at_every_place_equals_gguf(name: str):
+def test_every_value_of_every_byte_decodes_like_gguf(name: str):
     nbytes = BLOCK_TYPES[name].dtype.itemsize
     # Each byte of a block has each of its 256 values once, beside bytes of other values.
     blocks = np.arange(256, dtype=np.uint8)[:, None] * np.uint8(1) + np.arange(

@@ -227,7 +227,7 @@ def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.Ca
         assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
 
 
-def test_steps_of_adapters_are_no_complete_models(
+def test_steps_of_adapters_are_not_complete_models(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ):
     for words in (

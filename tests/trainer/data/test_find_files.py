@@ -241,7 +241,7 @@ def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: 
         find_files([str(tmp_path)], "auto")
 
 
-def test_library_datasets_writes_the_files_that_are_read(tmp_path: Path):
+def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     part = datasets.Dataset.from_dict({"text": ["the cat", "the hat sat"] * 4})
     parts = datasets.DatasetDict({"train": part, "test": part})

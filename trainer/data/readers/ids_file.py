@@ -35,9 +35,9 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
 
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     if file.nbytes % dtype.itemsize:
-        why = f"it has {file.nbytes:,} bytes, an id of {dtype.name} has {dtype.itemsize}"
+        why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
-        raise PrepError(f"{file.path} has a part of an id", why, hint)
+        raise PrepError(f"{file.path} ends with an incomplete id", why, hint)
     return file.nbytes // dtype.itemsize
 
 
@@ -46,7 +46,7 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
     shape, dtype = _read_npy_header(file, stream)
     n_ids = math.prod(shape)
     if n_ids * dtype.itemsize > file.nbytes:
-        why = f"it has {file.nbytes:,} bytes, and its header the shape {shape!r:.60}"
+        why = f"it has {file.nbytes:,} bytes, and its header declares the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
     if not n_ids:
         # An array can have any number of rows without ids.

@@ -27,10 +27,10 @@ class UpdateRule(Protocol):
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the optax transformation of clipped gradients.
+        """Return the optax transformation from clipped gradients to updates.
 
-        The step computes params - update. Its update takes the `learning_rate` as an extra
-        argument, 1 by default.
+        The training step computes `params - updates`. `optax.apply_updates` would add them. The
+        `update` of the transformation takes the extra argument `learning_rate`, 1 by default.
 
         Args:
             leaves: Trained parameters by path.
