@@ -23,7 +23,7 @@ SHOWN_LEAF = "embed.tokens"
 
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
-    """Write the report of a demo to the folder `out`. PrepError if the disk cannot be written."""
+    """Write the report of a demo to the folder `out`. Raise PrepError if the disk cannot be written."""
     write_html_page(out / REPORT, "prep demo", _body(out, steps))
 
 

@@ -208,7 +208,7 @@ class Team:
             unfinished = self._poll()
 
     def _pause(self, unfinished: Collection[int]) -> None:
-        """Wait a moment. PrepError if one of the processes `unfinished` is missing, or any process failed."""
+        """Wait a moment. Raise PrepError if one of the processes `unfinished` is missing, or any process failed."""
         with self.stage.failures.recording_errors():
             self.check_workers()
         self._check_processes(unfinished)

@@ -394,7 +394,7 @@ def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
 
 @contextlib.contextmanager
 def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
-    """Create the output's data files with their sizes and headers. PrepError for symbolic links among them."""
+    """Create the output's data files with their sizes and headers. Raise PrepError for symbolic links among them."""
     check_no_symlinks(stage.folder)
     paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     for folder in {path.parent for path in paths}:

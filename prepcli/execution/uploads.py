@@ -204,13 +204,13 @@ def _check_uploaded(
 
 
 def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:
-    """Return the plan's digest in the manifest of an output, or None without a manifest, empty for a damaged one."""
+    """Return the plan's digest in the manifest of an output. None if it has no manifest, empty if it is damaged."""
     manifest = _stored_manifest(bucket, remote_files)
     return None if manifest is None else manifest.plan
 
 
 def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Manifest | None:
-    """Return the manifest of an output, or None without a manifest, empty for a damaged one."""
+    """Return the manifest of an output. None if it has no manifest, NO_MANIFEST if its manifest is damaged."""
     for file in remote_files:
         if file.path == MANIFEST_FILE:
             try:

@@ -82,6 +82,7 @@ PREP_KEYS = {
     "compress",
     "casts",
     "packed",
+    "quantization",
     "checksums",
     FILES_KEY,
     DIGEST_KEY,

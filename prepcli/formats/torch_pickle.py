@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeVar
 
 from prepcli.formats.untrusted import quote_name
 
-# Size of a pickle: a tensor takes 100 to 200 bytes.
+# Maximum size of a pickle. A tensor takes 100 to 200 bytes.
 MAX_NBYTES = 32 << 20
 # Per pickle: a tensor takes about 35. An opcode allocates at most a few hundred bytes.
 MAX_OPCODES = 2_000_000

@@ -92,7 +92,7 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 
 def _freeze(builder: _TreeBuilder) -> TreeNode:
-    """Return a node without its own label. A branch with a single child is replaced by the child."""
+    """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
     # The depth of the recursion is at most MAX_PATH_PARTS of `inspection.contents`.
     frozen = {label: _freeze(child) for label, child in builder.children.items()}
     children = tuple(_merge_numbered(frozen))

@@ -62,7 +62,8 @@ class RunRecord:
         environment: Machine, data and versions of the last start, empty for a run of an earlier
             prep.
         checkpoints: The saved steps.
-        samples: Generated texts in the order of steps: of many, evenly spaced ones and the last one of each prompt.
+        samples: Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the
+            last one.
         sample_counts: Number of all texts by prompt.
         notes: Messages about parts of the files that were not read.
     """

@@ -222,9 +222,15 @@ def _check_sampling(options: GenerateOptions) -> None:
 def _load_tokenizer(
     option: PathLike | None, source: Source, *, is_required: bool
 ) -> TextTokenizer | None:
-    """Load the tokenizer.
+    """Load the tokenizer of the option or of the source.
 
-    Return None if there is none and all prompts are token ids, else raise PrepError.
+    If no tokenizer is required, because all prompts are token ids, a missing or invalid one of the source is ignored.
+
+    Returns:
+        The tokenizer, or None if it is ignored.
+
+    Raises:
+        PrepError: A required tokenizer is missing, or a tokenizer is invalid and not ignored.
     """
     from trainer.data.tokenizer import load_tokenizer
 
@@ -277,7 +283,7 @@ def _build_generator(
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
         raise usage_error(
-            text("{} has sp", Option("mesh", opened.sharding.mesh)),
+            text("{} splits tokens over sp", Option("mesh", opened.sharding.mesh)),
             why,
             text("{} with fsdp or mp", Option("mesh")),
         )
@@ -350,7 +356,10 @@ def _open_stream(
     on_tokens: OnTokens | None,
     observer: Observer,
 ) -> Iterator[TokenStream | None]:
-    """Yield a stream of new tokens to the caller's callback, or of one prompt to a terminal, else None."""
+    """Yield a stream that passes new tokens to `on_tokens`. Without it, a single prompt is streamed to the terminal.
+
+    Yield None if there is neither a callback nor a terminal, or without a callback for several prompts.
+    """
     from trainer.data.incremental_decoder import IncrementalDecoder
 
     if tokenizer is None:

@@ -33,6 +33,8 @@ from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.quantized.find_weights import quantization_settings
+from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -67,7 +69,8 @@ class SelectedTensors:
     Attributes:
         checkpoint: The checkpoint.
         entries: The selected tensors.
-        statistics: Statistics of each one, None where a dtype has no values. None if they were not computed.
+        statistics: Statistics of each tensor. None if they were not computed. An entry is None if its dtype is smaller
+            than a byte.
         is_selection: Whether a pattern selected the tensors.
     """
 
@@ -317,7 +320,7 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True)
+    access = replace(access, allow_adapters=True, allow_quantized=True)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
     return located, read_contents(located, None if config is None else Path(config))
@@ -382,6 +385,13 @@ def _summarize(
     fields["others"] = contents.non_arrays
     if contents.adapter:
         fields["adapter"] = contents.adapter
+    if contents.decoders:
+        fields["quantization"] = {
+            "method": quantization_settings(contents.config).get("quant_method"),
+            "weights": len(contents.decoders),
+            "values": sum(math.prod(decoder.shape) for decoder in contents.decoders),
+            "dtype": DECODED_DTYPE,
+        }
     return fields
 
 

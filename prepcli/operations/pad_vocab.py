@@ -119,7 +119,7 @@ def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
 
 
 def check_seed(init: str, seed: int | None) -> None:
-    """Raise UsageError for a seed without random values."""
+    """Raise UsageError if a seed is set but the new rows are not random."""
     if init != "normal":
         why = "zeros and mean are not random"
         reject_without(Option("seed"), seed, Option("init", "normal"), why)
@@ -262,7 +262,7 @@ def _check_source_kind(source: Source) -> None:
 def _save_init_options(options: PadVocabOptions, source: Source) -> str:
     """Return the options of `save-init` for the mesh of the padding.
 
-    Dims that it does not divide are not split.
+    A dim that the mesh does not divide evenly gets a rule that keeps it whole.
     """
     mesh_text = options["mesh"]
     if mesh_text is None:
@@ -281,7 +281,7 @@ def _save_init_options(options: PadVocabOptions, source: Source) -> str:
 
 
 def _effective_multiple(options: PadVocabOptions) -> int | None:
-    """Return the multiple that determines the size, or None if a size or a mesh does."""
+    """Return the multiple that determines the padded size. None if a size or a mesh determines it."""
     if options["size"] is not None or options["mesh"] is not None:
         return None
     return options["multiple"] or DEFAULT_MULTIPLE

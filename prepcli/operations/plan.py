@@ -45,7 +45,7 @@ class FittingMeshes:
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """The accelerators of a request, or None where it does not say."""
+    """Kind and number of the requested accelerators. Each is None if the request omits it."""
 
     kind: Accelerator | None
     number: int | None

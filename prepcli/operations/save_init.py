@@ -46,6 +46,7 @@ from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
@@ -94,7 +95,8 @@ def save_init(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     _check_padding_options(options)
-    check_allow_overflow(options["allow_overflow"], options["dtype"])
+    if options["quantized"] == "keep":
+        check_allow_overflow(options["allow_overflow"], options["dtype"])
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
@@ -376,6 +378,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
             for key, value in layout.source_manifest.fields.items()
             if key in ADAPTER_KEYS
         },
+        **({"quantization": source.quantization} if source.quantization else {}),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -399,6 +402,12 @@ def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
     """Raise UsageError for options that need a known vocabulary."""
+    if options["dtype"] and options["quantized"] == "keep" and is_quantized(source.root):
+        raise usage_error(
+            text("{} would cast scales", Option("dtype", options["dtype"])),
+            f"the weights of {source.display_name} are quantised, and kept",
+            text("{} decodes them", Option("quantized", "dequantize")),
+        )
     for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
         if options[name] != default:
             raise usage_error(
@@ -418,7 +427,7 @@ def _check_source_kind(command: str, source: Source) -> None:
         )
         raise usage_error(
             f"{name} is already an Orbax checkpoint",
-            "save-init reads other formats than prep's own",
+            "save-init does not read the format that it writes",
             hint,
         )
     if command == "reshard" and source.tensor_file_names:
@@ -471,7 +480,7 @@ def _layout_lines(
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh
-        # A mesh that hosts of four do not divide, e.g. of 6 devices, counts as one host.
+        # If the number of devices is no multiple of DEVICES_PER_HOST, e.g. 6, they count as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         )

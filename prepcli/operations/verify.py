@@ -170,7 +170,7 @@ def _check_contents(source: Source, against_source: Source) -> None:
     adapters, model = (
         (source, against_source) if _has_adapters(source) else (against_source, source)
     )
-    what = f"{adapters.display_name} has adapters, and {model.display_name} a model"
+    what = f"{adapters.display_name} has only adapters, and {model.display_name} is a model"
     hint = text(
         "compare with the result of {}; {} writes the adapter of a run",
         Command("merge", "ADAPTER", "BASE"),

@@ -23,6 +23,7 @@ from prepcli.quantized.decoder import (
     FloatArray,
     MatrixReader,
     StoredMatrix,
+    check_dims,
     check_dtype,
     check_shape,
     lookup_nibbles,
@@ -43,9 +44,8 @@ _PAIRS = nibble_pairs([2 * value for value in E2M1])
 class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
-    # A row of the decoded tensor has one value of each stored row: the larger the block of rows, the longer the runs
-    # of bytes that are read.
-    block_values = 1 << 21
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
 
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
@@ -60,8 +60,8 @@ class Mxfp4Decoder(Decoder):
         """
         check_dtype(blocks, ("uint8",), name)
         check_dtype(scales, ("uint8", "float8_e8m0fnu"), name)
-        minimum = (*(1, 1)[len(blocks.shape) :], *blocks.shape)
-        check_shape(blocks, [(*minimum[:-1], BLOCK_NBYTES)], name)
+        check_dims(blocks, 3)
+        check_shape(blocks, [(*blocks.shape[:-1], BLOCK_NBYTES)], name)
         check_shape(scales, [blocks.shape[:-1]], name)
         *leading, rows, groups, _ = blocks.shape
         super().__init__(

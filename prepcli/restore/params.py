@@ -50,7 +50,7 @@ class OpenedModel:
         leaf = self.reader.leaves.get(f"params.{path}")
         if leaf is None:
             what = f"the checkpoint lacks the parameter {path}"
-            raise PrepError(what, "its config implies it", GET_AGAIN_HINT)
+            raise PrepError(what, "the model of its config has this parameter", GET_AGAIN_HINT)
         if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
             why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
             raise usage_error(
@@ -130,7 +130,7 @@ def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: boo
 
 
 def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:
-    """Return the sharding context of a mesh, with the partition rules of a manifest, or None for the first device."""
+    """Return the sharding context of a mesh, with the partition rules of a manifest. `mesh=None`: one device."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.training.setup import rules_from_manifest

@@ -51,7 +51,7 @@ class _LeafTensors:
     """A leaf and its tensors."""
 
     axis_map: AxisMap
-    # Index of a leaf that is one of several, such as one layer's.
+    # Index of the leaf along axes that are not stacked, e.g. its layer. Empty if all axes are stacked.
     unscanned_index: Mapping[str, int]
     tensors: dict[str, SourceTensor]
 

@@ -16,6 +16,7 @@ from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.torch_files import select_torch_files
+from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
@@ -35,6 +36,7 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    *QUANTIZATION_FILES,
 )
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

@@ -65,9 +65,13 @@ def locate(
     reference = parse_reference(name, revision, step=step, cwd=cwd)
     folder = open_folder(reference, access)
     if isinstance(reference, LocalPath) and reference.path.is_file():
-        kind = detect_file(reference.path, reference.display_name)
+        kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
     else:
-        kind = detect(folder, allow_adapters=access.allow_adapters)
+        kind = detect(
+            folder,
+            allow_adapters=access.allow_adapters,
+            allow_quantized=access.allow_quantized,
+        )
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     local_files = folder.prepare_local_files(kind)
     if isinstance(reference, LocalPath):

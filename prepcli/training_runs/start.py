@@ -422,6 +422,6 @@ def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     if before.get("digest") == now["digest"]:
         return
     what = f"{now['name']} differs from the checkpoint that the run began with"
-    why = f"its parameters have the digest {now['digest']}, those of {before.get('name')} had {before.get('digest')}"
+    why = f"its parameters have the digest {now['digest']}, {before.get('name')} had {before.get('digest')}"
     hint = text("{} of the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)

@@ -266,7 +266,7 @@ def choose_split(name: str, splits: list[Any], split: str | None) -> str:
 
 
 def _read_value(path: Path, key: str) -> list[Any]:
-    """Return a list of a JSON file."""
+    """Return the list under a key of a JSON file."""
     try:
         value = load_json(read_regular_file(path))[key]
     except OSError as error:

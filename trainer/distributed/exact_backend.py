@@ -60,7 +60,7 @@ def xla_flags() -> str:
 
 @contextmanager
 def _flags_without_fused() -> Iterator[None]:
-    """Disable fused multiply-add in the environment while XLA starts. A choice of the user stays."""
+    """Disable fused multiply-add while XLA starts, unless the user's XLA_FLAGS already choose the instruction set."""
     global _flags_of_start
     flags = os.environ.get(FLAGS)
     started = flags or ""

@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
-        """Return the heartbeat of a JSON text."""
+        """Parse a heartbeat from JSON."""
         return cls(**json.loads(text))
 
 
@@ -64,7 +64,7 @@ class JobEnd:
 
     @classmethod
     def from_json(cls, text: str) -> JobEnd:
-        """Return the reason of a JSON text."""
+        """Parse a reason from JSON."""
         return cls(**json.loads(text))
 
 

@@ -164,7 +164,7 @@ def _unscanned_indices(axis_map: AxisMap) -> Iterator[dict[str, int]]:
 def _scatter_leaf(
     leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None
 ) -> None:
-    """Write a leaf to its places in its tensors."""
+    """Write the elements of a leaf to the tensors that it stores."""
     # Example: layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed, with the sizes
     # 2, 4, 8 and 16. The leaf [2, 4, 8, 16] has one dim per atom. Index 1 of `layers` selects the
     # tensor h.1.q, and the piece [4, 8, 16] becomes its rows: [4 * 8, 16].

@@ -138,7 +138,7 @@ class LayerKind(NamedTuple):
     """The choices that differ between the layers of a stack.
 
     Attributes:
-        window: A number of positions, that of the token included, or FULL_ATTENTION.
+        window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
         rope: Rotary embedding. None if queries and keys do not rotate.
     """
 

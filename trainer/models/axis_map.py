@@ -228,7 +228,7 @@ class AxisMap:
 
     @property
     def unscanned_factors(self) -> tuple[SizedAxis, ...]:
-        """Stacked axes that no dim of the leaf has. There is one leaf per index of them."""
+        """Stacked axes that are no dim of the leaf. Each combination of their indices is a separate leaf."""
         leaf_atoms = {f.atom for f in itertools.chain.from_iterable(self.leaf_dims)}
         return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 

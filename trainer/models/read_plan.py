@@ -138,14 +138,14 @@ class ReadPlan:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that slabs divide."""
+        """Number of rows to divide into slabs."""
         if self.keeps_rows:
             return self.leaf.shard_extent(self.row_dim)
         return self.leaf.shape[self.row_dim]
 
     @property
     def num_units(self) -> int:
-        """Number of units that slabs divide."""
+        """Number of units to divide into slabs."""
         return -(-self.num_rows // self.unit_rows)
 
     def min_slab_nbytes(self, itemsize: int) -> int:

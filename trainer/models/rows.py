@@ -68,7 +68,11 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
 
 
 def _first_shared_dim(leaf: str, dims: str) -> str:
-    """Return the dim of the tensor with the first atom of the leaf that the tensor has."""
+    """Return the tensor's dim that contains the first shared atom, in the order of the leaf.
+
+    >>> _first_shared_dim("heads head_dim embed", "(heads head_dim) embed")
+    '(heads head_dim)'
+    """
     for atom in leaf.split():
         for dim in split_dims(dims):
             if atom in atoms_in(dim):

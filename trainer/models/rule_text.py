@@ -53,7 +53,7 @@ class DimRule:
 
     @property
     def subject(self) -> str:
-        """What the rule is for. At most one rule of a run has each subject."""
+        """The dim with its prefix for activations, e.g. `act:batch`. Two rules of a run have different subjects."""
         return f"{ACTIVATION_PREFIX * self.of_activations}{self.dim}"
 
 
@@ -172,7 +172,7 @@ def _parse_leaf_rule(rule_text: str, option: Text) -> LeafRule:
 
 
 def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) -> Rules:
-    """Return a preset, or else the default rules, with other rules in place of those for the same dims.
+    """Return the rules of a preset or the default rules, overridden by the other rules for the same dims.
 
     Args:
         texts: Rules in the notation of `parse_rule`.

@@ -154,7 +154,7 @@ def _smaller(
 
 
 def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
-    """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
+    """Yield recipe keys for micro-batches of one sequence per replica, with an unchanged batch size."""
     if plan.inputs.local_batch_size == 1:
         return
     # E.g. 2 micro-batches of 4 sequences per replica become 8 of 1.

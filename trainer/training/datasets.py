@@ -440,8 +440,8 @@ def _check_equal(identities: Sequence[str]) -> None:
         None,
     )
     if other is not None:
-        what = f"the data of process {other} differs from that of process 0"
-        why = f"its tokens are {identities[other]}, those of process 0 {identities[0]}"
+        what = f"the data of process {other} differs from the data of process 0"
+        why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
         raise PrepError(
             what, why, "the same files in `data.path` on all hosts, or on a shared file system"
         )

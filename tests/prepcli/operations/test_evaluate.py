@@ -97,7 +97,7 @@ def test_exact_eval_is_equal_on_any_mesh(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_processes_evaluate_as_one_does(
+def test_evaluation_does_not_depend_on_the_number_of_processes(
     work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str
 ):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")

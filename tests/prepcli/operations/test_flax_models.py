@@ -188,7 +188,7 @@ def test_hf_flax_trees_of_another_model_are_errors(model: Path):
 def test_modules_reject_unusable_arguments(model: Path):
     options: dict[str, Any] = {"dropout": 0.1}
     pytest.importorskip("flax")
-    with pytest.raises(prep.UsageError, match='sp:2"` has sp'):
+    with pytest.raises(prep.UsageError, match='sp:2"` splits tokens over sp'):
         prep.nnx_model(model, "fsdp:4,sp:2")
     with pytest.raises(prep.UsageError, match="`seed=1` has no effect"):
         prep.linen_model(model, seed=1)

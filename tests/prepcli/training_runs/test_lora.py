@@ -247,7 +247,7 @@ def test_verify_refuses_to_compare_adapters_with_a_model(
     capsys.readouterr()
     for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
         assert main(["verify", *words, "-q"]) == FAILED
-        assert "runs/recipe has adapters, and tiny-init a model" in capsys.readouterr().err
+        assert "runs/recipe has only adapters, and tiny-init is a model" in capsys.readouterr().err
 
 
 def test_resharded_adapters_keep_their_values(trained: Path):

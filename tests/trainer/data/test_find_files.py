@@ -201,7 +201,7 @@ def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
 @pytest.mark.parametrize(
     "selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")]
 )
-def test_part_of_plain_files_is_an_error(tmp_path: Path, selection: Selection):
+def test_selection_without_a_dataset_is_an_error(tmp_path: Path, selection: Selection):
     with pytest.raises(PrepError, match="no path of the data is a dataset"):
         check_selection([str(tmp_path)], selection)
 

@@ -18,7 +18,7 @@ from trainer.models.errors import Key, PrepError, Text
 MAGIC_NBYTES = 8
 # Limit of NumPy for headers, which it parses as Python literals.
 MAX_HEADER_NBYTES = 10_000
-# Of ids that are read at once.
+# Maximum bytes of ids that are read at once.
 READ_NBYTES = 1 << 20
 MAX_DIMS = 2
 ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
@@ -71,7 +71,7 @@ def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...],
             warnings.simplefilter("ignore")
             shape, is_fortran, dtype = read_header(header)
     except Exception as error:
-        # Of the parser of Python expressions, which NumPy uses, too.
+        # NumPy parses the header as a Python expression, so the error may come from Python's parser.
         why = str(error).partition("\n")[0] or type(error).__name__
         raise PrepError(f"{file.path} is not a NumPy array", f"{why:.200}", ARRAY_HINT) from error
     if any(type(extent) is not int or extent < 0 for extent in shape):

@@ -58,7 +58,7 @@ class Labels(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """The inputs without a gradient: the labels, the factor of the layer's scores, and its dropout."""
+    """The inputs without a gradient: labels, the layer's score scale, and attention dropout."""
 
     q_labels: Labels
     kv_labels: Labels

@@ -22,7 +22,7 @@ OptState = dict[str, Any]
 
 
 class UpdateRule(Protocol):
-    """A rule from gradients to updates."""
+    """The rule that computes updates from gradients, e.g. AdamW."""
 
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
@@ -44,7 +44,7 @@ class Optimizer:
     """An optimizer with its learning rate schedule.
 
     Attributes:
-        rule: From gradients to updates.
+        rule: Computes updates from gradients.
         lr_schedule: The learning rate.
         decay: Weight decay.
         clip_norm: Maximum norm of the gradients. 0 means no clipping.
