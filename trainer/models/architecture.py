@@ -5,11 +5,12 @@ The choices do not depend on parameter values or on the device mesh. No I/O, no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
@@ -132,6 +133,7 @@ class ArchConfig:
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
+        dense_layers: Numbers of the layers with a dense MLP in a model with experts.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
@@ -161,6 +163,7 @@ class ArchConfig:
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
+    dense_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     scale_attn_by_inverse_layer_idx: bool = False
     relative_position_bias: RelativePositionBias | None = None
@@ -184,6 +187,17 @@ class ArchConfig:
         if self.local_rope and window != FULL_ATTENTION:
             return self.local_rope
         return self.rope
+
+    @property
+    def group_indices(self) -> tuple[dict[str, int], ...]:
+        """For each layer the groups that have its weights, and its index in each of them."""
+        return group_indices(len(self.sliding_windows), self.dense_layers)
+
+    @property
+    def layer_schedule(self) -> LayerSchedule:
+        """The order in which layers are scanned. Layers of the same window and groups are equal."""
+        groups = map(tuple, self.group_indices)
+        return layer_schedule(list(zip(self.sliding_windows, groups)))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -362,13 +376,3 @@ def windows_by_layer_type(
         why = f"{field} gives the layers {layer_types!r:.80}, it must give {layers} of {' and '.join(type_names)}"
         raise invalid_config_error(why)
     return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
-
-
-def window_period(windows: Sequence[int]) -> int:
-    """Return the period of the pattern of windows, in layers. The last period may be incomplete."""
-    # A pattern with period n equals itself shifted by n, e.g. [4, 0, 4, 0, 4]: its shift by 2 is
-    # [4, 0, 4], the first 3 windows. The shift by all windows is empty, so the loop finds one.
-    period = 1
-    while windows[period:] != windows[: len(windows) - period]:
-        period += 1
-    return period

@@ -40,7 +40,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.models.errors import PrepError
 
@@ -52,8 +52,11 @@ Sizes = Mapping[str, int | Sequence[int]]
 LAYERS = "layers"
 # Atom of the encoder's layers.
 ENCODER_LAYERS = "encoder_layers"
+# Path parts and atoms of the layers of one kind, in a model with both dense and MoE layers.
+DENSE_LAYERS = "dense_layers"
+SPARSE_LAYERS = "sparse_layers"
 # Atoms that count layers. A leaf has at most one of them.
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, DENSE_LAYERS, SPARSE_LAYERS)
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
@@ -97,10 +100,13 @@ class NamePattern:
     Attributes:
         terms: Atoms that form one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
+        numbers: Number in the tensor names for each index of the atom. Empty if the index is the
+            number itself.
     """
 
     terms: tuple[Term, ...]
     index_list: str = ""
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +275,22 @@ def parse_row(text: str) -> ParsedAxisMap:
     return row
 
 
+def number_tensors(row: ParsedAxisMap, numbers: Mapping[str, Sequence[int]]) -> ParsedAxisMap:
+    """Return an axis map with other numbers than the indices in its tensor names.
+
+    Args:
+        row: The axis map without sizes.
+        numbers: Atom -> number in the tensor names for each of its indices, e.g. the layers 3 and 4
+            for the first two indices of `sparse_layers`.
+    """
+    parts: list[str | NamePattern] = []
+    for part in row.name_parts:
+        if isinstance(part, NamePattern) and part.terms[0].atom in numbers:
+            part = replace(part, numbers=tuple(numbers[part.terms[0].atom]))
+        parts.append(part)
+    return replace(row, name_parts=tuple(parts))
+
+
 def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
     """Give the axes of an axis map their sizes.
 
@@ -298,7 +320,7 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
         index = _tensor_index(part, lookup)
         name_parts.append(index)
         # `sizes` has no entry for an atom with an index list. Its size is the length of the list.
-        if index.listed_indices:
+        if part.index_list:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
@@ -364,7 +386,7 @@ def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
     if not pattern.index_list:
-        return TensorIndex(lookup.factors(pattern.terms))
+        return TensorIndex(lookup.factors(pattern.terms), pattern.numbers)
     indices = lookup.index_list(pattern.index_list)
     return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 

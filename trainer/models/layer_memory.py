@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig
 from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
@@ -109,7 +109,7 @@ class LayerStack:
         return (
             self._backward_inputs_nbytes()
             # The other layers of a period of the window pattern: 5 for 5 sliding layers and 1 full.
-            + (window_period(self.arch_config.sliding_windows) - 1) * self._overlapping_nbytes()
+            + (self.arch_config.layer_schedule.period - 1) * self._overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._ring_nbytes()

@@ -7,7 +7,7 @@ A family is data: rows of text, functions from a Hugging Face config to axis siz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainer.models.axis_map import (
     ParsedAxisMap,
     Sizes,
     bind_row,
+    number_tensors,
     parse_row,
     stack_axis,
 )
@@ -142,6 +143,7 @@ class Family:
         layouts: Trees of other libraries, by name.
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
+        layer_numbers: Layer atom -> number of each of its layers, for atoms of some layers only.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Family:
     layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
     duplicates: Mapping[str, str] = field(default_factory=dict)
     dropout_fields: DropoutFields = ATTENTION_DROPOUT
+    layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
 
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
         """Return whether the head is the token embedding, for a config and the tensors of its file."""
@@ -208,8 +211,9 @@ def parameter_rows(
         PrepError: The config is invalid, or the tensors of a row and of its alternate both exist.
     """
     sizes = family.sizes(config)
+    numbers = family.layer_numbers(config)
     rows = {
-        path: _select_form(parameter, sizes, tensors)
+        path: _select_form(parameter, sizes, numbers, tensors)
         for path, parameter in active_parameters(family.parameters, config)
     }
     if not scan:
@@ -270,11 +274,16 @@ def _first_tensor(row: ParsedAxisMap, sizes: Sizes) -> str:
     return name
 
 
-def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> ParsedAxisMap:
-    row = parse_row(parameter.row)
+def _select_form(
+    parameter: Parameter,
+    sizes: Sizes,
+    numbers: Mapping[str, Sequence[int]],
+    tensors: Collection[str],
+) -> ParsedAxisMap:
+    row = number_tensors(parse_row(parameter.row), numbers)
     if not parameter.alternate:
         return row
-    alternate = parse_row(parameter.alternate)
+    alternate = number_tensors(parse_row(parameter.alternate), numbers)
     # One tensor is enough: a file stores all layers and experts of a parameter in one form.
     row_tensor = _first_tensor(row, sizes)
     alternate_tensor = _first_tensor(alternate, sizes)

@@ -21,6 +21,7 @@ from trainer.models.families import (
     opt,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     t5,
@@ -30,7 +31,7 @@ from trainer.models.unsupported import missing_mechanism
 
 _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
-    *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
+    *(qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

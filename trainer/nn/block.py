@@ -179,7 +179,8 @@ def _feed_forward(
     """
     arch_config = context.arch_config
     sharding = context.sharding
-    run_mlp = moe_mlp if arch_config.experts_per_token else mlp
+    # A model with experts may have dense layers too.
+    run_mlp = moe_mlp if "router" in weights["mlp"] else mlp
 
     def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
         if weights["norm"] is not None:

@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.tiny_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
 from trainer.models.architecture import (
@@ -17,7 +15,6 @@ from trainer.models.architecture import (
     MAX_WINDOW,
     NO_SOFTCAP,
     ArchConfig,
-    window_period,
 )
 from trainer.models.errors import PrepError
 from trainer.models.parameters import parameter_rows
@@ -27,17 +24,6 @@ from trainer.models.rope_config import Rope
 
 def arch_config_of(config: dict[str, Any]) -> ArchConfig:
     return FAMILIES[config["model_type"]].arch_config(config)
-
-
-@given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
-def test_window_period_is_shortest_repeating_prefix(windows: list[int]):
-    found_period = window_period(windows)
-    repeats = [
-        n
-        for n in range(1, len(windows) + 1)
-        if [windows[i % n] for i in range(len(windows))] == windows
-    ]
-    assert found_period == min(repeats)
 
 
 def test_defaults_equal_transformers():
