@@ -135,6 +135,7 @@ class ArchConfig:
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
+        has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         relative_position_bias: Bias of attention scores by relative position.
@@ -165,6 +166,7 @@ class ArchConfig:
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
+    has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     relative_position_bias: RelativePositionBias | None = None
     lm_head_input_scale: float = 1.0

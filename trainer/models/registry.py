@@ -14,6 +14,7 @@ from trainer.models.families import (
     gpt2,
     gpt_neo,
     gpt_neox,
+    gpt_oss,
     gptj,
     llama,
     mistral,
@@ -30,7 +31,7 @@ from trainer.models.parameters import Family, HFConfig
 from trainer.models.unsupported import missing_mechanism
 
 _FAMILY_MODULES = (
-    *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
+    *(gpt2, gpt_neo, gptj, gpt_neox, gpt_oss, opt, llama, mistral, mixtral),
     *(qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
 ADD_FAMILY_HINT = text(

@@ -47,7 +47,7 @@ def attention(
 
     Args:
         x: Queries' hidden states [B, T, D].
-        weights: Projections `q`, `k`, `v`, `o`, and the optional norms `q_norm` and `k_norm`.
+        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks`.
         context: Mask, sharding, kernel, dropout, and the cache that the keys and values of `x` are
             appended to.
         input_norm: Weights of the norm of `x`. None skips the norm.
@@ -78,6 +78,8 @@ def attention(
     if context.dropout is not None:
         site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
         mask = dataclasses.replace(mask, dropout=context.dropout.attention(site, q.shape[2]))
+    if "sinks" in weights:
+        mask = dataclasses.replace(mask, sinks=weights["sinks"]["bias"])
     mixed = attend(
         q,
         kv,

@@ -97,8 +97,8 @@ def relative_errors(
         length: Tokens of a row.
 
     Returns:
-        The largest errors over the masks of the run, of `output`, and of `gradient of q`, `k`, `v` and, with a
-        relative position bias, `bias`.
+        The largest errors over the masks of the run, of `output`, and of `gradient of q`, `k`, `v` and, if the run has
+        them, `bias` and `sinks`.
     """
     inputs = _random_inputs(needs, length)
     exact_inputs = {name: array.astype(jnp.float32) for name, array in inputs.items()}
@@ -140,6 +140,8 @@ def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
     }
     if AttentionFeature.SCORE_BIAS in needs.features:
         inputs["bias"] = normal(BIAS.num_buckets, num_heads)
+    if AttentionFeature.SINKS in needs.features:
+        inputs["sinks"] = normal(num_heads)
     return inputs
 
 
@@ -191,6 +193,8 @@ def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int
         changes["kv_valid"] = positions < starts
     if AttentionFeature.SCORE_BIAS in needs.features:
         changes["bias"] = ScoreBias(arrays["bias"], BIAS)
+    if AttentionFeature.SINKS in needs.features:
+        changes["sinks"] = arrays["sinks"]
     if AttentionFeature.DROPOUT in needs.features:
         row_keys = RandomKey(*jnp.arange(2 * num_rows, dtype=jnp.uint32).reshape(2, num_rows))
         head_ids = jnp.arange(arrays["q"].shape[2], dtype=jnp.uint32)
