@@ -135,6 +135,9 @@ class ArchConfig:
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
+        latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
+            0 for attention with a projection of keys.
+        latent_norm_eps: Epsilon of the norms of latents.
         has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
@@ -166,6 +169,8 @@ class ArchConfig:
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
+    latent_key_dim: int = 0
+    latent_norm_eps: float = 1e-6
     has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     relative_position_bias: RelativePositionBias | None = None

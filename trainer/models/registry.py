@@ -8,6 +8,7 @@ from typing import Any
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -33,6 +34,7 @@ from trainer.models.unsupported import missing_mechanism
 _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, gpt_oss, opt, llama, mistral, mixtral),
     *(qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
+    deepseek_v3,
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

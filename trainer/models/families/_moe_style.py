@@ -12,7 +12,7 @@ from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
-from trainer.models.parameters import Family, HFConfig, condition_holds, read_size
+from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
 
 # Config -> numbers of the layers with a dense MLP.
@@ -68,9 +68,9 @@ def build_family(
         arch_config=arch_config,
         parameters={
             **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-            **stack(LAYERS, "layers.{layers}", layer | _under_condition(moe, is_uniform)),
-            **stack(DENSE_LAYERS, "layers.{dense_layers}", _under_condition(DENSE_MLP, is_mixed)),
-            **stack(SPARSE_LAYERS, "layers.{sparse_layers}", _under_condition(moe, is_mixed)),
+            **stack(LAYERS, "layers.{layers}", layer | under_condition(moe, is_uniform)),
+            **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(DENSE_MLP, is_mixed)),
+            **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
             **rms_norm("final_norm", "embed <- norm.weight: embed"),
             **(head or matrix("head", "vocab embed <- lm_head.weight: vocab embed")),
         },
@@ -81,7 +81,7 @@ def build_family(
     )
 
 
-def _under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool]) -> Parameters:
+def under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool]) -> Parameters:
     """Return parameters that exist if their own condition and another one hold."""
     limited: Parameters = {}
     for path, parameter in parameters.items():
@@ -148,6 +148,15 @@ EXPERTS = _llama_style.experts(
     down="mlp.experts.{experts}.down_proj.weight",
     router="mlp.gate.weight",
 )
+
+
+def correction(tensor: str) -> Parameter:
+    """Return the parameter of the correction of a router's scores. It has no gradient.
+
+    Args:
+        tensor: Name and dims of its tensor.
+    """
+    return Parameter(f"experts <- {tensor}")
 
 
 def shared_experts(module: str, condition: rows.Condition = rows.ALWAYS) -> Parameters:

@@ -127,6 +127,9 @@ def _compile_and_run(
 def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
     """Return q, k, v, the gradient of the output, and the table of the bias. Scores are of the order of 1."""
     num_heads = NUM_KV_HEADS * (GROUP if AttentionFeature.GROUPED_HEADS in needs.features else 1)
+    value_dim = needs.head_dim
+    if AttentionFeature.VALUE_WIDTH in needs.features:
+        value_dim = needs.head_dim // 2
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> Array:
@@ -135,8 +138,8 @@ def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
     inputs = {
         "q": normal(NUM_ROWS, length, num_heads, needs.head_dim),
         "k": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
-        "v": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
-        "output_gradient": normal(NUM_ROWS, length, num_heads, needs.head_dim),
+        "v": normal(NUM_ROWS, length, NUM_KV_HEADS, value_dim),
+        "output_gradient": normal(NUM_ROWS, length, num_heads, value_dim),
     }
     if AttentionFeature.SCORE_BIAS in needs.features:
         inputs["bias"] = normal(BIAS.num_buckets, num_heads)

@@ -41,6 +41,7 @@ MODELS = {
         AttentionFeature.SCORE_BIAS,
     },
     "gpt_oss": CAUSAL | {AttentionFeature.WINDOW, AttentionFeature.SINKS},
+    "deepseek_v3": CAUSAL | {AttentionFeature.VALUE_WIDTH},
     "gpt2, packed": CAUSAL | {AttentionFeature.LAYER_SCALE, AttentionFeature.SEGMENTS},
     "llama, random masks": CAUSAL | {AttentionFeature.DROPOUT, AttentionFeature.FCM},
 }
