@@ -28,7 +28,8 @@ from trainer.models.chunk_sizes import expert_block_length
 from trainer.models.registry import FAMILIES
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
-from trainer.nn.mlp import mlp
+from trainer.nn.linear import linear
+from trainer.nn.mlp import mlp_hidden
 from trainer.nn.moe import moe_mlp
 from trainer.nn.router import route
 
@@ -70,7 +71,8 @@ def dense_moe_mlp(
 
     @jax.checkpoint
     def weighted_expert(expert: Mapping[str, Any], token_weights: Array) -> Array:
-        return (mlp(x, expert, arch_config, sharding) * token_weights[..., None]).astype(x.dtype)
+        output = linear(mlp_hidden(x, expert, arch_config), expert["down"])
+        return (output * token_weights[..., None]).astype(x.dtype)
 
     def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
         return total + weighted_expert(*expert), None

@@ -26,6 +26,7 @@ from prepcli.remote.placeholders import (
     write_headers,
     write_small_file,
 )
+from prepcli.remote.published_digests import GIT_BLOB, SHA256, check_download
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import RetryPolicy, map_in_daemon_threads
 
@@ -48,12 +49,12 @@ class HubListing:
     repo_type: str = "model"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Download a small file into the hub's cache, and return bytes of it."""
-        from huggingface_hub import hf_hub_download
+        """Download a small file into the hub's cache, and return bytes of it.
 
-        return read_bytes(
-            Path(hf_hub_download(self.hub_id, name, revision=self.commit)), start, stop - start
-        )
+        Raises:
+            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
+        """
+        return read_bytes(self.download_file(name), start, stop - start)
 
     def download(self, names: Sequence[str], progress: Progress) -> Path:
         """Download files into the hub's cache, unless they are there.
@@ -66,9 +67,9 @@ class HubListing:
             Folder of the snapshot in the cache, named by its commit.
 
         Raises:
-            PrepError: The disk has not enough room.
+            PrepError: The disk has not enough room, or the bytes of a file differ from the hub's digest.
         """
-        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub import snapshot_download
         from huggingface_hub.constants import HF_HUB_CACHE
         from huggingface_hub.file_download import repo_folder_name
 
@@ -82,13 +83,7 @@ class HubListing:
         )
         with _report_progress(blobs, needed_bytes, progress):
             # Not in the library's own threads: Ctrl-C would wait for them
-            map_in_daemon_threads(
-                lambda name: hf_hub_download(
-                    self.hub_id, name, repo_type=self.repo_type, revision=self.commit
-                ),
-                missing,
-                num_threads=MAX_DOWNLOADS,
-            )
+            map_in_daemon_threads(self._download_missing, missing, num_threads=MAX_DOWNLOADS)
             return Path(
                 snapshot_download(
                     self.hub_id,
@@ -102,13 +97,27 @@ class HubListing:
         """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
 
         Raises:
-            PrepError: The disk has not enough room.
+            PrepError: The disk has not enough room, or the bytes differ from the hub's digest.
         """
-        from huggingface_hub import hf_hub_download
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        if _missing_files(self, [name]):
-            _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
+        if not _missing_files(self, [name]):
+            return self._download_unchecked(name)
+        _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
+        return self._download_missing(name)
+
+    def _download_missing(self, name: str) -> Path:
+        """Download a file and compare its bytes with the hub's digest of it.
+
+        Only new downloads are compared: hashing the whole cache on each start would read every weight once more.
+        """
+        path = self._download_unchecked(name)
+        check_download(path, self._digest(name), self.hub_id)
+        return path
+
+    def _download_unchecked(self, name: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
         return Path(
             hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit)
         )
@@ -121,19 +130,18 @@ class HubListing:
             small_names: Files to fetch whole, through the hub's cache.
 
         Raises:
-            PrepError: A file has no listed size, or cannot be read.
+            PrepError: A file has no listed size, cannot be read, or differs from the hub's digest.
         """
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import constants
 
         assert self.commit is not None
-        cached = Path(
-            snapshot_download(self.hub_id, revision=self.commit, allow_patterns=[*small_names])
-        )
         reader = HubRangeReader(self.hub_id, self.commit, constants.ENDPOINT, self.retry_policy)
         files = {name: self.remote_file(name) for name in sorted({*weights, *small_names})}
         remote = RemoteCheckpoint(tuple(files.values()), reader, create_placeholder_folder())
         for name in small_names:
-            write_small_file(remote.placeholder_folder, files[name], (cached / name).read_bytes())
+            write_small_file(
+                remote.placeholder_folder, files[name], self.download_file(name).read_bytes()
+            )
         write_headers(remote.placeholder_folder, reader, [files[name] for name in weights])
         return remote
 
@@ -144,13 +152,16 @@ class HubListing:
             why = f"the hub lists no size of {name}"
             hint = text("without {} it is downloaded first", Option("stream", True))
             raise PrepError(f"cannot stream {self.hub_id}", why, hint)
+        return RemoteFile(name, sibling.size, self._digest(name))
+
+    def _digest(self, name: str) -> str:
+        """Return the hub's digest of a file, or the commit if the hub lists none."""
+        sibling = self.siblings[name]
         if sibling.lfs and sibling.lfs.sha256:
-            digest = f"sha256:{sibling.lfs.sha256}"
-        elif sibling.blob_id:
-            digest = f"git:{sibling.blob_id}"
-        else:
-            digest = str(self.commit)
-        return RemoteFile(name, sibling.size, digest)
+            return f"{SHA256}{sibling.lfs.sha256}"
+        if sibling.blob_id:
+            return f"{GIT_BLOB}{sibling.blob_id}"
+        return str(self.commit)
 
 
 def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:

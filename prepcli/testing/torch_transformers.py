@@ -184,7 +184,7 @@ def torch_logits(model: Any, batch: Tensors, lengths: Sequence[int]) -> np.ndarr
 
 
 def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.ndarray]]:
-    """Compute the weighted mean loss of a batch and its gradient for each trained parameter."""
+    """Compute the weighted mean loss of a batch and its gradient for each parameter that has one."""
     import torch
 
     model.zero_grad()
@@ -196,6 +196,7 @@ def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.nda
     )
     loss = (losses * weights.flatten()).sum() / weights.sum()
     loss.backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    # The correction of a router is a parameter in some models, and no result depends on it smoothly.
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients = to_file_tensors(model, trained)
     return loss.item(), {name: gradient.numpy().copy() for name, gradient in gradients.items()}

@@ -44,6 +44,9 @@ class FakeRepo:
     )  # part of a request line -> one of loopback.STALL_KINDS
     num_surplus: int = 0  # bytes that a faulty proxy adds to each file
     model_info: bytes | None = None  # sent instead of the repository's description
+    damaged: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # sent instead of the listed files, with their names, sizes and ETags
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ class _Handler(loopback.Handler):
             return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         surplus = bytes(repo.num_surplus) if self.command == "GET" else b""
-        self._send(206 if start else 200, content[start:] + surplus, headers)
+        sent = repo.damaged.get(name, content)
+        self._send(206 if start else 200, sent[start:] + surplus, headers)
         if self.command == "GET":
             self.sent_ranges.append(SentRange(name, start, len(content)))
 
@@ -170,7 +174,8 @@ class _Handler(loopback.Handler):
 
 @functools.lru_cache(64)
 def _etag(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
+    """Return git's blob id, which the hub sends for small files."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @functools.lru_cache(64)

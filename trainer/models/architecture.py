@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
@@ -105,6 +105,18 @@ class RelativePositionBias:
             raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
 
 
+class LayerKind(NamedTuple):
+    """The choices that differ between the layers of a stack.
+
+    Attributes:
+        window: A number of positions, that of the token included, or FULL_ATTENTION.
+        rope: Rotary embedding. None if queries and keys do not rotate.
+    """
+
+    window: int
+    rope: Rope | None
+
+
 @dataclass(frozen=True, slots=True)
 class ArchConfig:
     """The architecture of a decoder, or of the encoder before it.
@@ -125,6 +137,8 @@ class ArchConfig:
             each.
         has_final_norm: Whether a norm follows the last layer.
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
+        layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
+            arXiv:2305.19466).
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
         position_offset: Row of the first learned position.
@@ -160,6 +174,7 @@ class ArchConfig:
     block_type: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
     has_final_norm: bool = True
     local_rope: Rope | None = None
+    layers_without_rope: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     position_offset: int = 0
     embed_scale: float = 1.0
@@ -189,11 +204,18 @@ class ArchConfig:
             (std for suffix, std in self.leaf_init_stds if path.endswith(suffix)), self.init_std
         )
 
-    def rope_for(self, window: int) -> Rope | None:
-        """Return the rotary embedding of layers with this sliding window."""
-        if self.local_rope and window != FULL_ATTENTION:
-            return self.local_rope
-        return self.rope
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        kinds: list[LayerKind] = []
+        for layer, window in enumerate(self.sliding_windows):
+            rope = self.rope
+            if layer in self.layers_without_rope:
+                rope = None
+            elif self.local_rope is not None and window != FULL_ATTENTION:
+                rope = self.local_rope
+            kinds.append(LayerKind(window, rope))
+        return tuple(kinds)
 
     @property
     def group_indices(self) -> tuple[dict[str, int], ...]:
@@ -202,16 +224,14 @@ class ArchConfig:
 
     @property
     def layer_schedule(self) -> LayerSchedule:
-        """The order in which layers are scanned. Layers of the same window and groups are equal."""
-        groups = map(tuple, self.group_indices)
-        return layer_schedule(list(zip(self.sliding_windows, groups)))
+        """The order in which layers are scanned. Layers of the same kind and groups are equal."""
+        return layer_schedule(list(zip(self.layer_kinds, map(tuple, self.group_indices))))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """All rotary embeddings of the layers, without repetition."""
-        return tuple(
-            dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope)
-        )
+        ropes = (kind.rope for kind in self.layer_kinds)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:

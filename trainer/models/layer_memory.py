@@ -108,7 +108,7 @@ class LayerStack:
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
             self._backward_inputs_nbytes()
-            # The other layers of a period of the window pattern: 5 for 5 sliding layers and 1 full.
+            # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
             + (self.arch_config.layer_schedule.period - 1) * self._overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()

@@ -20,7 +20,7 @@ At its peak a step needs
       backward pass      rematerialization, less the activations that are computed again later, and the gradients of
                          the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their gradients;
                          with experts the rows of all assignments (below). The backward passes of the layers of one
-                         period of the sliding window pattern overlap: each other layer of the period adds what a layer
+                         period of kinds of layers overlap: each other layer of the period adds what a layer
                          saves without rematerialization, and with rematerialization its transient dense scores
       the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
                          its gradient before it is reduced: V*D*(2*c + 4)

@@ -8,10 +8,15 @@ from typing import Any
 from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
+    deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5_moe,
     gemma,
     gemma2,
     gemma3,
+    glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neo,
     gpt_neox,
@@ -32,9 +37,9 @@ from trainer.models.parameters import Family, HFConfig
 from trainer.models.unsupported import missing_mechanism
 
 _FAMILY_MODULES = (
-    *(gpt2, gpt_neo, gptj, gpt_neox, gpt_oss, opt, llama, mistral, mixtral),
+    *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
-    deepseek_v3,
+    *(gpt_oss, deepseek_v2, deepseek_v3, dots1, ernie4_5_moe, glm4_moe, glm4_moe_lite),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

@@ -16,16 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.activation_names import name_activation
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
+from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
-from trainer.nn.mlp import mlp
-from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
-from trainer.nn.token_chunks import over_token_chunks
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
 # KV cache with the keys and values of the layer
@@ -51,8 +48,10 @@ def pre_norm_block(
     if context.encoder_output is not None:
         crossed = _cross_attention(x, weights, context, context.encoder_output)
         x = shard_residual(x + crossed, context.sharding)
-    x = x + _feed_forward(x, weights, context, input_norm="mlp_norm")
-    return shard_residual(x, context.sharding), kv_cache
+    mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
+    output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
+    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    return shard_residual(x + output, context.sharding), kv_cache
 
 
 def post_norm_block(
@@ -68,8 +67,9 @@ def post_norm_block(
     attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = norm(x + attended, weights.get("attn_norm", NO_PARAMETERS), arch_config)
     x = shard_residual(x, context.sharding)
-    x = x + _feed_forward(x, weights, context)
-    x = norm(x, weights.get("mlp_norm", NO_PARAMETERS), arch_config)
+    output = feed_forward(x, weights["mlp"], context)
+    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    x = norm(x + output, weights.get("mlp_norm", NO_PARAMETERS), arch_config)
     return shard_residual(x, context.sharding), kv_cache
 
 
@@ -100,8 +100,11 @@ def _parallel(
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
-    x = x + attended + _feed_forward(x, weights, context, input_norm=mlp_norm)
-    return shard_residual(x, context.sharding), kv_cache
+    output = feed_forward(
+        x, weights["mlp"], context, input_norm=weights.get(mlp_norm, NO_PARAMETERS)
+    )
+    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    return shard_residual(x + attended + output, context.sharding), kv_cache
 
 
 def sandwich_block(
@@ -118,8 +121,11 @@ def sandwich_block(
     attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)
     attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
-    x = x + _feed_forward(x, weights, context, input_norm="mlp_norm", output_norm="mlp_post_norm")
-    return shard_residual(x, context.sharding), kv_cache
+    mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
+    output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
+    output = norm(output, weights.get("mlp_post_norm", NO_PARAMETERS), arch_config)
+    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    return shard_residual(x + output, context.sharding), kv_cache
 
 
 BLOCKS: Mapping[str, Block] = {
@@ -158,48 +164,6 @@ def _cross_mask(encoder_output: EncoderOutput, context: LayerContext) -> Attenti
     return dataclasses.replace(
         mask, q_positions=context.mask.q_positions, kv_positions=kv_positions
     )
-
-
-def _feed_forward(
-    x: Array,
-    weights: Mapping[str, Any],
-    context: LayerContext,
-    *,
-    input_norm: str | None = None,
-    output_norm: str | None = None,
-) -> Array:
-    """Compute the MLP of [B, T, D] in chunks of tokens, between optional norms, with dropout.
-
-    Args:
-        x: Input [B, T, D].
-        weights: Weights of the layer.
-        context: Inputs of the layer.
-        input_norm: Name of the norm of the input. None means no norm.
-        output_norm: Name of the norm of the output. None means no norm.
-    """
-    arch_config = context.arch_config
-    sharding = context.sharding
-    # A model with experts may have dense layers too.
-    run_mlp = moe_mlp if "router" in weights["mlp"] else mlp
-
-    def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
-        if weights["norm"] is not None:
-            x = norm(x, weights["norm"], arch_config)
-        x = sharding.constrain(x, "batch", "seq", "embed")
-        return run_mlp(x, weights["mlp"], arch_config=arch_config, sharding=sharding)
-
-    norm_weights = None
-    if input_norm is not None:
-        norm_weights = weights.get(input_norm, NO_PARAMETERS)
-    num_shards = sharding.sequence_parallel_size
-    run_tokens = over_token_chunks(
-        run_chunk, x.shape[1], context.ffn_chunk_size, num_shards=num_shards
-    )
-    output = run_tokens(x, {"mlp": weights["mlp"], "norm": norm_weights}, None)
-    output = name_activation(output, "mlp_output")
-    if output_norm is not None:
-        output = norm(output, weights.get(output_norm, NO_PARAMETERS), arch_config)
-    return context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
 
 
 def shard_residual(x: Array, sharding: ShardingContext) -> Array:

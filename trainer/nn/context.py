@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
+from trainer.models.architecture import ArchConfig, LayerKind
 from trainer.models.param_tree import Tree
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, CosSin, EncoderOutput
@@ -87,11 +87,11 @@ class StackContext:
     encoder_output: EncoderOutput | None = None
     dropout: Dropout | None = None
 
-    def for_layer(self, window: int, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
+    def for_layer(self, kind: LayerKind, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
         """Return the context of one layer.
 
         Args:
-            window: Sliding window of the layer.
+            kind: Window and rotary embedding of the layer.
             weights: Weights of the layer, with its score scale and dropout keys if it has them.
             kv_cache: Cache that the layer appends to.
         """
@@ -99,16 +99,15 @@ class StackContext:
         if encoder_output is not None and kv_cache is not None:
             encoder_output = encoder_output.for_layer(kv_cache.layer)
         cos_sin = None
-        rope = self.arch_config.rope_for(window)
-        if rope:
-            cos_sin = self.cos_sin_by_rope[rope]
+        if kind.rope is not None:
+            cos_sin = self.cos_sin_by_rope[kind.rope]
         dropout = None
         if self.dropout is not None:
             layer_keys = weights.get(LAYER_DROPOUT_KEYS)
             dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
         return LayerContext(
             self.arch_config,
-            self.mask.for_layer(window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
+            self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
             self.forward_config.sharding,
             kv_cache=kv_cache,
             encoder_output=encoder_output,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig
+from trainer.models.architecture import ArchConfig, LayerKind
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.block import BLOCKS
@@ -40,9 +40,9 @@ def run_stack(
 ) -> LayerCarry:
     """Run all layers of the encoder or decoder in order, and the final norm.
 
-    Stacked layers are scanned in whole periods of the pattern of windows and groups, so that both are
-    static. Other layers run one at a time, e.g. 7 layers with the windows (8, 8, full, 8, 8, full, 8)
-    are 2 scanned periods of 3 layers and one more layer.
+    Stacked layers are scanned in whole periods of the pattern of kinds and groups, so that each window
+    and rotary embedding is static. Other layers run one at a time, e.g. 7 layers with the windows (8,
+    8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one more layer.
 
     Args:
         x: Residual stream [B, T, D] before the first layer.
@@ -56,13 +56,12 @@ def run_stack(
     stack = params[context.name] if context.name else params
     arch_config = context.arch_config
     forward_config = context.forward_config
-    windows = arch_config.sliding_windows
+    kinds = arch_config.layer_kinds
     weights = layer_weights(stack, context.name, arch_config, context.model, forward_config)
     weights = _with_layer_inputs(weights, arch_config, context.dropout)
-    # One function per window, not per layer: JAX traces each function once.
-    run_by_window: dict[int, LayerFunction] = {
-        window: with_remat(partial(run_layer, context, window), forward_config)
-        for window in set(windows)
+    # One function per kind, not per layer: JAX traces each function once.
+    run_by_kind: dict[LayerKind, LayerFunction] = {
+        kind: with_remat(partial(run_layer, context, kind), forward_config) for kind in set(kinds)
     }
 
     def run_layers(carry: LayerCarry, layers: range) -> LayerCarry:
@@ -71,40 +70,42 @@ def run_stack(
                 layer_tree = weights[layer]
             else:
                 layer_tree = _take_layer(weights, arch_config.group_indices[layer])
-            carry = run_by_window[windows[layer]](carry, layer_tree)
+            carry = run_by_kind[kinds[layer]](carry, layer_tree)
         return carry
 
     carry: LayerCarry = (x, kv_cache)
     schedule = arch_config.layer_schedule
     if isinstance(weights, list) or schedule.num_periods < 2:
-        carry = run_layers(carry, range(len(windows)))
+        carry = run_layers(carry, range(len(kinds)))
     else:
         carry = run_layers(carry, range(schedule.num_first))
         carry = _scan_layers(carry, weights, context)
-        carry = run_layers(carry, range(schedule.stop, len(windows)))
+        carry = run_layers(carry, range(schedule.stop, len(kinds)))
     x, kv_cache = carry
     if arch_config.has_final_norm:
         x = norm(x, stack.get("final_norm", {}), arch_config)
     return x, kv_cache
 
 
-def run_layer(context: StackContext, window: int, carry: LayerCarry, weights: Tree) -> LayerCarry:
+def run_layer(
+    context: StackContext, kind: LayerKind, carry: LayerCarry, weights: Tree
+) -> LayerCarry:
     """Run one layer with its window, rotary embedding, score scale and random masks."""
     x, kv_cache = carry
     block = BLOCKS[context.arch_config.block_type]
-    return block(x, weights, context.for_layer(window, weights, kv_cache))
+    return block(x, weights, context.for_layer(kind, weights, kv_cache))
 
 
 def _scan_layers(
     carry: LayerCarry, groups: Mapping[str, Tree], context: StackContext
 ) -> LayerCarry:
-    """Scan whole periods of the pattern of windows and groups."""
+    """Scan whole periods of the pattern of kinds and groups."""
     arch_config = context.arch_config
     schedule = arch_config.layer_schedule
     period = range(schedule.num_first, schedule.num_first + schedule.period)
     layer_fns: list[LayerFunction] = []
     for layer in period:
-        run = partial(run_layer, context, arch_config.sliding_windows[layer])
+        run = partial(run_layer, context, arch_config.layer_kinds[layer])
         layer_fns.append(with_remat(run, context.forward_config, in_loop=True))
     # Indices of the layers of the first period, e.g. dense layer 0 and MoE layer 0 of each period of 2
     # have the index 1 in `layers` if 1 layer comes first. Later periods add the count of each group.

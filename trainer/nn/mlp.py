@@ -1,6 +1,6 @@
-"""The feed-forward network (MLP) of a layer.
+"""The MLP of a layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
 
-down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+Axes: B rows of the batch, T tokens, D model width, F hidden units.
 """
 
 from __future__ import annotations
@@ -36,29 +36,39 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 def mlp(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
-    """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
-    hidden = mlp_hidden(x, weights, arch_config, num_devices=sharding.num_devices)
+    """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated."""
+    num_devices = sharding.num_devices
+    # [B, T, D] -> [B, T, F]
+    up = linear(x, weights["up"], num_devices=num_devices)
+    gate = None
+    if arch_config.has_gated_mlp:
+        gate = linear(x, weights["gate"], num_devices=num_devices)
+    hidden = hidden_units(up, gate, arch_config)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
-    return linear(hidden, weights["down"], num_devices=sharding.num_devices)
+    return linear(hidden, weights["down"], num_devices=num_devices)
 
 
-def mlp_hidden(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1
-) -> Array:
-    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated.
+def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Array:
+    """Compute activation(up), or activation(gate) * up if there is a gate, from projections [B, T, F].
 
-    `ClampedSwiglu` has the equation of the other gating.
+    The gated form is GLU with any activation (arXiv:2002.05202). `ClampedSwiglu` has the equation of another gating.
     """
-    # up: [B, T, D] -> [B, T, F]. The gated form is GLU with any activation (arXiv:2002.05202).
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
-    project = partial(linear, num_devices=num_devices)
-    up = name_activation(project(x, weights["up"]), "mlp_hidden")
-    if not arch_config.has_gated_mlp:
+    up = name_activation(up, "mlp_hidden")
+    if gate is None:
         return activate(up)
-    gate = name_activation(project(x, weights["gate"]), "mlp_hidden")
+    gate = name_activation(gate, "mlp_hidden")
     if arch_config.clamped_swiglu is not None:
         return _clamped_swiglu(gate, up, arch_config.clamped_swiglu)
     return activate(gate) * up
+
+
+def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+    """Project [B, T, D] to the hidden units [B, T, F] of one expert."""
+    gate = None
+    if arch_config.has_gated_mlp:
+        gate = linear(x, weights["gate"])
+    return hidden_units(linear(x, weights["up"]), gate, arch_config)
 
 
 def _clamped_swiglu(gate: Array, up: Array, swiglu: ClampedSwiglu) -> Array:

@@ -1,16 +1,41 @@
-"""Compiled steps that the tests of operations share."""
+"""Checkpoints and compiled steps that the tests of operations share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.faults import FaultSources, make_sources
+from tests.helpers.killing import KillSetup, make_setup
 from tests.helpers.shared_steps import share_steps
 
 
 @pytest.fixture(scope="package", autouse=True)
 def shared_steps() -> Iterator[None]:
-    """Compile the steps of models and runs with equal setups once."""
+    """Compile each training step and each decoding step once: tests of other packages replace what they trace."""
     with share_steps():
         yield
+
+
+@pytest.fixture(scope="session")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> KillSetup:
+    """Return a model of 72 MB, its init, and undisturbed runs of the commands that convert them."""
+    return make_setup(tmp_path_factory.mktemp("kill"))
+
+
+@pytest.fixture(scope="session")
+def fault_sources(tmp_path_factory: pytest.TempPathFactory) -> FaultSources:
+    """Return the sources of the commands in `tests.helpers.faults`, in a folder that tests only copy."""
+    return make_sources(tmp_path_factory.mktemp("fault-sources"))
+
+
+@pytest.fixture
+def sources(
+    fault_sources: FaultSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> FaultSources:
+    """Copy the sources to the working folder of a test."""
+    fault_sources.copy_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return fault_sources

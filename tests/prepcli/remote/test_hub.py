@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -185,6 +186,38 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
         "see its page for revisions",
         1,
     ]
+
+
+def flip_byte(content: bytes) -> bytes:
+    """Return the content with another byte in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("model.safetensors", f"sha256:{hashlib.sha256(WEIGHTS).hexdigest()}"),
+        ("tokenizer.json", "git:9e26dfeeb6e641a33dae4961196235bdb965b21b"),  # git hash-object
+        ("config.json", "git:"),
+    ],
+)
+def test_damaged_download_is_refused_and_deleted(tmp_path: Path, name: str, digest: str) -> None:
+    files = {**GOOD, "tokenizer.json": b"{}"}
+    large = ("model.safetensors",)
+    damaged = FakeRepo(files, large=large, damaged={name: flip_byte(files[name])})
+    with serve_hub({"o/good": damaged}) as hub:
+        error = LocateRunner(hub.environment(tmp_path / "home"), tmp_path)("o/good")["error"]
+    assert isinstance(error, list)
+    what, why, hint, code = error
+    assert what == f"{name} of o/good is damaged"
+    assert why.startswith(f"the hub lists {digest}")
+    assert hint == "run the same command again: the file is downloaded again"
+    assert code == 1
+    with serve_hub({"o/good": FakeRepo(files, large=large)}) as hub:
+        answer = LocateRunner(hub.environment(tmp_path / "home"), tmp_path)("o/good")
+        assert Path(str(answer["path"]), name).read_bytes() == files[name]
+    assert f"GET /o/good/resolve/{COMMIT}/{name}" in hub.requests
 
 
 def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -> None:

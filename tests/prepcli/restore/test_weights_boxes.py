@@ -18,7 +18,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.test_format_matrix import make_formats, make_torch_formats
+from tests.prepcli.operations.test_format_matrix import make_formats, make_torch_formats
 from trainer.models.boxes import Box
 
 TORCH = ("bin", "bin-legacy", "meta")

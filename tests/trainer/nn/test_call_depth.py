@@ -64,5 +64,7 @@ def test_products_of_a_layer_are_few_calls_deep(
     """A scan over layers adds its caller and its body. JAX's own calls are not counted."""
     options = ForwardConfig(scan_layers=is_scanned)
     calls = calls_to_products(LLAMA, options, monkeypatch)
+    assert calls.keys() == {"trainer.nn.attention", "trainer.nn.mlp"}
     assert len(calls["trainer.nn.attention"]) <= 7 + num_more, calls
-    assert len(calls["trainer.nn.mlp"]) <= 9 + num_more, calls
+    # One more, because shared experts call the same MLP.
+    assert len(calls["trainer.nn.mlp"]) <= 8 + num_more, calls

@@ -29,7 +29,8 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, step_dropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.layer_stack import layer_weights
-from trainer.nn.mlp import mlp
+from trainer.nn.linear import linear
+from trainer.nn.mlp import mlp_hidden
 from trainer.nn.model_spec import ForwardConfig
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import rotary_cos_sin
@@ -57,7 +58,7 @@ def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -
         return attention(x, weights["attn"], context)[0]
 
     def feed_forward(x: Array) -> Array:
-        return mlp(x, weights["mlp"], arch_config, context.sharding)
+        return linear(mlp_hidden(x, weights["mlp"], arch_config), weights["mlp"]["down"])
 
     def drop(x: Array, site: DropoutSite) -> Array:
         return masks.drop_residual(x, site)

@@ -128,7 +128,13 @@ def latent_attention() -> Parameters:
 
 
 def grouped_router(
-    config: HFConfig, experts: int, experts_per_token: int, *, groups: tuple[int, int], scale: float
+    config: HFConfig,
+    experts: int,
+    experts_per_token: int,
+    *,
+    groups: tuple[int, int],
+    scale: float,
+    is_normalized: bool = True,
 ) -> Router:
     """Return the router of DeepSeek-V3: sigmoid scores in groups, with a correction.
 
@@ -138,13 +144,14 @@ def grouped_router(
         experts_per_token: Number of experts per token.
         groups: Defaults of `n_group` and `topk_group`.
         scale: Default of `routed_scaling_factor`.
+        is_normalized: Default of `norm_topk_prob`.
 
     Raises:
         PrepError: The groups do not fit the experts.
     """
     router = Router(
         "sigmoid",
-        is_normalized=bool(config.get("norm_topk_prob", True)),
+        is_normalized=bool(config.get("norm_topk_prob", is_normalized)),
         scale=read_positive(config, "routed_scaling_factor", scale),
         num_groups=read_size(config, "n_group", groups[0]),
         groups_per_token=read_size(config, "topk_group", groups[1]),

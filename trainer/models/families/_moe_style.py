@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trainer.models import rows
@@ -26,9 +27,8 @@ def build_family(
     *,
     layer: Parameters,
     moe: Parameters,
-    dense_layers: DenseLayers = lambda config: (),
+    dense_layers: DenseLayers | None = None,
     tied_by_default: bool = False,
-    head: Parameters | None = None,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
 ) -> Family:
@@ -43,24 +43,18 @@ def build_family(
         arch_config: The architecture.
         layer: Parameters of a layer except its MLP.
         moe: Parameters of the MLP of an MoE layer.
-        dense_layers: Numbers of the layers with a dense MLP of `dense_mlp` rows.
+        dense_layers: Numbers of the layers with a dense MLP. None if all layers have experts.
         tied_by_default: Whether the head is tied if the config does not say.
-        head: Parameters of the head, or None for a matrix without bias.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
     """
-
-    def is_mixed(config: HFConfig) -> bool:
-        return bool(dense_layers(config))
-
-    def is_uniform(config: HFConfig) -> bool:
-        return not dense_layers(config)
-
-    def layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
-        dense = dense_layers(config)
-        sparse = (layer for layer in range(sizes(config)[LAYERS]) if layer not in dense)
-        return {DENSE_LAYERS: dense, SPARSE_LAYERS: tuple(sparse)}
-
+    layers = {**layer, **moe}
+    groups: Parameters = {}
+    layer_numbers = _no_layer_numbers
+    if dense_layers is not None:
+        layers = {**layer, **under_condition(moe, lambda config: not dense_layers(config))}
+        groups = _layer_groups(moe, dense_layers)
+        layer_numbers = partial(_group_numbers, sizes, dense_layers)
     return rows.build_family(
         name=name,
         prefix=_llama_style.TENSOR_PREFIX,
@@ -68,17 +62,41 @@ def build_family(
         arch_config=arch_config,
         parameters={
             **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
-            **stack(LAYERS, "layers.{layers}", layer | under_condition(moe, is_uniform)),
-            **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(DENSE_MLP, is_mixed)),
-            **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
+            **stack(LAYERS, "layers.{layers}", layers),
+            **groups,
             **rms_norm("final_norm", "embed <- norm.weight: embed"),
-            **(head or matrix("head", "vocab embed <- lm_head.weight: vocab embed")),
+            **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
         },
         tied_by_default=tied_by_default,
         dropped=dropped,
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
     )
+
+
+def _layer_groups(moe: Parameters, dense_layers: DenseLayers) -> Parameters:
+    """Return the parameters of the MLPs of a model with both dense and MoE layers."""
+
+    def is_mixed(config: HFConfig) -> bool:
+        return bool(dense_layers(config))
+
+    return {
+        **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(DENSE_MLP, is_mixed)),
+        **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
+    }
+
+
+def _no_layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
+def _group_numbers(
+    sizes: Callable[[HFConfig], dict[str, int]], dense_layers: DenseLayers, config: HFConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the dense and of the MoE layers."""
+    dense = dense_layers(config)
+    sparse = [layer for layer in range(sizes(config)[LAYERS]) if layer not in dense]
+    return {DENSE_LAYERS: dense, SPARSE_LAYERS: tuple(sparse)}
 
 
 def under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool]) -> Parameters:

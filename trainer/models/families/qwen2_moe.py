@@ -44,7 +44,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *ROPE_FIELDS, *windows, *moe_fields, "qkv_bias")
     axis_sizes = sizes(config)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    last = config.get("max_window_layers", 28)
+    last = _llama_style.read_max_window_layers(config)
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=32768),
         sliding_windows=read_sliding_windows(

@@ -12,6 +12,7 @@ import pytest
 from tests.golden import make_families
 from trainer.models.axis_map import bind_row, stack_axis
 from trainer.models.errors import PrepError
+from trainer.models.leaf_matrices import LAYER_PARTS
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
@@ -68,6 +69,17 @@ OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
 }  # of OPT and T5
+# Fields of families in which one parameter excludes another: layers of one kind, plain queries.
+EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
+    "qwen2_moe": [{"mlp_only_layers": [1]}, {}],
+    "qwen3_moe": [{"mlp_only_layers": [1]}, {}],
+    "deepseek_v2": [{"first_k_dense_replace": 1}, {"q_lora_rank": None}],
+    "deepseek_v3": [{}, {"first_k_dense_replace": 0, "q_lora_rank": None}],
+    "dots1": [{"first_k_dense_replace": 1}, {}],
+    "glm4_moe": [{"use_qk_norm": True}, {"first_k_dense_replace": 0}],
+    "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse"] * 47, "q_lora_rank": None}],
+    "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -76,17 +88,23 @@ def test_family_parameters_are_consistent(family: Family):
     fields = {
         condition: True for condition in conditions if condition and isinstance(condition, str)
     }
-    config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields}
-    rows = parameter_rows(family, config)
-    assert list(rows) == list(family.parameters)
-    assert family.tying.head_leaf in rows
-    bound = [bind_row(row, family.sizes(config)) for row in rows.values()]
-    names = [row.name_parts for row in bound]
-    assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
-    assert {family.tying.head_tensor, family.tying.embedding_tensor} <= {name[0] for name in names}
-    for path, row in rows.items():
-        assert ("layers" in path.split(".")) == (stack_axis(row.leaf_dims) is not None)
-        assert all(part.isidentifier() for part in path.split("."))
+    seen: set[str] = set()
+    for changes in EXCLUSIVE_PARAMETERS.get(family.name, [{}]):
+        config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields, **changes}
+        rows = parameter_rows(family, config)
+        seen |= {*rows}
+        assert list(rows) == [path for path in family.parameters if path in rows]
+        assert family.tying.head_leaf in rows
+        bound = [bind_row(row, family.sizes(config)) for row in rows.values()]
+        names = [row.name_parts for row in bound]
+        assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
+        stems = {name[0] for name in names}
+        assert {family.tying.head_tensor, family.tying.embedding_tensor} <= stems
+        for path, row in rows.items():
+            has_layers = not LAYER_PARTS.isdisjoint(path.split("."))
+            assert has_layers == (stack_axis(row.leaf_dims) is not None)
+            assert all(part.isidentifier() for part in path.split("."))
+    assert seen == {*family.parameters}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +217,9 @@ def test_tied_by_default_equals_transformers():
     assert {name: family.tying.tied_by_default for name, family in FAMILIES.items()} == {
         **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
         **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
-        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
+        **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss", "dots1"), False),
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), False),
+        "ernie4_5_moe": True,
     }
 
 

@@ -1,0 +1,61 @@
+"""The feed-forward part of a layer: the MLP, or the experts of an MoE layer, after an optional norm.
+
+down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated (arXiv:2002.05202).
+
+Axes: B rows of the batch, T tokens, D model width, F hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax import Array
+
+from trainer.nn.activation_names import name_activation
+from trainer.nn.context import LayerContext
+from trainer.nn.mlp import mlp
+from trainer.nn.moe import moe_mlp
+from trainer.nn.norms import norm
+from trainer.nn.token_chunks import over_token_chunks
+
+
+def feed_forward(
+    x: Array,
+    weights: Mapping[str, Any],
+    context: LayerContext,
+    *,
+    input_norm: Mapping[str, Array] | None = None,
+) -> Array:
+    """Compute the MLP or the experts of [B, T, D] in chunks of `context.ffn_chunk_size` tokens.
+
+    Args:
+        x: Input [B, T, D].
+        weights: Projections `up`, `down` and, if it is gated, `gate`. Experts have a `router` too.
+        context: Architecture and sharding of the layer.
+        input_norm: Weights of the norm of `x`. None skips the norm.
+
+    Returns:
+        [B, T, D].
+    """
+    arch_config = context.arch_config
+    sharding = context.sharding
+
+    def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
+        if weights["norm"] is not None:
+            x = norm(x, weights["norm"], arch_config)
+        x = sharding.constrain(x, "batch", "seq", "embed")
+        projections = weights["projections"]
+        # A model with experts may have dense layers too.
+        if "router" in projections:
+            return moe_mlp(x, projections, arch_config, sharding)
+        return mlp(x, projections, arch_config, sharding)
+
+    run_tokens = over_token_chunks(
+        run_chunk,
+        x.shape[1],
+        context.ffn_chunk_size,
+        num_shards=sharding.sequence_parallel_size,
+    )
+    output = run_tokens(x, {"projections": weights, "norm": input_norm}, None)
+    return name_activation(output, "mlp_output")
