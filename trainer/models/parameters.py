@@ -144,6 +144,8 @@ class Family:
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
         layer_numbers: Layer atom -> number of each of its layers, for atoms of some layers only.
+        prediction_layers: Numbers of stored layers for multi-token prediction, which the model does
+            not run.
     """
 
     name: str
@@ -158,6 +160,7 @@ class Family:
     duplicates: Mapping[str, str] = field(default_factory=dict)
     dropout_fields: DropoutFields = ATTENTION_DROPOUT
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
+    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: ()
 
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
         """Return whether the head is the token embedding, for a config and the tensors of its file."""

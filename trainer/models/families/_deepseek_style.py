@@ -9,7 +9,7 @@ from trainer.models.architecture import ArchConfig, read_positive
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
-from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.parameters import MAX_LAYERS, HFConfig, if_set, read_size
 from trainer.models.rope_config import read_rope, yarn_scores_scale
 from trainer.models.rows import Parameters, linear, matrix, rms_norm
 
@@ -176,6 +176,24 @@ def read_experts(config: HFConfig, default: int) -> int:
     return read_size(config, "num_local_experts", read_size(config, "n_routed_experts", default))
 
 
+def read_prediction_layers(config: HFConfig, *, layers: int) -> range:
+    """Return the numbers of the layers for multi-token prediction, which follow the others.
+
+    Args:
+        config: Content of a config.json.
+        layers: Default of `num_hidden_layers`.
+
+    Raises:
+        PrepError: `num_nextn_predict_layers` is not an integer from 0 on.
+    """
+    count = config.get("num_nextn_predict_layers", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_LAYERS:
+        why = f"num_nextn_predict_layers is {count!r:.60}, it must be an integer from 0 on"
+        raise invalid_config_error(why)
+    first = read_size(config, "num_hidden_layers", layers, MAX_LAYERS)
+    return range(first, first + count)
+
+
 def first_dense_layers(config: HFConfig, *, layers: int, default: int) -> tuple[int, ...]:
     """Return the numbers of the dense layers.
 
@@ -184,5 +202,5 @@ def first_dense_layers(config: HFConfig, *, layers: int, default: int) -> tuple[
         layers: Default of `num_hidden_layers`.
         default: Default of `first_k_dense_replace`.
     """
-    num_layers = read_size(config, "num_hidden_layers", layers, _llama_style.MAX_LAYERS)
+    num_layers = read_size(config, "num_hidden_layers", layers, MAX_LAYERS)
     return _moe_style.read_first_dense_layers(config, num_layers, default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ def build_family(
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
 ) -> Family:
     """Return a family with LLaMA's tensor names, and experts in some or all layers.
 
@@ -47,6 +48,7 @@ def build_family(
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Numbers of stored layers for multi-token prediction.
     """
     layers = {**layer, **moe}
     groups: Parameters = {}
@@ -71,6 +73,7 @@ def build_family(
         dropped=dropped,
         dropout_fields=dropout_fields,
         layer_numbers=layer_numbers,
+        prediction_layers=prediction_layers,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -79,4 +80,5 @@ FAMILY = _moe_style.build_family(
     },
     moe=_deepseek_style.CORRECTED_EXPERTS,
     dense_layers=dense_layers,
+    prediction_layers=partial(_deepseek_style.read_prediction_layers, layers=46),
 )  # fmt: skip
