@@ -129,7 +129,7 @@ def _prep_setup(options: argparse.Namespace) -> Any:
     """Return the setup of prep's step, as `prep train` builds it."""
     import jax
 
-    from trainer.distributed.device_kind import device_kind
+    from trainer.distributed.mesh_devices import device_kind
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.registry import FAMILIES

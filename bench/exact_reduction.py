@@ -59,8 +59,7 @@ def compile_step(setup: Any, rows: int, tokens: int) -> tuple[Callable[[], float
     import numpy as np
 
     from trainer.nn.initialization import init_params
-    from trainer.training.step import init_train_state, state_shapes
-    from trainer.training.step_compilation import jit_train_step
+    from trainer.training.step import init_train_state, jit_train_step, state_shapes
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     state = jax.jit(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.distributed.device_kind import kind_of_device
+from trainer.distributed.mesh_devices import kind_of_device
 from trainer.models.attention_kernels import KERNEL_NAMES, KERNEL_SPECS, missing
 from trainer.models.attention_needs import AttentionFeature, AttentionNeeds
 from trainer.models.registry import FAMILIES

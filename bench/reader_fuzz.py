@@ -13,6 +13,7 @@ is a hang.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import io
 import json
@@ -21,6 +22,7 @@ import random
 import resource
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ import zstandard
 
 from prepcli.console.ui import format_table
 from prepcli.errors import PrepError
+from prepcli.formats.gguf import GgufArray, read_gguf_header
 from prepcli.remote.hub_datasets import read_metadata, select_files
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
@@ -164,6 +167,51 @@ def make_readme() -> bytes:
     return f"---\nlicense: mit\nconfigs:\n{configs}---\n# A dataset\n".encode()
 
 
+def make_gguf() -> bytes:
+    """Return a GGUF file with metadata of several types and quantised tensors."""
+
+    def string(text: str) -> bytes:
+        return struct.pack("<Q", len(text)) + text.encode()
+
+    words = [f"word{number}" for number in range(N_ROWS)]
+    entries = [
+        string("general.architecture") + struct.pack("<I", 8) + string("llama"),
+        string("general.alignment") + struct.pack("<II", 4, 32),
+        string("llama.rope.freq_base") + struct.pack("<If", 6, 10000.0),
+        string("test.flag") + struct.pack("<IB", 7, 1),
+        string("tokenizer.ggml.tokens")
+        + struct.pack("<IIQ", 9, 8, len(words))
+        + b"".join(map(string, words)),
+        string("tokenizer.ggml.scores")
+        + struct.pack(f"<IIQ{N_ROWS}f", 9, 6, N_ROWS, *map(float, range(N_ROWS))),
+    ]
+    # Rows of 256 values of types Q4_K and F32.
+    tables = [
+        string("blk.0.ffn_up.weight") + struct.pack("<IQQIQ", 2, 256, 2, 12, 0),
+        string("output_norm.weight") + struct.pack("<IQIQ", 1, 8, 0, 288),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tables), len(entries))
+    head += b"".join(entries) + b"".join(tables)
+    return head + bytes(-len(head) % 32) + bytes(288 + 32)
+
+
+def read_gguf(path: Path) -> str:
+    """Return metadata and tensors of a GGUF file."""
+    header = read_gguf_header(path)
+    for value in header.metadata.values():
+        if isinstance(value, GgufArray):
+            try_decode_array(value)
+    return f"{header.metadata} {header.tensors}"
+
+
+def try_decode_array(array: GgufArray) -> None:
+    """Decode the items of an array. Items that are not UTF-8 are no error of the header."""
+    with contextlib.suppress(ValueError):
+        array.strings()
+    with contextlib.suppress(ValueError):
+        array.numbers()
+
+
 def read_records(path: Path, file_type: FileType) -> str:
     """Read a file to its end, with all values; return a fingerprint of them.
 
@@ -230,6 +278,7 @@ FORMATS: Mapping[str, Format] = {
     "npy": Format("a.npy", make_npy, records_of("ids")),
     "bin": Format("a.bin", lambda: np.arange(600, dtype="<u2").tobytes(), records_of("ids")),
     "state.json": Format("state.json", make_state, read_dataset_list),
+    "gguf": Format("a.gguf", make_gguf, read_gguf),
     "README.md": Format("README.md", make_readme, read_readme),
 }
 

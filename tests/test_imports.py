@@ -43,6 +43,7 @@ PREPCLI = (
         "planning",
         "engine",
         "formats",
+        "quantized",
         "remote",
         "sources",
         "restore",
@@ -65,7 +66,7 @@ PREPCLI = (
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = (
     "grids",
-    "moves",
+    "strided_copies",
     "plan",
     "slabs",
     "coverage",
@@ -81,6 +82,7 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    "trainer.files.json_values",
     *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "hardware")),
     "trainer.planning.tpu_topologies",
 }
@@ -174,6 +176,7 @@ def test_graph_covers_the_packages():
     )
     assert "numpy" in read_graph()["prepcli.engine.files"]
     assert {*PURE_MODULES, *COMPUTES} <= set(MODULES)
+    assert {f"prepcli.planning.{name}" for name in PLANNING} <= set(MODULES)
     assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS}
 
 
@@ -224,8 +227,9 @@ def test_modules_have_no_import_cycle():
 
 
 def test_formats_are_independent_of_models_and_plans():
-    above = {"accounting", "coverage", "moves", "plan", "slabs"}
+    above = {"tensor_match", "coverage", "strided_copies", "plan", "slabs"}
     forbidden = {f"prepcli.planning.{name}" for name in above} | {"trainer.models.parameters"}
+    assert forbidden <= set(MODULES)
     for module in modules_in("prepcli.formats"):
         assert not forbidden & reachable(module), module
 

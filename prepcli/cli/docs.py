@@ -8,6 +8,7 @@ import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import complete_page
+from prepcli.operations.command_options import DocsOptions
 
 
 @expand_option_groups
@@ -21,10 +22,8 @@ def docs(
             show_default=False,
         ),
     ] = None,
-    path: Annotated[
-        bool, typer.Option("--path", help="Print the path of the page instead of its text.")
-    ] = False,
     *,
+    options: DocsOptions,
     output_options: OutputOptions,
 ) -> int:
     """List the pages of the documentation, or print one; its path goes to stderr.
@@ -38,6 +37,8 @@ def docs(
     from prepcli.rendering.docs import page_report, pages_report
 
     ui = output_options.open_console("docs")
+    path_only = options["path"]
     if page is not None:
-        return ui.finish(page_report(find_page(page), ui, path_only=path))
-    return ui.finish(pages_report(list_pages(), docs_folder(), ui.columns, path_only=path))
+        return ui.finish(page_report(find_page(page), ui, path_only=path_only))
+    pages = pages_report(list_pages(), docs_folder(), ui.columns, path_only=path_only)
+    return ui.finish(pages)

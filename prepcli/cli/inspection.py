@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -16,34 +15,9 @@ from prepcli.cli.options import (
     OptionalCheckpointArgument,
     ProgressOption,
 )
-from prepcli.errors import usage_error
-from prepcli.operations.inspection_options import VerifyOptions
+from prepcli.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
+from prepcli.operations.inspection_options import VerifyOptions, ViewOptions
 from prepcli.operations.options import DEFAULT_MEMORY, SourceOptions
-
-ShardsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--shards",
-        metavar="LEAF",
-        help="Draw the shards of a leaf on each device.",
-        show_default=False,
-    ),
-]
-ShardsMeshOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh",
-        metavar="DP,FSDP,MP",
-        help="Set the mesh of --shards; default: the source's.",
-        show_default=False,
-    ),
-]
-DiffOption = Annotated[
-    str | None,
-    typer.Option(
-        "--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False
-    ),
-]
 
 
 @expand_option_groups
@@ -84,20 +58,8 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    sort: Annotated[
-        Literal["name", "size", "file"],
-        typer.Option("--sort", metavar="BY", help="Sort by name, size or file (stored order)."),
-    ] = "file",
-    tree: Annotated[
-        bool, typer.Option("--tree", help="Print a tree with equal layers merged.")
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read the data; print min, max, mean, NaN ….")
-    ] = False,
-    shards: ShardsOption = None,
-    mesh: ShardsMeshOption = None,
-    diff: DiffOption = None,
     *,
+    view: ViewOptions,
     options: Annotated[SourceOptions, Omit("step", "memory")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
@@ -109,7 +71,12 @@ def inspect(
       prep inspect ./llama-13b '*.q_proj.*' --stats
       prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
     """
-    from prepcli.operations.inspect import compare_shapes, select_tensors, shard_leaf
+    from prepcli.operations.inspect import (
+        check_view,
+        compare_shapes,
+        select_tensors,
+        shard_leaf,
+    )
     from prepcli.rendering.inspection import (
         shape_comparison_report,
         shards_report,
@@ -117,49 +84,17 @@ def inspect(
     )
 
     ui = output_options.open_console("inspect", progress)
-    _check_views({"--tree": tree, "--stats": stats, "--shards": shards, "--diff": diff})
-    _check_view_options(pattern, sort, mesh, shards=shards, diff=diff)
-    if shards is not None:
-        leaf = shard_leaf(checkpoint, ui, options, leaf_name=shards, mesh_text=mesh)
+    check_view(pattern, view)
+    if view["shards"] is not None:
+        leaf = shard_leaf(checkpoint, ui, options, leaf_name=view["shards"], mesh_text=view["mesh"])
         return ui.finish(shards_report(leaf))
-    if diff is not None:
-        comparison = compare_shapes(checkpoint, diff, ui, options, pattern=pattern)
+    if view["diff"] is not None:
+        comparison = compare_shapes(checkpoint, view["diff"], ui, options, pattern=pattern)
         return ui.finish(shape_comparison_report(comparison, ui))
-    selected = select_tensors(checkpoint, ui, options, pattern=pattern, sort=sort, stats=stats)
-    return ui.finish(tensors_report(selected, ui, tree=tree))
-
-
-def _check_views(views: Mapping[str, str | bool | None]) -> None:
-    """Raise UsageError for more than one view, of the values of their options."""
-    views_set = [flag for flag, value in views.items() if value not in (None, False)]
-    if len(views_set) > 1:
-        raise usage_error(
-            f"{' and '.join(views_set)} are different views",
-            "inspect shows one at a time",
-            f"`{views_set[0]}` alone",
-        )
-
-
-def _check_view_options(
-    pattern: str | None, sort: str, mesh: str | None, *, shards: str | None, diff: str | None
-) -> None:
-    """Raise UsageError for options without effect on the view."""
-    if mesh is not None and shards is None:
-        raise usage_error(
-            "`--mesh` requires `--shards`",
-            "it sets the mesh that splits the leaf",
-            "`--shards LEAF`",
-        )
-    if sort != "file" and (shards is not None or diff is not None):
-        raise usage_error(
-            f"`--sort {sort}` has no effect", "it sorts tables and trees", "remove `--sort`"
-        )
-    if pattern is not None and shards is not None:
-        raise usage_error(
-            f"unexpected argument `{pattern}`",
-            "`--shards` already names the leaf",
-            f"remove `{pattern}`",
-        )
+    selected = select_tensors(
+        checkpoint, ui, options, pattern=pattern, sort=view["sort"], stats=view["stats"]
+    )
+    return ui.finish(tensors_report(selected, ui, tree=view["tree"]))
 
 
 @expand_option_groups
@@ -170,13 +105,8 @@ def check_family(
             metavar="CONFIG", help="A config.json, or a folder with one.", show_default=False
         ),
     ],
-    check: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--check", metavar="NAME", help="Run only this check; repeatable.", show_default=False
-        ),
-    ] = None,
     *,
+    options: CheckFamilyOptions,
     output_options: OutputOptions,
 ) -> int:
     """Check a model family on a tiny model of a config.
@@ -186,23 +116,17 @@ def check_family(
     checks are skipped.
 
     Examples:
-      prep check-family starcoder2.json
+      prep check-family persimmon.json
       prep check-family ./llama-13b --check logits --check gradients
     """
     from prepcli.testing.report import family_report
 
     ui = output_options.open_console("check-family")
-    return ui.finish(family_report(config, check or (), ui))
+    return ui.finish(family_report(config, options["check"], ui))
 
 
 @expand_option_groups
-def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Work in FOLDER.")] = Path(
-        "prep-demo"
-    ),
-    *,
-    output_options: OutputOptions,
-) -> int:
+def demo(*, options: DemoOptions, output_options: OutputOptions) -> int:
     """Convert, train and export a tiny model, and check it.
 
     The demo works offline. It shows and runs the commands that you would type, kills one of
@@ -216,7 +140,7 @@ def demo(
     from prepcli.rendering.demo import demo_report
 
     ui = output_options.open_console("demo")
-    return ui.finish(demo_report(run_demo(out, ui), ui.columns))
+    return ui.finish(demo_report(run_demo(Path(options["out"]), ui), ui.columns))
 
 
 @expand_option_groups
@@ -235,13 +159,7 @@ def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> i
 
 
 @expand_option_groups
-def env(
-    devices: Annotated[
-        bool, typer.Option("--devices", help="Import jax and list its devices.")
-    ] = False,
-    *,
-    output_options: OutputOptions,
-) -> int:
+def env(*, options: EnvOptions, output_options: OutputOptions) -> int:
     """Show versions, devices, processes, memory, settings and caches.
 
     Examples:
@@ -252,5 +170,5 @@ def env(
     from prepcli.rendering.env import environment_report
 
     ui = output_options.open_console("env")
-    environment = read_environment(DEFAULT_MEMORY, list_devices=devices)
+    environment = read_environment(DEFAULT_MEMORY, list_devices=options["devices"])
     return ui.finish(environment_report(environment, ui.columns))

@@ -12,11 +12,11 @@ import typer
 
 from prepcli.cli.options import complete_devices
 from prepcli.operations.arguments import choices_of, minimum_of
-from prepcli.operations.option_spec import OptionSpec, PathLike, option_specs
+from prepcli.operations.option_spec import REQUIRED, OptionSpec, PathLike, option_specs
 
 NEGATION = "--no-"
-# Functions that complete the values of options, by the name of the option.
-COMPLETIONS = {"devices": complete_devices}
+# Functions that complete the values of options, by their metavar.
+COMPLETIONS = {"KIND[:N]": complete_devices}
 
 
 class Omit:
@@ -79,15 +79,17 @@ def _parameter(group: Any, name: str, spec: OptionSpec) -> Parameter:
         default = None
     if _is_negated(name, spec):
         default = False
+    elif default is REQUIRED:
+        default = Parameter.empty
     option = typer.Option(
         spec.flag_of(name),
         metavar=spec.metavar,
         help=spec.help,
-        autocompletion=COMPLETIONS.get(name),
+        autocompletion=COMPLETIONS.get(spec.metavar or ""),
         envvar=spec.environment,
         min=minimum,
         max=maximum if spec.maximum is None else spec.maximum,
-        show_default=default is not None,
+        show_default=default not in (None, Parameter.empty),
     )
     annotated = Annotated[cli_type, option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotated)

@@ -10,6 +10,7 @@ import typer
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import complete_shipped_recipe
 from prepcli.errors import usage_error
+from prepcli.operations.command_options import RecipesOptions
 
 COPY = "copy"
 
@@ -25,13 +26,8 @@ def recipes(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="Copy to FILE; default: NAME.toml.", show_default=False
-        ),
-    ] = None,
     *,
+    options: RecipesOptions,
     output_options: OutputOptions,
 ) -> int:
     """List the recipes that prep ships, print or copy one.
@@ -46,6 +42,7 @@ def recipes(
     from prepcli.rendering.recipes import copy_report, recipe_report, recipes_report
 
     ui = output_options.open_console("recipes")
+    out = options["out"]
     is_copy = words is not None and words[0] == COPY
     # The bool is an index: `copy NAME` loses its first word.
     names = words[is_copy:] if words else []
@@ -69,5 +66,7 @@ def recipes(
         return ui.finish(recipes_report(shipped_recipes(), ui.columns))
     path = shipped_recipe(names[0])
     if is_copy:
-        return ui.finish(copy_report(path.stem, copy_recipe(names[0], out)))
+        return ui.finish(
+            copy_report(path.stem, copy_recipe(names[0], None if out is None else Path(out)))
+        )
     return ui.finish(recipe_report(path))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.operations.command_options import ReportOptions
 
 
 @expand_option_groups
@@ -18,16 +19,8 @@ def report(
             metavar="RUN...", help="Folders or URLs of training runs.", show_default=False
         ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Write the page to FILE; default: report.html in RUN, or here if RUN is a URL.",
-            show_default=False,
-        ),
-    ] = None,
     *,
+    options: ReportOptions,
     output_options: OutputOptions,
 ) -> int:
     """Draw the metrics of training runs as one HTML page.
@@ -43,4 +36,4 @@ def report(
     from prepcli.rendering.run_reports import runs_report
 
     ui = output_options.open_console("report")
-    return ui.finish(runs_report(run(runs, out, progress=ui), ui.columns))
+    return ui.finish(runs_report(run(runs, **options, progress=ui), ui.columns))

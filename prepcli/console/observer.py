@@ -86,7 +86,7 @@ class RunObserver(Observer, Protocol):
         """Return lines to redraw in place, or None if the output is for a log."""
         ...
 
-    def end_process(self, error: PrepError) -> int:
+    def show_peer_error(self, error: PrepError) -> int:
         """Show the error of another process that ends this one too, and return the exit code.
 
         A thread calls it while the main thread may be anywhere, for example inside a live block.
@@ -148,7 +148,7 @@ class OneProcessObserver:
         """Return None: there is no terminal."""
         return None
 
-    def end_process(self, error: PrepError) -> int:
+    def show_peer_error(self, error: PrepError) -> int:
         """Return the exit code of an error."""
         return error.code
 

@@ -217,7 +217,7 @@ class Ui:
             return OK
         return error.code
 
-    def end_process(self, error: PrepError) -> int:
+    def show_peer_error(self, error: PrepError) -> int:
         """Print the error of another process that ends this one too, and return the exit code.
 
         It is called by a thread, while the main thread may be inside a live block.

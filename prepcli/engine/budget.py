@@ -103,10 +103,14 @@ def check_memory(nbytes: int, limit: str) -> None:
     )
 
 
-def parse_memory(limit: str) -> int:
-    """Parse the value of `--memory`. Raise UsageError if it is invalid or too small."""
-    nbytes = parse_bytes(limit, "memory")
-    check_memory(nbytes, limit)
+def parse_memory(limit: int | str) -> int:
+    """Return a memory limit in bytes, given as a number or as a text such as `2GiB`.
+
+    Raises:
+        UsageError: It is invalid, or too small for the engine.
+    """
+    nbytes = parse_bytes(limit, "memory") if isinstance(limit, str) else limit
+    check_memory(nbytes, str(limit))
     return nbytes
 
 
@@ -136,18 +140,18 @@ class BufferPool:
         """
         for _ in range(count):
             self._permits.get()
-        return [self._take() for _ in range(count)]
+        buffers: list[ByteArray] = []
+        for _ in range(count):
+            try:
+                buffers.append(self._free.pop())
+            except IndexError:
+                buffers.append(allocate_buffer(self._nbytes))
+        return buffers
 
     def release(self, buffers: list[ByteArray]) -> None:
         """Return buffers to the pool."""
         self._free.extend(buffers)
         self._add_permits(len(buffers))
-
-    def _take(self) -> ByteArray:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return allocate_buffer(self._nbytes)
 
     def _add_permits(self, count: int) -> None:
         for _ in range(count):

@@ -10,7 +10,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,7 +17,7 @@ import xxhash
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import CastEntry, itemsize
 
 # values per step: the temporary arrays of a step fit a core's cache
 BLOCK_VALUES = 1 << 14
@@ -199,7 +198,7 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
 
 def report_casts(
     streams: Sequence[Stream], digests: Mapping[int, str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[CastEntry]:
     """Summarize the casts and the updates of a plan by pair of dtypes.
 
     Args:
@@ -215,17 +214,26 @@ def report_casts(
         if stream.is_changed:
             kind = (stream.dtype, stream.written_dtype, bool(stream.update))
             groups.setdefault(kind, []).append(number)
-    entries: list[dict[str, Any]] = []
+    entries: list[CastEntry] = []
     for (source, target, is_update), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
-        entry: dict[str, Any] = {"from": source, "to": target}
+        entry: CastEntry = {"from": source, "to": target, "tensors": len(names), "values": values}
         if is_update:
-            entry["update"] = "low-rank"
-        entry["tensors"] = len(names)
+            entry = {
+                "from": source,
+                "to": target,
+                "update": "low-rank",
+                "tensors": len(names),
+                "values": values,
+            }
         if digests:
-            entry |= dataclasses.asdict(_total_counts(digests, numbers))
-        entry["values"] = values
+            counts = _total_counts(digests, numbers)
+            entry["changed"] = counts.changed
+            entry["overflowed"] = counts.overflowed
+            entry["underflowed"] = counts.underflowed
+            entry["nan"] = counts.nan
+            entry["worst"] = counts.worst
         entries.append(entry)
     return entries
 
@@ -236,19 +244,16 @@ def _total_counts(digests: Mapping[int, str], numbers: Sequence[int]) -> CastCou
     return functools.reduce(CastCounts.__add__, counts, CastCounts())
 
 
-def format_cast(entry: Mapping[str, Any]) -> str:
+def format_cast(entry: CastEntry) -> str:
     """Return an entry of `report_casts` as a line of text."""
-    kinds = (
-        ("changed", "changed"),
-        ("overflowed", "overflowed"),
-        ("underflowed", "became 0"),
-        ("nan", "are nan"),
+    counts = (
+        f"{entry.get('changed', 0):,} changed, {entry.get('overflowed', 0):,} overflowed,"
+        f" {entry.get('underflowed', 0):,} became 0, {entry.get('nan', 0):,} are nan"
     )
-    counts = ", ".join(f"{entry[key]:,} {text}" for key, text in kinds)
     dtypes = f"{entry['from']} -> {entry['to']}"
     measure = "error"
     if "update" in entry:
         dtypes = f"adapter added to {entry['to']}"
         measure = "change"
     head = f"{dtypes}: {entry['tensors']} tensors, {entry['values']:,} values"
-    return f"{head}: {counts}; largest relative {measure} {entry['worst']:.3g}"
+    return f"{head}: {counts}; largest relative {measure} {entry.get('worst', 0.0):.3g}"

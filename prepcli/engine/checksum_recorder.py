@@ -21,7 +21,7 @@ from prepcli.engine.digest import CHECKSUM_DTYPE, checksum
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
 from prepcli.engine.no_follow import read_no_follow, write_no_follow
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, ChecksumBlock
-from prepcli.planning.chunk_extents import ChunkExtent
+from prepcli.planning.chunk_extents import ChunkExtent, count_blocks
 from prepcli.planning.strided_copies import StridedCopy
 
 UNKNOWN = 0
@@ -49,8 +49,7 @@ class ChecksumRecorder:
         self._path = path
         self._extents = extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
-        num_blocks = max((extent.blocks.stop_number for extent in extents), default=0)
-        self.sums = load_checksums(path, num_blocks)
+        self.sums = load_checksums(path, count_blocks(extents))
         # Number of a partly hashed block -> hash state, next byte of the chunk
         self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
@@ -84,19 +83,16 @@ class ChecksumRecorder:
             extent = self._extents[bisect.bisect_right(self._starts, (file, offset + done)) - 1]
             chunk, start = divmod(offset + done - extent.offset, extent.stride_nbytes)
             piece_nbytes = min(data.size - done, extent.blocks.per_chunk.chunk_nbytes - start)
-            piece = data[done : done + piece_nbytes]
-            self._record_in_chunk(extent, extent.first_block(chunk), start, piece)
+            first = extent.first_block(chunk)
+            for block in extent.blocks.per_chunk.overlapping(start, start + piece_nbytes):
+                number = first + block.number
+                if self.sums[number] == UNKNOWN:
+                    block_start = max(block.start, start)
+                    part_start = done + block_start - start
+                    part_stop = done + min(block.stop, start + piece_nbytes) - start
+                    part = data[part_start:part_stop]
+                    self._record_in_block(number, block, block_start, part)
             done += piece_nbytes
-
-    def _record_in_chunk(
-        self, extent: ChunkExtent, first: int, start: int, data: ByteArray
-    ) -> None:
-        """Record a run inside a chunk whose first block has number `first`."""
-        for block in extent.blocks.per_chunk.overlapping(start, start + data.size):
-            number = first + block.number
-            if self.sums[number] == UNKNOWN:
-                part = data[max(0, block.start - start) : block.stop - start]
-                self._record_in_block(number, block, max(block.start, start), part)
 
     def _record_in_block(
         self, number: int, block: ChecksumBlock, start: int, data: ByteArray

@@ -56,7 +56,7 @@ class ChunkCache:
         if nbytes > self.most_nbytes:
             needed = format_bytes(nbytes)
             limit = format_bytes(self.most_nbytes)
-            raise ValueError(f"decoding it takes {needed}, `--memory` leaves {limit} for it")
+            raise ValueError(f"decoding it takes {needed}, the memory limit leaves {limit} for it")
         # Sums are cheap: the cache has at most MAX_CHUNKS readers.
         readers = self._held
         while readers and (

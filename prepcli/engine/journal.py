@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -165,8 +165,17 @@ class Journal:
             if initial_state is None:
                 initial_state = read_journal(path, run_id, division=division)
             self.done_nbytes = initial_state.durable_nbytes
-            self.digests = self._by_position(initial_state.digests)
-            self.prefix = self._prefix_by_position(initial_state.prefix)
+            # by position among this process's streams instead of by number in the plan
+            self.digests = dict(initial_state.digests)
+            self.prefix = initial_state.prefix
+            if stream_numbers is not None:
+                self.digests = {}
+                for position, number in enumerate(stream_numbers):
+                    if number in initial_state.digests:
+                        self.digests[position] = initial_state.digests[number]
+                if self.prefix:
+                    position = stream_numbers.index(self.prefix.stream_number)
+                    self.prefix = replace(self.prefix, stream_number=position)
             self._fd = open_no_follow(
                 temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
             )
@@ -178,22 +187,6 @@ class Journal:
                 cleanup.pop_all()
         except OSError as error:
             raise io_error(path, error) from error
-
-    def _by_position(self, digests: Mapping[int, str]) -> dict[int, str]:
-        """Return digests by position among this process's streams instead of by number in the plan."""
-        if self._numbers is None:
-            return dict(digests)
-        by_position: dict[int, str] = {}
-        for position, number in enumerate(self._numbers):
-            if number in digests:
-                by_position[position] = digests[number]
-        return by_position
-
-    def _prefix_by_position(self, prefix: StreamPrefix | None) -> StreamPrefix | None:
-        """Return a prefix with its stream's position instead of its number in the plan."""
-        if prefix is None or self._numbers is None:
-            return prefix
-        return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
     def record(
         self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None

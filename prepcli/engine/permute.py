@@ -101,12 +101,13 @@ def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
     parts: list[Assignment] = []
     for target, source in assignments:
         parts += _split_assignment(target, source)
-    if pool is None or len(parts) == 1:
-        for part in parts:
-            _assign(part)
+    if pool is None or len(parts) < 2:
+        for target, source in parts:
+            assign_tiled(target, source)
     else:
+        targets, sources = zip(*parts)
         # raises the error of an assignment
-        for _ in pool.map(_assign, parts):
+        for _ in pool.map(assign_tiled, targets, sources):
             pass
 
 
@@ -123,24 +124,16 @@ def _split_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assign
         yield target[index], source[index]
 
 
-def _assign(part: Assignment) -> None:
-    """Carry out an assignment."""
-    assign_tiled(*part)
-
-
 def assign_tiled(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign an array to another one of the same shape, tile by tile. Values are cast to the target's dtype."""
-    for target_tile, source_tile in _tile_assignment(target, source):
-        target_tile[...] = source_tile
+    """Assign an array to another one of the same shape. Values are cast to the target's dtype.
 
-
-def _tile_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
-    """Split a transpose into square tiles. An assignment with the same contiguous axis on both sides is not split."""
+    A transpose is assigned in square tiles, an assignment with the same contiguous axis on both sides at once.
+    """
     # Row by row, a transpose touches a new cache line for every element of one side. A square tile of
     # both sides stays in the L2 cache until all elements of its lines are used.
     axes = (_contiguous_axis(target), _contiguous_axis(source))
     if None in axes or axes[0] == axes[1] or target.itemsize >= PAGE:
-        yield target, source
+        target[...] = source
         return
     side = max(1, math.isqrt(TILE_NBYTES // target.itemsize))
     steps = list(target.shape)
@@ -150,7 +143,7 @@ def _tile_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignm
     tile_ranges = [range(0, length, step) for length, step in zip(target.shape, steps)]
     for starts in itertools.product(*tile_ranges):
         tile = tuple(slice(start, start + step) for start, step in zip(starts, steps))
-        yield target[tile], source[tile]
+        target[tile] = source[tile]
 
 
 def _contiguous_axis(array: np.ndarray) -> int | None:

@@ -7,8 +7,9 @@ tensor's digest is computed over its bytes in C order as they pass. The engine d
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -175,7 +176,15 @@ class Pipeline:
         self.hash_state = xxhash.xxh3_128()
         self.change: ValueTransform | None = None
         # Of the write stage: the next sync point
-        self.background_sync = _make_background_sync(sink, journal, budget, checksums)
+        self.background_sync: BackgroundSync | None = None
+        if sink is not None and journal is not None:
+            self.background_sync = BackgroundSync(
+                sink,
+                journal,
+                # Unsynced bytes are dirty pages, which a small budget must bound too.
+                max_unsynced_nbytes=min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2),
+                before_record=checksums.save if checksums else lambda: None,
+            )
         self.prefix = self.resumed_prefix
         self.unsynced_nbytes = 0
         self.unsynced_digests: dict[int, str] = {}
@@ -192,10 +201,15 @@ class Pipeline:
         stream_numbers = self._streams_to_read()
         for number in sorted(self.durable_numbers.difference(stream_numbers)):
             self.on_digest(number, self.result.digests[number])
+        slabs = itertools.chain.from_iterable(
+            split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes)
+            for number in stream_numbers
+        )
         self.mover = WorkerThread()
         self.writer = WorkerThread()
         try:
-            for task in self._make_tasks(stream_numbers):
+            for slab in slabs:
+                task = self._make_task(slab)
                 self._run_stage(task, self._read, next_stage=self._submit_move)
                 if self.error:
                     break
@@ -247,17 +261,14 @@ class Pipeline:
                 numbers.add(mean_source_number(self.streams, number))
         return sorted(numbers)
 
-    def _make_tasks(self, stream_numbers: Sequence[int]) -> Iterator[_SlabTask]:
-        """Yield the slabs of streams, each with buffers from the pool."""
+    def _make_task(self, slab: Slab) -> _SlabTask:
+        """Return the task of a slab, with buffers from the pool."""
         is_aligned = self.sink is None or self.sink.policy.needs_alignment
-        for number in stream_numbers:
-            stream = self.streams[number]
-            for slab in split_stream(number, stream, max_nbytes=self.budget.slab_nbytes):
-                is_gathered = needs_gather(slab, is_aligned)
-                has_copies = needs_permute(slab.reads) or slab.is_cast or is_gathered
-                buffers = self.buffers.acquire(2 if has_copies else 1)
-                data = np.empty(0, np.uint8)
-                yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, data)
+        is_gathered = needs_gather(slab, is_aligned)
+        has_copies = needs_permute(slab.reads) or slab.changes_values or is_gathered
+        buffers = self.buffers.acquire(2 if has_copies else 1)
+        data = np.empty(0, np.uint8)
+        return _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, data)
 
     def _new_nbytes(self, slab: Slab) -> int:
         """Return the number of a slab's bytes not durable from an earlier run."""
@@ -311,7 +322,10 @@ class Pipeline:
         start_s = time.perf_counter()
         reads = task.slab.reads
         if len(reads) == 1 and not reads[0].repeats:
-            task.data = self.source.read_run(_as_single_run(reads[0]), task.buffers[0])
+            # Loops that only lengthen the run are left out.
+            copy = reads[0]
+            run = StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, copy.run_nbytes)
+            task.data = self.source.read_run(run, task.buffers[0])
         elif reads:
             task.data = self.source.read_runs(reads, task.buffers[0])
         self.result.read_nbytes += task.data.size
@@ -417,27 +431,6 @@ class Pipeline:
         return point
 
 
-def _make_background_sync(
-    sink: Files | None, journal: Journal | None, budget: Budget, checksums: ChecksumRecorder | None
-) -> BackgroundSync | None:
-    """Create the background sync of a run, or None without a sink or a journal."""
-    if sink is None or journal is None:
-        return None
-    # Unsynced bytes are dirty pages, which a small budget must bound too.
-    max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
-    return BackgroundSync(
-        sink,
-        journal,
-        max_unsynced_nbytes=max_unsynced_nbytes,
-        before_record=checksums.save if checksums else lambda: None,
-    )
-
-
-def _as_single_run(copy: StridedCopy) -> StridedCopy:
-    """Return a copy of one run without dims."""
-    return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, copy.run_nbytes)
-
-
 def needs_gather(slab: Slab, is_aligned: bool) -> bool:
     """Whether the sink needs a slab's bytes in another order or, for aligned writes, at another page offset."""
     if not slab.writes:
@@ -448,6 +441,6 @@ def needs_gather(slab: Slab, is_aligned: bool) -> bool:
         return False
     # A single run keeps its page offset of the source from the read to the write. Any copy on the
     # way already brings it to the page offset of the sink.
-    if not slab.reads or needs_permute(slab.reads) or slab.is_cast:
+    if not slab.reads or needs_permute(slab.reads) or slab.changes_values:
         return False
     return (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE != 0

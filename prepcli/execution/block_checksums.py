@@ -14,7 +14,7 @@ from prepcli.engine.checksum_recorder import (
     load_checksums,
 )
 from prepcli.execution.staging import Staging
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, leaf_blocks
+from prepcli.planning.chunk_extents import chunk_extents, count_blocks
 from prepcli.planning.plan import Plan
 
 # `checksums.I` in the work folder belongs to process I
@@ -25,7 +25,7 @@ def checksum_recorder(plan: Plan, stage: Staging, *, index: int = 0) -> Checksum
     """Return a recorder of the bytes that process `index` writes, or None without leaves."""
     if not plan.leaves:
         return None
-    return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", _extents(plan))
+    return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", chunk_extents(plan.leaves))
 
 
 def delete_checksums(stage: Staging) -> None:
@@ -47,15 +47,10 @@ def collect_checksums(plan: Plan, stage: Staging, *, files: Sequence[Path]) -> C
     Returns:
         One uint64 per block.
     """
-    blocks = leaf_blocks(plan.leaves)
-    num_blocks = max((leaf.stop_number for leaf in blocks.values()), default=0)
-    checksums: ChecksumArray = np.zeros(num_blocks, np.uint64)
+    extents = chunk_extents(plan.leaves)
+    checksums: ChecksumArray = np.zeros(count_blocks(extents), np.uint64)
     # Each process has recorded the blocks of its chunks. Zeros are unknown.
     for path in sorted(stage.work.glob(f"{CHECKSUMS_STEM}.*")):
         checksums = np.where(checksums == 0, load_checksums(path, checksums.size), checksums)
-    compute_unknown(checksums, _extents(plan), files=files)
+    compute_unknown(checksums, extents, files=files)
     return checksums
-
-
-def _extents(plan: Plan) -> list[ChunkExtent]:
-    return chunk_extents(plan.leaves, leaf_blocks(plan.leaves))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import RESUME_HINT, DamagedError
 from prepcli.execution.block_checksums import checksum_recorder
-from prepcli.execution.execute import identify_run
+from prepcli.execution.execute import identify_run, plan_digest
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.resume import readback_stream
@@ -47,6 +46,7 @@ from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
+from trainer.files.json_values import JsonObject
 from trainer.models.boxes import Box, intersect, slices, volume
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 
@@ -199,27 +199,33 @@ class BucketStep:
             partial(read_all, self.bucket), files, num_threads=NUM_THREADS
         )
         for file, data in zip(files, notes):
-            content = self._decode_note(file, data)
-            for number, digest in content["digests"].items():
-                digests[int(number)] = digest
-            known = np.frombuffer(base64.b64decode(content["checksums"]), CHECKSUM_DTYPE)
+            noted_digests, noted_checksums = self._decode_note(file, data)
+            for number, digest in noted_digests.items():
+                digests[int(number)] = str(digest)
+            known = np.frombuffer(base64.b64decode(noted_checksums), CHECKSUM_DTYPE)
             blocks, checksums = known.reshape(2, -1)
             sums[blocks.astype(np.int64)] = checksums
         self.bucket.delete_files([file.path for file in files])
 
-    def _decode_note(self, file: RemoteFile, data: bytes) -> dict[str, Any]:
+    def _decode_note(self, file: RemoteFile, data: bytes) -> tuple[JsonObject, str]:
+        """Return the digests by stream number, and the encoded checksums, in the note of a process."""
+        why = "it has no digests or no checksums"
         try:
-            return decode_note(data)
+            content = decode_note(data)
         except ValueError as error:
-            raise DamagedError(
-                f"{file.path} of {self.bucket.name} is damaged", str(error), RESUME_HINT
-            ) from error
+            content = {}
+            why = str(error)
+        match content:
+            case {"digests": dict(digests), "checksums": str(checksums)}:
+                return digests, checksums
+        raise DamagedError(f"{file.path} of {self.bucket.name} is damaged", why, RESUME_HINT)
 
     def _publish(self, stage: Staging, digests: Mapping[int, str]) -> None:
         """Upload the index, the settings and the checksums, then the manifest."""
         plan = self.files.plan
         (stage.folder / plan.item).mkdir()
-        run_identity = identify_run(replace(plan, small_files=()))  # their paths may differ
+        # the paths of the small files may differ
+        run_identity = identify_run(plan, plan_digest(replace(plan, small_files=())))
         finalize_output(plan, stage, run_identity=run_identity, digests=digests)
         marker = f"{plan.item}/{COMMIT_MARKER}"
         first_names: list[str] = []

@@ -203,7 +203,7 @@ class CheckpointManager:
         return self._storage.open_step(step)
 
     def start_save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> PendingSave:
         """Copy the leaves to host memory, and save them in the background.
 
@@ -249,7 +249,7 @@ class CheckpointManager:
             pending.wait()
 
     def save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> None:
         """Save a checkpoint, then remove old steps. An error leaves all other steps complete.
 
@@ -266,7 +266,7 @@ class CheckpointManager:
         self._save(step, leaves, manifest_fields)
 
     def _save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> None:
         if reserved := PREP_KEYS & {*manifest_fields}:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
@@ -323,7 +323,7 @@ class CheckpointManager:
         return math.inf if best is None else self._losses.losses[best].value
 
     def _plan(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, object]
     ) -> Plan:
         """Return the plan of a save. Its part without the step number is made once."""
         stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}

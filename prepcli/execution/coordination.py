@@ -165,32 +165,28 @@ class Team:
 
     # Working together
 
-    def complete(self, move_share: Callable[[], object], *, publish: Callable[[], object]) -> None:
-        """Move this process's share, wait for the other processes, and publish if no other process has done so.
+    @contextlib.contextmanager
+    def publishing(self) -> Iterator[bool]:
+        """Wait until all shares are durable, and hold the publish lock inside the context.
 
-        Args:
-            move_share: Moves the share. If it raises, a failure note informs the other processes.
-            publish: Publishes the output. One process at a time calls it.
+        Yields:
+            Whether this process must publish the output, because no other process has done so.
 
         Raises:
-            PrepError: Another process failed or is missing, or a callable raised.
+            PrepError: Another process failed or is missing.
         """
         # The order of one process: move, wait for all journals, take the publish lock, look again, publish.
         # A kill before the publication leaves the staging folder with all journals: the process that is
         # started again finds its share complete. A kill after it is found by `is_published`.
-        with self.stage.failures.recording_errors():
-            move_share()
-        self.stage.mark_moved()
         while True:
             self.wait()
             with self.stage.holding_publish_lock() as is_needed:
-                if not is_needed:
-                    return
                 # A process that joined again has a complete journal from its earlier life, and may be rewriting
                 # damaged streams of its share. No process can join while the publish lock is held.
-                if self.stage.all_moved():
-                    self._check_new_failures()
-                    publish()
+                if not is_needed or self.stage.all_moved():
+                    if is_needed:
+                        self._check_new_failures()
+                    yield is_needed
                     return
             self._pause([])
 

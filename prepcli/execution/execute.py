@@ -13,13 +13,12 @@ from prepcli.console.ui import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest
-from prepcli.engine.files import Files, RunReader, io_error
-from prepcli.engine.journal import EMPTY_JOURNAL_STATE, Journal, JournalState
+from prepcli.engine.files import Files, io_error
+from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import ConversionResult, Pipeline
 from prepcli.errors import Option, OutputExistsError, PrepError, text
-from prepcli.execution import source_state
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums
 from prepcli.execution.coordination import Team
 from prepcli.execution.finalize import (
@@ -28,11 +27,18 @@ from prepcli.execution.finalize import (
     finalize_output,
     output_nbytes_to_compress,
 )
-from prepcli.execution.integrity import IntegrityChecker
 from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
 from prepcli.execution.resume import StreamReader, find_outdated, verify_journal_state, zero_gaps
 from prepcli.execution.signals import note_durable_work
-from prepcli.execution.source_state import SourceState
+from prepcli.execution.source_checks import (
+    SOURCE_STATE_FILE,
+    IntegrityChecker,
+    SourceState,
+    parse_source_state,
+    read_source_state,
+    source_changed_error,
+    touched_files,
+)
 from prepcli.execution.staging import PARTIAL_SUFFIX, Staging, remove_work_folder
 from prepcli.execution.workers import WorkerPool
 from prepcli.formats.checksums import CHECKSUMS_FILE
@@ -58,13 +64,13 @@ def plan_digest(plan: Plan) -> str:
     return "xxh3:" + digest(encode_text(plan).encode())
 
 
-def identify_run(plan: Plan) -> dict[str, object]:
-    """Return the identity of a run. Runs with equal identities write equal bytes."""
+def identify_run(plan: Plan, run_id: str) -> dict[str, object]:
+    """Return the identity of a run, given the digest of its plan. Runs with equal identities write equal bytes."""
     source_digest = digest(encode_text(plan.source_files).encode())
     return {
         "request": plan.request,
         "source": source_digest,
-        "plan": plan_digest(plan),
+        "plan": run_id,
         "prep": version(),
     }
 
@@ -77,6 +83,7 @@ class ConversionExecutor:
 
     Attributes:
         plan: The plan of the whole output.
+        run_id: Digest of the plan. It identifies the run in journals and manifests.
         source: The opened source of the plan.
         out: Path of the output.
         pool: The workers of this process, its share of the plan, its memory and its progress.
@@ -94,6 +101,7 @@ class ConversionExecutor:
         plan: Plan,
         source: Source,
         *,
+        run_id: str,
         out: Path,
         pool: WorkerPool,
         overwrite: bool = False,
@@ -116,12 +124,17 @@ class ConversionExecutor:
             min_buffer_nbytes(plan.streams),
             matrix_nbytes=matrix_nbytes(plan.streams),
         )
-        self.run_identity = identify_run(plan)
+        self.run_id = run_id
+        self.run_identity = identify_run(plan, run_id)
         self.stage = Staging(out)
+        folder = data_folder(plan, self.stage.folder)
+        self._files = [folder / file.path for file in plan.files]
+        # reads the plan's streams back
+        self._reader = StreamReader(plan.streams, self.budget, pool.progress)
         self.team = Team(
             plan,
             self.stage,
-            str(self.run_identity["plan"]),
+            run_id,
             own_indices=pool.indices,
             check_workers=pool.check,
             note=note,
@@ -145,7 +158,7 @@ class ConversionExecutor:
             remove_work_folder(self.out)
             return ConversionResult(already_done=True)
         start_nbytes = anonymous_nbytes()
-        self._source_at_join = source_state.read_source_state(self.plan, self.source)
+        self._source_at_join = read_source_state(self.plan, self.source)
         check_small_files(self.plan)
         check_free_space(self.plan, self.stage.folder)
         # These checks come before `with self.stage` creates the staging folder: a refused plan leaves no files.
@@ -157,11 +170,20 @@ class ConversionExecutor:
                 self.stage.discard()
                 return ConversionResult(already_done=True)
             with self.stage.failures.recording_errors():
-                record = {"files": self._source_at_join}
-                record = self.stage.read_or_write_note(source_state.SOURCE_STATE_FILE, record)
-                self._source_at_start = record["files"]
+                self._source_at_start = self._source_at_join
+                earlier = self.stage.read_or_write_note(
+                    SOURCE_STATE_FILE, {"files": self._source_at_join}
+                )
+                if earlier is not None:
+                    self._source_at_start = parse_source_state(earlier.get("files"))
             with note_durable_work(self._describe_durable):
-                self.team.complete(self._move_own_share, publish=self._check_and_publish)
+                with self.stage.failures.recording_errors():
+                    self.pool.start()
+                    self._result = self._move_share(self.pool.share.index)
+                self.stage.mark_moved()
+                with self.team.publishing() as is_needed:
+                    if is_needed:
+                        self._check_and_publish()
             peak_nbytes = max(self._result.peak_nbytes, anonymous_nbytes())
         remove_work_folder(self.out)
         self._result.peak_nbytes = max(0, peak_nbytes - start_nbytes)
@@ -176,23 +198,6 @@ class ConversionExecutor:
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
         return f"{sizes} are kept in {self.stage.folder.name}"
 
-    @property
-    def _files(self) -> list[Path]:
-        """Paths of the data files."""
-        folder = data_folder(self.plan, self.stage.folder)
-        return [folder / file.path for file in self.plan.files]
-
-    @property
-    def _reader(self) -> StreamReader:
-        """A reader that reads the plan's streams back."""
-        return StreamReader(self.plan.streams, self.budget, self.pool.progress)
-
-    # Writing
-
-    def _move_own_share(self) -> None:
-        self.pool.start()
-        self._result = self._move_share(self.pool.share.index)
-
     def _move_share(self, index: int) -> ConversionResult:
         """Copy the unfinished streams of process `index` into the data files."""
         share_plan = self.team.share_plan(index)
@@ -206,38 +211,33 @@ class ConversionExecutor:
             if had_files and index == 0 and not share_plan.zstd_level:
                 zero_gaps(self.plan, self._files)
             with self.team.open_journal(index, self._verify_earlier_run(index)) as journal:
-                result = self._run_pipeline(index, share_plan, files, sink, journal)
+                done_nbytes, total_nbytes = self.team.own_nbytes()
+                if done_nbytes:
+                    sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
+                    self.note(f"resuming {self.stage.folder.name}: {sizes} are durable")
+                self.pool.progress.begin(share_plan.command, total_nbytes, done_nbytes)
+                try:
+                    integrity = IntegrityChecker(
+                        share_plan, self.source, allow_overflow=self.allow_overflow
+                    )
+                    result = Pipeline(
+                        share_plan.streams,
+                        files,
+                        sink=sink,
+                        budget=self.budget,
+                        progress=self.pool.progress,
+                        journal=journal,
+                        on_digest=integrity.on_digest,
+                        checksums=checksum_recorder(share_plan, self.stage, index=index),
+                    ).run()
+                finally:
+                    self.pool.progress.end()
                 sink.check_unchanged()
         digests: dict[int, str] = {}
         for position, number in enumerate(self.team.shares[index]):
             digests[number] = result.digests[position]
         self._check_source(digests, self._source_at_join)
         return result
-
-    def _run_pipeline(
-        self, index: int, share_plan: Plan, files: RunReader, sink: Files, journal: Journal
-    ) -> ConversionResult:
-        done_nbytes, total_nbytes = self.team.own_nbytes()
-        if done_nbytes:
-            sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
-            self.note(f"resuming {self.stage.folder.name}: {sizes} are durable")
-        self.pool.progress.begin(share_plan.command, total_nbytes, done_nbytes)
-        try:
-            integrity = IntegrityChecker(
-                share_plan, self.source, allow_overflow=self.allow_overflow
-            )
-            return Pipeline(
-                share_plan.streams,
-                files,
-                sink=sink,
-                budget=self.budget,
-                progress=self.pool.progress,
-                journal=journal,
-                on_digest=integrity.on_digest,
-                checksums=checksum_recorder(share_plan, self.stage, index=index),
-            ).run()
-        finally:
-            self.pool.progress.end()
 
     # Checking
 
@@ -247,9 +247,7 @@ class ConversionExecutor:
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
         folder_name = self.stage.folder.name
-        touched = source_state.touched_files(
-            self.source, self._source_at_start, now=self._source_at_join
-        )
+        touched = touched_files(self.source, self._source_at_start, now=self._source_at_join)
         if touched:
             self.note(
                 f"{_join_file_names(touched)} may have changed since {folder_name} was started: comparing"
@@ -275,12 +273,12 @@ class ConversionExecutor:
 
         If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
-        state = source_state.read_source_state(self.plan, self.source)
-        touched = source_state.touched_files(self.source, baseline, now=state)
+        state = read_source_state(self.plan, self.source)
+        touched = touched_files(self.source, baseline, now=state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
             if find_outdated(self._reader, digests, source=self.source):
-                raise source_state.source_changed_error(touched, self.source)
+                raise source_changed_error(touched, self.source)
 
     def _check_and_publish(self) -> None:
         """Verify and publish the output, after all running processes have moved their shares."""
@@ -326,7 +324,7 @@ class ConversionExecutor:
             if self.overwrite:
                 return False
             raise
-        is_same_plan = manifest is not None and manifest.plan == self.run_identity["plan"]
+        is_same_plan = manifest is not None and manifest.plan == self.run_id
         is_complete = is_same_plan and _is_complete(self.plan, self.out, manifest or NO_MANIFEST)
         is_joint = self.pool.share.count > 1
         if is_complete and (is_joint or not (self.restart or self.overwrite)):
@@ -375,7 +373,8 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if plan.leaves:
         small_files += ITEM_INDEX_FILES
     for path, size in sizes_by_path.items():
-        if not _has_size(folder / path, size):
+        data_file = folder / path
+        if not data_file.is_file() or data_file.stat().st_size != size:
             return False
     for path in small_files:
         if not (folder / path).is_file():
@@ -383,10 +382,6 @@ def _is_complete(plan: Plan, out: Path, manifest: Manifest) -> bool:
     if manifest.checksums is not None and not (out / CHECKSUMS_FILE).is_file():
         return False
     return are_files_intact(out, manifest)
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
@@ -27,6 +26,8 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     SIZE_KEY,
     XXH3_KEY,
+    LeafRecord,
+    TensorRecord,
     encode_manifest,
 )
 from prepcli.formats.orbax import ArrayMeta
@@ -179,16 +180,11 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
         ):
             shutil.copyfileobj(source, target)
         # The copy is read back instead of the source, which may change again.
-        _check_copy(file, path)
+        if file.xxh3 and record_file(path).get(XXH3_KEY) != file.xxh3:
+            why = "its bytes differ from the digest that its manifest records"
+            raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
     else:
         write_no_follow(path, file.content)
-
-
-def _check_copy(file: SmallFile, path: Path) -> None:
-    """Raise PrepError if the copied bytes differ from the recorded digest: the file changed after it was checked."""
-    if file.xxh3 and record_file(path).get(XXH3_KEY) != file.xxh3:
-        why = "its bytes differ from the digest that its manifest records"
-        raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
 def _open_without_links(path: str, flags: int) -> int:
@@ -237,40 +233,43 @@ def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
 
 def _build_manifest(
     plan: Plan, run_identity: dict[str, object], digests: Mapping[int, str]
-) -> dict[str, Any]:
-    manifest: dict[str, Any] = {
+) -> dict[str, object]:
+    dropped: list[dict[str, object]] = []
+    for tensor in plan.dropped:
+        name = plan.display_names.get(tensor.name, tensor.name)
+        dropped.append({**asdict(tensor), "name": name})
+    manifest: dict[str, object] = {
         **run_identity,
         "command": plan.command,
         "source": {"name": plan.source_name, "files": [asdict(file) for file in plan.source_files]},
         **plan.settings,
-        "dropped": [],
+        "dropped": dropped,
     }
-    for tensor in plan.dropped:
-        name = plan.display_names.get(tensor.name, tensor.name)
-        manifest["dropped"].append({**asdict(tensor), "name": name})
     if casts := report_casts(plan.streams, digests):
         manifest["casts"] = casts
     manifest |= _tensor_records(plan, digests)
-    manifest["leaves"] = {}
+    leaves: dict[str, LeafRecord] = {}
     for leaf in plan.leaves:
-        manifest["leaves"][leaf.name] = {
+        leaves[leaf.name] = {
             "shape": leaf.grid.shape,
             "dtype": leaf.dtype,
             "chunk": leaf.grid.chunk_shape,
         }
+    manifest["leaves"] = leaves
     return manifest
 
 
-def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, Any]:
+def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
     """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
     Records of a training state are grouped by slot. Leaves outside of slots are under `others`.
     """
-    tensors: dict[str, Any] = {}
-    slots: dict[str, dict[str, Any]] = {}
-    unslotted: dict[str, Any] = {}
+    tensors: dict[str, TensorRecord] = {}
+    slots: dict[str, dict[str, TensorRecord]] = {}
+    unslotted: dict[str, TensorRecord] = {}
     for number, stream in enumerate(plan.streams):
-        if not stream.writes:
+        # A stream that is read for a comparison only. A tensor without elements is recorded all the same.
+        if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
         if plan.item:
@@ -288,7 +287,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, Any]:
             name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []}
         )
         written_digest = parse_stream_digest(digests[number]).written
-        record["digests"].append([*stream.rows, written_digest])
+        record["digests"].append((*stream.rows, written_digest))
         if stream.shape:
             # the streams of a tensor come in the order of their rows: the last one has them all
             record["shape"] = (stream.rows[1], *stream.shape[1:])

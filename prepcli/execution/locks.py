@@ -14,6 +14,7 @@ from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 
 RETRY_EVERY_S = 0.05
+LOCK_FILE_FLAGS = os.O_RDWR | os.O_CREAT
 
 
 def acquire_lock(path: Path, locked_path: Path) -> int:
@@ -25,7 +26,7 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
     """
     # The file is never removed. A second process could otherwise lock a new file of the same name while
     # the first one holds the old file.
-    with _open_to_keep(path) as fd:
+    with _open_lock_file(path) as fd:
         if not _try_flock(fd, fcntl.LOCK_EX):
             raise _locked_error(fd, locked_path)
         _write_holder(fd)
@@ -48,7 +49,7 @@ def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int
     """
     # The first process gets the lock exclusively, writes its name, and then shares it. `flock` is not
     # atomic when it converts a lock, so the caller admits one process at a time (the lock `door`).
-    with _open_to_keep(path) as fd:
+    with _open_lock_file(path) as fd:
         is_first = _try_flock(fd, fcntl.LOCK_EX)
         if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
             raise _locked_error(fd, locked_path)
@@ -65,7 +66,7 @@ def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
     Raises:
         PrepError: Another process holds the lock.
     """
-    with _open_to_keep(path) as fd:
+    with _open_lock_file(path) as fd:
         while not _try_flock(fd, fcntl.LOCK_EX):
             # A probe holds a shared lock until its process runs again, which may take long. The holder's
             # is exclusive, so a shared lock that succeeds means that only probes are in the way.
@@ -92,14 +93,14 @@ def is_locked(path: Path) -> bool:
 
 def acquire_shared_lock(path: Path) -> int:
     """Return a descriptor that holds a shared lock."""
-    with _open_to_keep(path) as fd:
+    with _open_lock_file(path) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
 
 def has_shared_holders(path: Path) -> bool:
     """Return whether a process holds a shared lock. No process may acquire it during the call."""
-    fd = _open(path)
+    fd = open_no_follow(path, LOCK_FILE_FLAGS)
     try:
         return not _try_flock(fd, fcntl.LOCK_EX)
     finally:
@@ -109,7 +110,7 @@ def has_shared_holders(path: Path) -> bool:
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[os.stat_result]:
     """Wait for the lock and hold it inside the context. Yields the stat result of the lock file."""
-    fd = _open(path)
+    fd = open_no_follow(path, LOCK_FILE_FLAGS)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield os.fstat(fd)
@@ -117,14 +118,10 @@ def exclusive_lock(path: Path) -> Iterator[os.stat_result]:
         os.close(fd)
 
 
-def _open(path: Path) -> int:
-    return open_no_follow(path, os.O_RDWR | os.O_CREAT)
-
-
 @contextlib.contextmanager
-def _open_to_keep(path: Path) -> Iterator[int]:
+def _open_lock_file(path: Path) -> Iterator[int]:
     """Open a lock file. The descriptor stays open unless the block raises, e.g. on a file system without locks."""
-    fd = _open(path)
+    fd = open_no_follow(path, LOCK_FILE_FLAGS)
     try:
         yield fd
     except BaseException:

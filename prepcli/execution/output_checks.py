@@ -87,7 +87,7 @@ def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
             yield start, position
 
 
-def _overlaps(holes: Sequence[FileSpan], spans: Iterator[FileSpan]) -> bool:
+def _overlaps(holes: Sequence[FileSpan], spans: Sequence[FileSpan]) -> bool:
     for file, low, high in spans:
         for hole_file, start, stop in holes:
             if file == hole_file and low < stop and start < high:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
 from prepcli.errors import Option, PrepError, text
-from trainer.files.json_values import load_json
+from trainer.files.json_values import JsonObject, load_json
 from trainer.files.writing import write_file
 
 CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 
 
-def read_json_record(path: Path) -> dict[str, Any] | None:
+def read_json_record(path: Path) -> JsonObject | None:
     """Return the content of a note, or None if it does not exist.
 
     Raise PrepError if it is damaged.
@@ -31,7 +30,7 @@ def read_json_record(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def decode_note(data: bytes) -> dict[str, Any]:
+def decode_note(data: bytes) -> JsonObject:
     """Return the content of a note's bytes. Raise ValueError if they are damaged."""
     try:
         content = load_json(data)

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
@@ -30,6 +29,7 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Share
+from trainer.files.json_values import JsonObject
 from trainer.files.writing import MAX_NAME_NBYTES, fsync_path
 
 # Files in the work folder
@@ -65,6 +65,7 @@ class Staging:
         share: Share of this process.
         durable_digests: Digests, by stream number, of streams that were durable before the streams were divided
             among the processes. These streams are only read back.
+        division_label: Text that identifies, in journals, how the streams are divided among the processes.
         session: Text of the lock file, equal for all running processes of the run.
     """
 
@@ -88,6 +89,7 @@ class Staging:
         self.work = self.folder / WORK_FOLDER
         self.share = SINGLE_PROCESS
         self.durable_digests: Mapping[int, str] = {}
+        self.division_label = division_label(SINGLE_PROCESS.count, {})
         self.session = ""
         self._locks: list[int] = []
         self._moving_fd = -1
@@ -104,11 +106,6 @@ class Staging:
         """Return the path of the journal of process `index`."""
         return self.work / f"{JOURNAL_STEM}.{index}"
 
-    @property
-    def division_label(self) -> str:
-        """Text that identifies, in journals, how the streams are divided among the processes."""
-        return division_label(self.share.count, self.durable_digests)
-
     def open(
         self, run_identity: dict[str, object], restart: bool, *, share: Share = SINGLE_PROCESS
     ) -> None:
@@ -122,36 +119,34 @@ class Staging:
         Raises:
             PrepError: The folder belongs to another run, or processes outside of this run hold its lock.
         """
-        self.share = share
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.close)
-            self._join(run_identity, restart)
-            self.session = self._read_session()
-            on_error.pop_all()
-
-    def _join(self, run_identity: dict[str, object], restart: bool) -> None:
         # All processes of a run hold LOCK_FILE shared until they end. JOIN_LOCK_FILE is held for
         # moments: joining and publishing exclude each other, so the first holder of LOCK_FILE may
         # drop or divide an earlier run before a second process reads it.
-        try:
-            with self._holding_join_lock():
-                fd, is_first = acquire_team_lock(
-                    self.work / LOCK_FILE, self.folder, count=self.share.count
-                )
-                self._locks.append(fd)
-                if restart and is_first and self._has_earlier_run():
-                    self._drop_earlier_run()
-                earlier_identity = read_json_record(self.work / RUN_FILE)
-                if earlier_identity is None:
-                    write_json_record(self.work / RUN_FILE, run_identity)
-                elif earlier_identity != run_identity:
-                    raise _other_run_error(self.folder, earlier_identity, run_identity)
-                run_id = str(run_identity["plan"])
-                self.durable_digests = self._load_division(run_id, is_first)
-                self._lock_share()
-                self._failures = FailureNotes(self.work, run_id, share=self.share)
-        except OSError as error:
-            raise io_error(self.folder, error) from error
+        self.share = share
+        run_id = str(run_identity["plan"])
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            try:
+                with self._holding_join_lock():
+                    fd, is_first = acquire_team_lock(
+                        self.work / LOCK_FILE, self.folder, count=share.count
+                    )
+                    self._locks.append(fd)
+                    if restart and is_first and self._has_earlier_run():
+                        self._drop_earlier_run()
+                    earlier_identity = read_json_record(self.work / RUN_FILE)
+                    if earlier_identity is None:
+                        write_json_record(self.work / RUN_FILE, run_identity)
+                    elif earlier_identity != run_identity:
+                        raise _other_run_error(self.folder, earlier_identity, run_identity)
+                    self.durable_digests = self._load_division(run_id, is_first)
+                    self.division_label = division_label(share.count, self.durable_digests)
+                    self._lock_share()
+                    self._failures = FailureNotes(self.work, run_id, share=share)
+                self.session = read_no_follow(self.work / LOCK_FILE).decode(errors="replace")
+            except OSError as error:
+                raise io_error(self.folder, error) from error
+            on_error.pop_all()
 
     @contextlib.contextmanager
     def _holding_join_lock(self) -> Iterator[None]:
@@ -191,31 +186,31 @@ class Staging:
         """
         path = self.work / DIVISION_FILE
         count = self.share.count
-        earlier_count, earlier_digests = _parse_division(read_json_record(path))
+        earlier_count = 0
+        digests: dict[int, str] = {}
+        match read_json_record(path):
+            case {"count": int(recorded_count), "done": dict(done)} if recorded_count > 0 and all(
+                map(str.isdecimal, done)
+            ):
+                earlier_count = recorded_count
+                digests = {int(number): str(digest) for number, digest in done.items()}
         if earlier_count == count:
-            return earlier_digests
+            return digests
         if earlier_count and not is_first:
             raise PrepError(
                 f"{self.folder} is locked",
                 f"{earlier_count} processes work on it, this is one of {count}",
                 text("wait for them, or join them: {}", Option("processes", f"{earlier_count}/I")),
             )
-        digests = self._digests_in_journals(run_id, earlier_count or 1, earlier_digests)
+        earlier_label = division_label(earlier_count or 1, digests)
+        for index in range(earlier_count or 1):
+            journal = read_journal(self.journal_path(index), run_id, division=earlier_label)
+            digests |= journal.digests
         # The digests are recorded before their journals are removed. A kill between the two leaves
         # journals with the label of the earlier division, which `read_journal` ignores.
         write_json_record(path, {"count": count, "done": digests})
-        for journal in self.work.glob(f"{JOURNAL_STEM}.*"):
-            remove_path(journal)
-        return digests
-
-    def _digests_in_journals(
-        self, run_id: str, count: int, durable_digests: Mapping[int, str]
-    ) -> dict[int, str]:
-        """Return the digests of all streams that `count` earlier processes completed, and of earlier ones."""
-        digests = dict(durable_digests)
-        label = division_label(count, durable_digests)
-        for index in range(count):
-            digests |= read_journal(self.journal_path(index), run_id, division=label).digests
+        for journal_path in self.work.glob(f"{JOURNAL_STEM}.*"):
+            remove_path(journal_path)
         return digests
 
     def _make_folders(self) -> None:
@@ -261,21 +256,13 @@ class Staging:
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
 
-    def read_or_write_note(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
-        """Return the content of a file of the run. Create the file with `content` if it does not exist."""
+    def read_or_write_note(self, name: str, content: Mapping[str, object]) -> JsonObject | None:
+        """Return the content of a file of the run. If it does not exist, create it with `content` and return None."""
         with exclusive_lock(self.work / JOIN_LOCK_FILE):
             existing = read_json_record(self.work / name)
             if existing is None:
                 write_json_record(self.work / name, content)
-                return dict(content)
         return existing
-
-    def _read_session(self) -> str:
-        """Return the lock file's text, equal for all running processes."""
-        try:
-            return read_no_follow(self.work / LOCK_FILE).decode(errors="replace")
-        except OSError as error:
-            raise io_error(self.folder, error) from error
 
     @contextlib.contextmanager
     def holding_publish_lock(self) -> Iterator[bool]:
@@ -404,16 +391,6 @@ def division_label(count: int, durable_digests: Mapping[int, str]) -> str:
     return f"{count} without {','.join(map(str, sorted(durable_digests)))}"
 
 
-def _parse_division(content: Mapping[str, Any] | None) -> tuple[int, dict[int, str]]:
-    """Return the number of processes and the digests in `division.json`, or 0 and no digests."""
-    match content:
-        case {"count": int(count), "done": dict(done)} if count > 0 and all(
-            map(str.isdecimal, done)
-        ):
-            return count, {int(number): str(digest) for number, digest in done.items()}
-    return 0, {}
-
-
 def remove_work_folder(out: Path) -> None:
     """Remove the work folder from a published output. A kill after the rename may leave it there."""
     shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
@@ -437,7 +414,7 @@ def _is_in_use(work: Path) -> bool:
 
 
 def _other_run_error(
-    folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]
+    folder: Path, earlier_identity: Mapping[str, object], run_identity: Mapping[str, object]
 ) -> PrepError:
     is_same_request = earlier_identity.get("request") == run_identity.get("request")
     if is_same_request and earlier_identity.get("source") != run_identity.get("source"):

@@ -197,9 +197,7 @@ def _check_uploaded(
         why = "this command created it earlier"
     else:
         return
-    raise PrepError(
-        f"{bucket.name} already exists", why, "`--out` another address, or `--overwrite`"
-    )
+    raise PrepError(f"{bucket.name} already exists", why, _OTHER_ADDRESS_HINT)
 
 
 def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 from prepcli.console.progress import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES, anonymous_nbytes
@@ -30,6 +29,7 @@ from prepcli.errors import (
 from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
+from trainer.files.json_values import JsonObject
 
 # more than a Python process that has imported prep holds
 MAX_BASELINE_NBYTES = 64 * MIB
@@ -181,14 +181,24 @@ class WorkerPool:
             worker.process.wait()
         self.check()
         for worker in self._running:
-            report = worker.report()
-            nbytes = report["bytes"]
-            result.read_nbytes += nbytes["read"]
-            result.written_nbytes += nbytes["written"]
-            # a report counts all moved bytes: read, copied in memory, and written
-            result.copied_nbytes += nbytes["moved"] - nbytes["read"] - nbytes["written"]
-            result.resumed_nbytes += nbytes["resumed"]
-            result.peak_nbytes += self._baseline_nbytes + report["memory"]["peak"]
+            match worker.report():
+                case {
+                    "bytes": {
+                        "read": int(read_nbytes),
+                        "written": int(written_nbytes),
+                        "moved": int(moved_nbytes),
+                        "resumed": int(resumed_nbytes),
+                    },
+                    "memory": {"peak": int(peak_nbytes)},
+                }:
+                    result.read_nbytes += read_nbytes
+                    result.written_nbytes += written_nbytes
+                    # a report counts all moved bytes: read, copied in memory, and written
+                    result.copied_nbytes += moved_nbytes - read_nbytes - written_nbytes
+                    result.resumed_nbytes += resumed_nbytes
+                    result.peak_nbytes += self._baseline_nbytes + peak_nbytes
+                case _:
+                    raise PrepError("a worker ended without a report", "", RESUME_HINT)
 
 
 class _Worker:
@@ -241,7 +251,7 @@ class _Worker:
                 case _:
                     self._last_message = line
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Return the worker's JSON report, or empty if there is none."""
         for listener in self._listeners:
             listener.join()
@@ -260,10 +270,13 @@ class _Worker:
                 "not by prep: out of memory?",
                 RESUME_HINT,
             )
-        error = self.report().get("error", {})
+        texts = {"what": "", "why": "", "hint": ""}
+        error = self.report().get("error")
+        if isinstance(error, dict):
+            texts |= {key: str(error[key]) for key in texts if key in error}
         last_message = self._last_message.decode(errors="replace").strip()
-        what = error.get("what") or last_message or f"a worker ended with {code}"
-        return PrepError(what, error.get("why", ""), error.get("hint", ""), code)
+        what = texts["what"] or last_message or f"a worker ended with {code}"
+        return PrepError(what, texts["why"], texts["hint"], code)
 
     def end(self) -> None:
         """Wait up to STOP_GRACE_S for the worker to end, kill it if it still runs, and close its pipes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
+from trainer.files.json_values import JsonObject
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"
@@ -61,7 +61,7 @@ class BlockChecksums:
         return None
 
 
-def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any]:
+def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, str | int]:
     """Write the checksum file into `folder` and return its record for the manifest."""
     data = sums.astype(CHECKSUM_DTYPE).tobytes()
     write_no_follow(folder / CHECKSUMS_FILE, data)
@@ -113,7 +113,7 @@ def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
     if record is None:
         return None
     path = folder / CHECKSUMS_FILE
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     stored_format: object = record
     if isinstance(record, dict):
         fields = record

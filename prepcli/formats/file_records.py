@@ -103,7 +103,7 @@ def check_files(
     for name, record in manifest.files.items():
         is_selected = names is None or name in names
         if XXH3_KEY in record and is_selected:
-            _check_file(folder, name, record, hint(name) if hint else _hint(folder, name))
+            _check_file(folder, name, record, hint)
 
 
 def are_files_intact(folder: Path, manifest: Manifest) -> bool:
@@ -115,22 +115,25 @@ def are_files_intact(folder: Path, manifest: Manifest) -> bool:
     return True
 
 
-def _check_file(folder: Path, name: str, record: FileRecord, hint: str) -> None:
+def _check_file(
+    folder: Path, name: str, record: FileRecord, hint: Callable[[str], str] | None
+) -> None:
     path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
-    if not path.exists():
-        raise DamagedError(f"{path} does not exist", "the manifest lists it", hint)
-    actual = record_file(path)
-    # a later version may add keys to a record, so only these two are compared
-    is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
-    if not is_equal_size or actual.get(XXH3_KEY) != record.get(XXH3_KEY):
+    what = f"{path} does not exist"
+    why = "the manifest lists it"
+    if path.exists():
+        actual = record_file(path)
+        # a later version may add keys to a record, so only these two are compared
+        is_equal_size = actual[SIZE_KEY] == record[SIZE_KEY]
+        if is_equal_size and actual.get(XXH3_KEY) == record.get(XXH3_KEY):
+            return
+        what = f"{path} is damaged"
         why = f"it has {_describe(actual)}, the manifest records {_describe(record)}"
-        raise DamagedError(f"{path} is damaged", why, hint)
-
-
-def _hint(folder: Path, name: str) -> str:
+    if hint:
+        raise DamagedError(what, why, hint(name))
     if is_settings_file(name):
-        return accept_hint(folder, name)
-    return GET_AGAIN_HINT
+        raise DamagedError(what, why, accept_hint(folder, name))
+    raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _describe(record: FileRecord) -> str:

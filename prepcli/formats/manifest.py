@@ -18,7 +18,8 @@ from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
-from trainer.files.json_values import load_json
+from prepcli.planning.tensors import CastEntry
+from trainer.files.json_values import JsonObject, JsonValue, load_json
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -86,8 +87,6 @@ PREP_KEYS = {
     DIGEST_KEY,
 }
 
-JsonObject = Mapping[str, Any]
-
 
 class TensorRecord(TypedDict):
     """Record of a tensor: its values, and the digest of each range of rows.
@@ -96,7 +95,7 @@ class TensorRecord(TypedDict):
     """
 
     dtype: NotRequired[str]
-    shape: NotRequired[list[int]]
+    shape: NotRequired[Sequence[int]]
     digests: list[tuple[int, int, str]]
 
 
@@ -110,6 +109,14 @@ class FileRecord(TypedDict):
     bytes: int
     xxh3: NotRequired[str]
     header: NotRequired[str]
+
+
+class LeafRecord(TypedDict):
+    """Record of a leaf: its shape, dtype and chunk shape."""
+
+    shape: Sequence[int]
+    dtype: str
+    chunk: Sequence[int]
 
 
 TensorRecords = Mapping[str, TensorRecord]
@@ -133,7 +140,7 @@ class Manifest:
         (True, False)
     """
 
-    fields: JsonObject
+    fields: Mapping[str, Any]
 
     def __bool__(self) -> bool:
         """Return whether there is a manifest. Only NO_MANIFEST is false."""
@@ -180,9 +187,14 @@ class Manifest:
         return self.fields.get("name")
 
     @property
-    def config(self) -> JsonObject:
+    def config(self) -> Mapping[str, Any]:
         """Return the model's config.json. Empty without a manifest."""
         return self.fields.get("config", {})
+
+    @property
+    def family(self) -> str | None:
+        """Name of the model family."""
+        return self.fields.get("family")
 
     @property
     def layout(self) -> str | None:
@@ -240,7 +252,7 @@ class Manifest:
         return self.fields.get("others", {})
 
     @property
-    def leaves(self) -> JsonObject | None:
+    def leaves(self) -> Mapping[str, LeafRecord] | None:
         """Shape and chunk shape of each leaf, in the order of their checksums."""
         leaves = self.fields.get("leaves")
         if isinstance(leaves, dict):
@@ -268,7 +280,7 @@ class Manifest:
         return self.fields.get("checksums")
 
     @property
-    def casts(self) -> list[dict[str, Any]]:
+    def casts(self) -> list[CastEntry]:
         """Counts of the values that casts changed."""
         return self.fields.get("casts", [])
 
@@ -283,7 +295,7 @@ class Manifest:
         return self.fields.get("packed", {})
 
     @property
-    def base(self) -> JsonObject:
+    def base(self) -> Mapping[str, object]:
         """Name and digests of the model that an adapter belongs to."""
         return self.fields.get(BASE_KEY, {})
 
@@ -366,13 +378,13 @@ def _version_error(path: Path, version: object) -> PrepError:
     return PrepError(f"{path} has another format", why, "install the prep that wrote it")
 
 
-def manifest_digest(fields: JsonObject) -> str:
+def manifest_digest(fields: Mapping[str, object]) -> str:
     """Return the XXH3-128 of the canonical JSON of a manifest without its digest: sorted keys, no spaces, ASCII."""
     content = {key: value for key, value in fields.items() if key != DIGEST_KEY}
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def encode_manifest(fields: JsonObject) -> bytes:
+def encode_manifest(fields: Mapping[str, object]) -> bytes:
     """Return the bytes of the manifest file, with its own digest if it lists files."""
     document = json.dumps({"format": FORMAT_VERSION, **fields}, indent=1)
     if FILES_KEY in fields:
@@ -427,17 +439,22 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
     # files and digest came in one version of prep: one alone was removed by hand
     if (FILES_KEY in fields) != (DIGEST_KEY in fields):
         raise _broken_error(path, f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`")
-    for name, record in fields.get(FILES_KEY, {}).items():
+    file_records = fields.get(FILES_KEY, {})
+    # the types of all keys were checked above
+    assert isinstance(file_records, dict)
+    for name, record in file_records.items():
         if not _is_file_record(record):
             raise _broken_error(path, f"the record of {name!r:.60} has no size and digest")
     _check_records(path, fields["tensors"])
     if fields["kind"] == "train":
         _check_records(path, fields["others"])
-        for records in fields["slots"].values():
+        slots = fields["slots"]
+        assert isinstance(slots, dict)
+        for records in slots.values():
             _check_records(path, records)
 
 
-def _check_records(path: Path, records: Any) -> None:
+def _check_records(path: Path, records: JsonValue) -> None:
     """Raise PrepError unless each tensor has a list of digests."""
     if not isinstance(records, dict):
         raise _broken_error(path, "'the state' has no list of digests")
@@ -454,7 +471,7 @@ def _broken_error(path: Path, why: str) -> DamagedError:
     return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
 
 
-def _are_row_digests(values: Any) -> bool:
+def _are_row_digests(values: JsonValue) -> bool:
     """Return whether a value is a list of [first row, stop row, digest]."""
     if not isinstance(values, list):
         return False
@@ -464,7 +481,7 @@ def _are_row_digests(values: Any) -> bool:
     return True
 
 
-def _is_file_record(record: Any) -> bool:
+def _is_file_record(record: JsonValue) -> bool:
     """Return whether a value is the record of a file."""
     if not isinstance(record, dict) or type(record.get(SIZE_KEY)) is not int:
         return False

@@ -7,8 +7,8 @@ are derived from the published models, as in `convert_llama_weights_to_hf.py` of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+
+from trainer.files.json_values import JsonObject
 
 KNOWN_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
@@ -18,7 +18,7 @@ CODE_LLAMA_CONTEXT = 16384  # Code Llama has rope_theta 10^6
 MIN_LLAMA_3_VOCAB_SIZE = 100_000  # earlier versions have smaller vocabularies
 
 
-def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> dict[str, Any]:
+def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> JsonObject:
     """Return the config.json of transformers for a params.json.
 
     Args:
@@ -37,7 +37,7 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> dict[str, 
         raise ValueError(f"dim {hidden_size} is not an even number for each of {num_heads} heads")
     rope_theta = _read_positive(params, "rope_theta", 10000.0)
     is_llama_3 = vocab_size >= MIN_LLAMA_3_VOCAB_SIZE
-    config = {
+    config: JsonObject = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden_size,
@@ -58,9 +58,9 @@ def to_hf_config(document: object, vocab_size: int, is_tied: bool) -> dict[str, 
         "bos_token_id": 128000 if is_llama_3 else 1,
         "eos_token_id": 128001 if is_llama_3 else 2,
     }
-    return config | (
-        {"rope_scaling": _rope_scaling(params)} if params.get("use_scaled_rope") is True else {}
-    )
+    if params.get("use_scaled_rope") is True:
+        config["rope_scaling"] = _rope_scaling(params)
+    return config
 
 
 def is_small_llama_3_2(document: object) -> bool:
@@ -69,13 +69,12 @@ def is_small_llama_3_2(document: object) -> bool:
     return params.get("use_scaled_rope") is True and _read_positive_int(params, "dim") < 4096
 
 
-def _read_params(document: object) -> Mapping[str, Any]:
+def _read_params(document: object) -> JsonObject:
     """Return the parameters, which some files nest under `model`. Raise ValueError for unknown keys."""
-    if isinstance(document, Mapping):
+    params = document
+    if isinstance(document, dict):
         params = document.get("model", document)
-    else:
-        params = None
-    if not isinstance(params, Mapping):
+    if not isinstance(params, dict):
         raise ValueError("it is not a JSON object")
     if unknown := sorted(set(params) - KNOWN_KEYS):
         raise ValueError(
@@ -84,21 +83,21 @@ def _read_params(document: object) -> Mapping[str, Any]:
     return params
 
 
-def _read_positive_int(params: Mapping[str, Any], key: str) -> int:
+def _read_positive_int(params: JsonObject, key: str) -> int:
     value = params.get(key)
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ValueError(f"{key} is {value!r:.40}, it must be a whole number from 1 to 2^31 - 1")
     return value
 
 
-def _read_positive(params: Mapping[str, Any], key: str, default: float | None) -> float:
+def _read_positive(params: JsonObject, key: str, default: float | None) -> float:
     value = params.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{key} is {value!r:.40}, it must be a number above 0")
     return float(value)
 
 
-def _intermediate_size(params: Mapping[str, Any], hidden_size: int) -> int:
+def _intermediate_size(params: JsonObject, hidden_size: int) -> int:
     """Return `8/3 * hidden_size * ffn_dim_multiplier`, rounded up to a multiple of `multiple_of`."""
     if "multiple_of" in params:
         multiple = _read_positive_int(params, "multiple_of")
@@ -113,7 +112,7 @@ def _intermediate_size(params: Mapping[str, Any], hidden_size: int) -> int:
     return -(-int(factor * int(8 * hidden_size / 3)) // multiple) * multiple
 
 
-def _max_position_embeddings(params: Mapping[str, Any], rope_theta: float, is_llama_3: bool) -> int:
+def _max_position_embeddings(params: JsonObject, rope_theta: float, is_llama_3: bool) -> int:
     """Return the context length of the model's training (LLaMA 1: 2048, LLaMA 2: 4096)."""
     if params.get("use_scaled_rope") is True:
         return 131072
@@ -121,15 +120,14 @@ def _max_position_embeddings(params: Mapping[str, Any], rope_theta: float, is_ll
         if is_llama_3:
             return 8192
         return CODE_LLAMA_CONTEXT
-    is_llama_1 = params["norm_eps"] < 1e-5 or (
-        params["dim"] >= 8192 and params.get("n_kv_heads") is None
-    )
-    if is_llama_1:
+    is_grouped = params.get("n_kv_heads") is not None
+    is_large = _read_positive_int(params, "dim") >= 8192
+    if _read_positive(params, "norm_eps", None) < 1e-5 or (is_large and not is_grouped):
         return 2048
     return 4096
 
 
-def _rope_scaling(params: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_scaling(params: JsonObject) -> JsonObject:
     """Return the rotary scaling of LLaMA 3.1, or of 3.2: its models are narrower and have a larger factor."""
     if _read_positive_int(params, "dim") < 4096:
         factor = 32.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from prepcli.formats.untrusted import (
     stat_file,
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
+from trainer.files.json_values import JsonObject
 
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
@@ -91,8 +92,17 @@ def read_item(folder: Path) -> OrbaxItem:
                 f"its folder is {part}",
                 "use an earlier step, or save it again",
             )
-    tree = _read_tree(folder)
-    leaves = [_parse_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
+    if METADATA_FILE not in list_folder(folder):
+        raise PrepError(
+            f"{folder} is not an Orbax checkpoint",
+            f"it has no {METADATA_FILE}",
+            f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
+        )
+    tree = _read_json(folder / METADATA_FILE)
+    entries = tree.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
+    leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
         raise _broken_file_error(
             folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}"
@@ -132,19 +142,6 @@ def read_item(folder: Path) -> OrbaxItem:
     )
 
 
-def _read_tree(folder: Path) -> Mapping[str, Any]:
-    if METADATA_FILE not in list_folder(folder):
-        raise PrepError(
-            f"{folder} is not an Orbax checkpoint",
-            f"it has no {METADATA_FILE}",
-            f"pass the folder that contains {METADATA_FILE}, e.g. STEP/default",
-        )
-    tree = _read_json(folder / METADATA_FILE)
-    if not isinstance(tree.get("tree_metadata"), dict):
-        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
-    return tree
-
-
 def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
     index = folder / OCDBT_MANIFEST
     contents = [read_small_file(folder / METADATA_FILE)]
@@ -153,7 +150,7 @@ def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
     return digest(b"".join([*contents, *documents]))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         document = parse_json(read_small_file(path))
     except ValueError as error:
@@ -268,7 +265,7 @@ def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNo
         elif leaf.value_type == "string":
             strings.append(leaf)
     # Orbax writes the file of strings only if the tree has some.
-    texts: Mapping[str, Any] = {}
+    texts: JsonObject = {}
     if strings:
         texts = _read_json(folder / STRINGS_FILE)
     text_leaves: list[OrbaxNonArray] = []

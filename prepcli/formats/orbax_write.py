@@ -22,7 +22,6 @@ from prepcli.formats.orbax import (
     ZARR_TYPESTRS,
     ArrayMeta,
     OrbaxNonArray,
-    TreePath,
     chunk_key,
     dotted_name,
     find_name_clash,
@@ -92,7 +91,10 @@ def write_item_metadata(
     for chunk in chunks:
         _record_chunk(tables[chunk.array], chunk, zstd_level is not None)
     for table in tables:
-        _check_complete(table)
+        if -1 in table.files:
+            missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
+            what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
+            raise PrepError(what, "the plan does not place it", _BUG_HINT)
     write_ocdbt_index(folder, _iter_entries(tables, file_names, zstd_level), now_ns, node_nbytes)
     _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
@@ -154,24 +156,16 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
                 _BUG_HINT,
             )
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
-    for path in paths:
-        if not path or not all(map(_is_path_part, path)):
-            raise PrepError(
-                f"{path} cannot name a leaf of an Orbax checkpoint",
-                "a part is empty or contains `.` or `/`",
-                "rename the leaf",
-            )
+    if () in paths:
+        raise PrepError(
+            "an Orbax checkpoint is one array", "its tree has no keys", "write a dict of arrays"
+        )
     if names := find_name_clash(paths):
         raise PrepError(
             "the tree has two leaves with clashing names",
             f"{names[0]} and {names[1]}",
             "rename one of them",
         )
-
-
-def _is_path_part(part: str | int) -> bool:
-    """Return whether a key is a part of the name of a leaf: parts are joined by dots, names and chunks by slashes."""
-    return bool(str(part)) and not {".", "/"} & set(str(part))
 
 
 def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
@@ -215,18 +209,22 @@ def _chunk_error(
     return PrepError(what, why, _BUG_HINT)
 
 
-def _check_complete(table: _ChunkColumns) -> None:
-    if -1 not in table.files:
-        return
-    missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
-    what = f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}"
-    raise PrepError(what, "the plan does not place it", _BUG_HINT)
-
-
 def _iter_entries(
     tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
 ) -> Iterator[OcdbtEntry]:
-    """Yield the index entries in the order of keys. Names contain no slash, and `.` and `/` sort before digits."""
+    """Yield the index entries in the order of keys."""
+    entries = _iter_array_entries(tables, file_names, zstd_level)
+    if any("/" in table.meta.name for table in tables):
+        # The keys of `a/0` come between the chunks 0 and 1 of `a`: a/.zarray, a/0, a/0/.zarray, a/0/0, a/1.
+        yield from sorted(entries, key=lambda entry: entry[0])
+    else:
+        yield from entries
+
+
+def _iter_array_entries(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries array by array. `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
@@ -254,24 +252,22 @@ def _tree_metadata(
     arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]
 ) -> dict[str, object]:
     tree: dict[str, object] = {}
-    for meta in arrays:
-        if meta.is_scalar:
-            value_type = "scalar"
-        else:
-            value_type = "np.ndarray"
-        tree[_tree_key(meta.path)] = {
-            "key_metadata": _key_metadata(meta.path),
-            "value_metadata": {
-                "value_type": value_type,
+    for leaf in (*arrays, *non_arrays):
+        if isinstance(leaf, ArrayMeta):
+            value_metadata = {
+                "value_type": "scalar" if leaf.is_scalar else "np.ndarray",
                 "skip_deserialize": False,
-                "write_shape": meta.chunk_shape,
-            },
-        }
-    for leaf in non_arrays:
-        skip = leaf.value_type != "string"
-        tree[_tree_key(leaf.path)] = {
-            "key_metadata": _key_metadata(leaf.path),
-            "value_metadata": {"value_type": leaf.value_type, "skip_deserialize": skip},
+                "write_shape": leaf.chunk_shape,
+            }
+        else:
+            skip = leaf.value_type != "string"
+            value_metadata = {"value_type": leaf.value_type, "skip_deserialize": skip}
+        keys: list[dict[str, object]] = []
+        for part in leaf.path:
+            keys.append({"key": str(part), "key_type": 1 if isinstance(part, int) else 2})
+        tree[str(tuple(map(str, leaf.path)))] = {
+            "key_metadata": keys,
+            "value_metadata": value_metadata,
         }
     return {
         "tree_metadata": tree,
@@ -280,14 +276,6 @@ def _tree_metadata(
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-
-
-def _tree_key(path: TreePath) -> str:
-    return str(tuple(map(str, path)))
-
-
-def _key_metadata(path: TreePath) -> list[dict[str, object]]:
-    return [{"key": str(part), "key_type": 1 if isinstance(part, int) else 2} for part in path]
 
 
 def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[str, object]:

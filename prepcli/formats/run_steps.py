@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -56,7 +56,7 @@ def is_begun_run(names: Collection[str]) -> bool:
 
 def no_step_error(run: str) -> PrepError:
     """Return the error for a run without a checkpoint."""
-    hint = f"`prep train RECIPE --out {run}` continues it"
+    hint = text("{} continues it", Command("train", "RECIPE", Option("out", run)))
     why = "a run is a checkpoint from its first saved step on"
     return PrepError(f"no step of the run {run} is saved yet", why, hint)
 

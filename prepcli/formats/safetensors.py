@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import xxhash
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import Command, DamagedError, PrepError, text
 from prepcli.formats.shard_index import (
     check_index_matches_files,
     check_numbered_files,
@@ -33,11 +33,15 @@ from prepcli.formats.untrusted import (
     unreadable_error,
 )
 from prepcli.planning.tensors import FileTensor, array_bits
+from trainer.files.json_values import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
-ADAPTER_HINT = "`prep merge ADAPTER BASE` adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others"
+ADAPTER_HINT = text(
+    "{} adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others",
+    Command("merge", "ADAPTER", "BASE"),
+)
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"
 # A file starts with the little-endian length of its header.
@@ -269,7 +273,7 @@ def _parse_header(
     return metadata, tensors
 
 
-def _iter_entries(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+def _iter_entries(raw: bytes) -> Iterator[tuple[str, JsonObject]]:
     """Yield name and content of each entry, parsed one by one to bound the memory of malicious headers."""
     if _EMPTY_OBJECT.fullmatch(raw, LENGTH_NBYTES):
         return
@@ -290,24 +294,28 @@ def _iter_entries(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ValueError(
                 f"the text at byte {offset:,} is not the entry of a tensor, or has more than 4 MiB"
             )
-        yield from parse_json(b"{" + entry_match[1] + b"}").items()
+        document = parse_json(b"{" + entry_match[1] + b"}")
+        assert isinstance(document, dict)
+        for name, entry in document.items():
+            # the pattern matches only objects
+            assert isinstance(entry, dict)
+            yield name, entry
         offset = entry_match.end()
         separator = entry_match[2]
     if not _BLANK.fullmatch(raw, offset):
         raise ValueError(f"text follows its end at byte {offset:,}")
 
 
-def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
+def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, JsonObject]:
     """Return name and content of a common entry without the JSON parser, which takes three times as long."""
     name, code, shape, start, stop, _ = match.groups()
     try:
         decoded_name = name.decode()
     except UnicodeError as error:
         raise ValueError("its text is not UTF-8") from error
+    extents: list[JsonValue] = []
     if shape:
-        extents = [*map(int, shape.split(b","))]
-    else:
-        extents = []
+        extents += map(int, shape.split(b","))
     return decoded_name, {
         "dtype": code.decode(),
         "shape": extents,
@@ -315,17 +323,18 @@ def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _parse_metadata(entry: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    if not all(isinstance(value, str) for value in entry.values()):
-        raise ValueError(f"its {METADATA_KEY} must hold only text")
+def _parse_metadata(entry: JsonObject) -> tuple[tuple[str, str], ...]:
+    metadata: list[tuple[str, str]] = []
+    for key, value in entry.items():
+        if not isinstance(value, str):
+            raise ValueError(f"its {METADATA_KEY} must hold only text")
+        metadata.append((key, value))
     # Python's JSON accepts half of a surrogate pair, other parsers do not.
-    "".join(entry.values()).encode()
-    return tuple(entry.items())
+    "".join(value for _, value in metadata).encode()
+    return tuple(metadata)
 
 
-def _parse_tensor(
-    name: str, entry: dict[str, Any], file_number: int, data_start: int
-) -> FileTensor:
+def _parse_tensor(name: str, entry: JsonObject, file_number: int, data_start: int) -> FileTensor:
     if entry.keys() != _ENTRY_FIELDS:
         raise ValueError(
             f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else"
@@ -354,7 +363,7 @@ def _parse_tensor(
     )
 
 
-def _are_counts(values: object) -> bool:
+def _are_counts(values: object) -> TypeGuard[list[int]]:
     if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
     # `type`, not `isinstance`: bool is a subclass of int.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
-from trainer.files.json_values import check_depth
+from trainer.files.json_values import JsonObject, JsonValue, check_depth
 from trainer.files.reading import MAX_SMALL_FILE_NBYTES, open_regular_file, read_regular_file
 
 MAX_CONFIG_NBYTES = 16 << 20
@@ -85,7 +85,7 @@ def unreadable_error(path: Path, error: OSError) -> PrepError:
     return PrepError(f"cannot read {path}", error.strerror or str(error))
 
 
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     document = dict(pairs)
     if len(document) != len(pairs):
         duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -6,7 +6,7 @@ Unsupported features raise an error with their name. Specifications: https://zar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS
 from prepcli.formats.untrusted import parse_json, quote_name
+from trainer.files.json_values import JsonObject, JsonValue
 
 ZARRAY = ".zarray"
 ZARR_JSON = "zarr.json"
@@ -100,7 +101,7 @@ def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
     return DamagedError(f"the {file_name} of {name} is broken", why, GET_AGAIN_HINT)
 
 
-def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:
+def _parse_v2(name: str, document: JsonObject) -> ZarrArray:
     compressor, order, separator = (
         document.get(key) for key in ("compressor", "order", "dimension_separator")
     )
@@ -144,7 +145,7 @@ def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:
     )
 
 
-def _parse_v3(name: str, document: Mapping[str, Any]) -> ZarrArray:
+def _parse_v3(name: str, document: JsonObject) -> ZarrArray:
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
         raise broken_document_error(name, ZARR_JSON, "it does not describe an array of zarr 3")
     if document.get("storage_transformers"):
@@ -183,7 +184,7 @@ def _parse_v3(name: str, document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _parse_sharding(
-    name: str, shape: tuple[int, ...], settings: Mapping[str, Any]
+    name: str, shape: tuple[int, ...], settings: JsonObject
 ) -> tuple[tuple[int, ...], ZarrSharding]:
     """Return the chunk shape within a shard of `shape`, and the storage of shards."""
     shard_shape, chunk_shape = _parse_shapes(
@@ -208,20 +209,22 @@ def _parse_sharding(
     return chunk_shape, ZarrSharding(shard_shape, bool(index_codecs), location == "end")
 
 
-_Codec = tuple[str, Mapping[str, Any]]
+_Codec = tuple[str, JsonObject]
 
 
-def _parse_codecs(name: str, value: Any) -> list[_Codec]:
+def _parse_codecs(name: str, value: JsonValue) -> list[_Codec]:
     if not isinstance(value, list):
         raise broken_document_error(name, ZARR_JSON, "it has no list of codecs")
     return [_parse_named_config(name, codec, "codec") for codec in value]
 
 
-def _parse_named_config(name: str, value: Any, what: str) -> _Codec:
+def _parse_named_config(name: str, value: JsonValue, what: str) -> _Codec:
     """Return name and configuration of a zarr v3 extension object."""
     match value:
-        case {"name": str(kind)} if isinstance(value.get("configuration", {}), dict):
-            return kind, value.get("configuration", {})
+        case {"name": str(kind), "configuration": dict(settings)}:
+            return kind, settings
+        case {"name": str(kind)} if "configuration" not in value:
+            return kind, {}
         case str(kind):
             return kind, {}
     raise broken_document_error(name, ZARR_JSON, f"it has a {what} without a name")
@@ -251,7 +254,7 @@ def _byte_codec_names(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
     return names
 
 
-def _make_chunk_key(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIndex], str]:
+def _make_chunk_key(name: str, document: JsonObject) -> Callable[[ChunkIndex], str]:
     kind, settings = _parse_named_config(
         name, document.get("chunk_key_encoding"), "chunk_key_encoding"
     )

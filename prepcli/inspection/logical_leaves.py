@@ -113,7 +113,7 @@ def _check_shape(
 
 
 def find_leaf(
-    leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: str
+    leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: Command
 ) -> LogicalLeaf:
     """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
 
@@ -137,7 +137,7 @@ def find_leaf(
         raise usage_error(what, join_names(matches, max_names=MAX_LISTED), hint)
     if not matches:
         hint = did_you_mean(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
-        hint = hint or f"`{names_command}` shows the names"
+        hint = hint or text("{} shows the names", names_command)
         why = f"it has {join_names(leaves, len(leaves), max_names=MAX_LISTED)}"
         raise usage_error(f"{display_name} has no leaf `{pattern}`", why, hint)
     return leaves[matches[0]]

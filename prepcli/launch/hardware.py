@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
 from prepcli.launch.gke import GkeOptions
 from prepcli.planning.process_files import MAX_PROCESSES
 from trainer.models.mesh import Mesh, resolve_mesh
@@ -24,6 +24,7 @@ from trainer.planning.tpu_topologies import (
 
 # Largest v5e or v6e slice with one host.
 _MAX_HOST_CHIPS = 8
+GKE = Command("launch", "gke")
 # Digits of the number in the name of an accelerator type.
 MAX_DIGITS = 6
 
@@ -91,7 +92,7 @@ def check_training(training: Training, hardware: Hardware) -> None:
 def _check_processes(training: Training, hardware: Hardware) -> None:
     nodes = hardware.nodes
     if training.num_processes not in (None, nodes):
-        what = f"`cluster.n_processes` is {training.num_processes}"
+        what = text("{} is {}", Key("cluster.n_processes"), training.num_processes)
         hint = f"remove the key, or `-- --set cluster.n_processes={nodes}`"
         raise usage_error(
             what, f"{hardware.name} has {_count(nodes, 'process', 'processes')}", hint
@@ -106,13 +107,14 @@ def _check_slices(training: Training, hardware: Hardware) -> None:
     count = num_slices(training.slices)
     if hardware.max_slices is not None and count > hardware.max_slices:
         why = f"{hardware.name} is {_count(hardware.max_slices, 'slice', 'slices')}"
-        hint = "`prep launch gke`, which starts several slices, or a recipe without the key"
+        hint = text("{}, which starts several slices, or a recipe without the key", GKE)
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
     if hardware.nodes > 1 and hardware.nodes % count:
         # The next multiple of the slices, e.g. 7 nodes in 2 slices: 8.
         above = -(-hardware.nodes // count) * count
         why = f"{hardware.name}: a node would be in two slices"
-        raise usage_error(f"`{DCN_KEY}` has {count} slices", why, f"`--nodes {above}`")
+        hint = text("{}", Option("nodes", above))
+        raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
 
 
 def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> None:
@@ -120,7 +122,7 @@ def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> No
         mesh = resolve_mesh(training.mesh, hardware.nodes * node_devices, hardware.name)
     except PrepError as error:
         hints = [hint for hint in (hardware.fitting, error.hint) if hint]
-        raise usage_error(error.what, error.why, ", or ".join(hints)) from None
+        raise usage_error(error.what, error.why, join_texts(", or ", hints)) from None
     check_slices(mesh, training.slices)
 
 
@@ -145,10 +147,10 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
     """
     prefix, _, number = accelerator.partition("-")
     if prefix in TPU_GENERATIONS and not TPU_GENERATIONS[prefix].type_prefix:
-        hint = f"`prep launch gke --accelerator {TPU_GENERATIONS[prefix].gke_label}`"
-        raise usage_error(
-            f"`--accelerator {accelerator}`: no TPU VMs", f"only GKE has {prefix}", hint
-        )
+        label = Option("accelerator", TPU_GENERATIONS[prefix].gke_label)
+        what = text("{}: no TPU VMs", Option("accelerator", accelerator))
+        hint = text("{}", Command("launch", "gke", label))
+        raise usage_error(what, f"only GKE has {prefix}", hint)
     generations = {
         known.type_prefix: known for known in TPU_GENERATIONS.values() if known.type_prefix
     }
@@ -160,11 +162,12 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
     chips, rest = divmod(number_of_type, generation.type_units)
     if rest or not generation.has_size(chips):
         types = [num_chips(shape) * generation.type_units for shape in generation.slices]
-        hints = [
-            f"`--accelerator {prefix}-{size}`" for size in nearest_sizes(number_of_type, types)
-        ]
+        hints: list[str] = []
+        for size in nearest_sizes(number_of_type, types):
+            hints.append(text("{}", Option("accelerator", f"{prefix}-{size}")))
+        what = text("{} is invalid", Option("accelerator", accelerator))
         why = f"no slice of {generation.name} has this size"
-        raise usage_error(f"`--accelerator {accelerator}` is invalid", why, " or ".join(hints))
+        raise usage_error(what, why, join_texts(" or ", hints))
     hosts = 1 if _has_one_host(generation, chips) else chips // HOST_CHIPS
     return Hardware(
         name=f"{accelerator} with {chips} chips",
@@ -188,7 +191,8 @@ def _fitting_type(generation: TpuGeneration, num_devices: int | None) -> str:
     chips = _chips_of(generation, num_devices)
     if chips is None or not generation.has_size(chips):
         return ""
-    return f"`--accelerator {generation.type_prefix}-{chips * generation.type_units}`"
+    accelerator = f"{generation.type_prefix}-{chips * generation.type_units}"
+    return text("{}", Option("accelerator", accelerator))
 
 
 def gke_hardware(options: GkeOptions, training: Training) -> Hardware:
@@ -211,17 +215,19 @@ def _gke_generation(label: str | None) -> TpuGeneration | None:
     """Return the generation of a node label, or None for GPUs."""
     labels = {known.gke_label: known for known in TPU_GENERATIONS.values() if known.gke_label}
     if label is not None and label.startswith("tpu") and label not in labels:
-        hint = did_you_mean(label, labels) or f"`--accelerator {next(iter(labels))}`"
+        example = Option("accelerator", next(iter(labels)))
+        hint = did_you_mean(label, labels) or text("{}", example)
         raise usage_error(f"unknown TPU label `{label}`", f"known: {', '.join(labels)}", hint)
     return labels.get(label or "")
 
 
 def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
     if options.topology:
+        topology = Option("topology")
         raise usage_error(
-            "`--topology` is for TPUs only",
-            f"--accelerator {options.accelerator}",
-            "remove `--topology`",
+            text("{} is for TPUs only", topology),
+            text("{}", Option("accelerator", options.accelerator)),
+            text("remove {}", topology),
         )
     if options.devices_per_node is None:
         count, rest = divmod(training.num_devices or 0, options.nodes)
@@ -231,7 +237,8 @@ def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
 
 def _no_devices_error(count: int) -> PrepError:
     why = "a pod gets the devices that it requests, and without a request it gets none"
-    return usage_error("`--devices-per-node` is missing", why, f"`--devices-per-node {count}`")
+    what = text("{} is missing", Option("devices_per_node"))
+    return usage_error(what, why, text("{}", Option("devices_per_node", count)))
 
 
 def _tpu_pod_hardware(
@@ -242,40 +249,42 @@ def _tpu_pod_hardware(
     fitting = _fitting_shape(generation, training.slice_devices)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"
-        raise usage_error(
-            "`--topology` is missing", why, f"`--topology {fitting or generation.slices[-1]}`"
-        )
+        example = Option("topology", fitting or generation.slices[-1])
+        raise usage_error(text("{} is missing", Option("topology")), why, text("{}", example))
     if not generation.has_slice(topology):
         known = fitting or ", ".join(generation.slices)
-        raise usage_error(
-            f"`--topology {topology}` is invalid", f"no slice of {generation.name} has it", known
-        )
+        what = text("{} is invalid", Option("topology", topology))
+        raise usage_error(what, f"no slice of {generation.name} has it", known)
     sizes = generation.node_sizes(topology)
     if options.devices_per_node is None:
         raise _no_devices_error(sizes[0])
     if options.devices_per_node not in sizes:
-        what = f"`--devices-per-node {options.devices_per_node}` is invalid"
+        what = text("{} is invalid", Option("devices_per_node", options.devices_per_node))
         why = (
             f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
         )
-        raise usage_error(what, why, f"`--devices-per-node {sizes[0]}`")
+        raise usage_error(what, why, text("{}", Option("devices_per_node", sizes[0])))
     # 2 slices of 4x4x8 with 4 chips per node: 2 * 128 / 4 = 64 nodes.
     nodes = slices * num_chips(topology) // options.devices_per_node
     if options.nodes != nodes:
         count = _count(slices, "slice", "slices")
         why = f"{count} of {topology} with {options.devices_per_node} chips per node"
-        raise usage_error(
-            f"`--nodes {options.nodes}` is invalid", f"{why}: {nodes} in all", f"`--nodes {nodes}`"
-        )
-    fitting_nodes = (
-        0 if not fitting else slices * num_chips(fitting) // generation.node_sizes(fitting)[0]
-    )
+        what = text("{} is invalid", Option("nodes", options.nodes))
+        raise usage_error(what, f"{why}: {nodes} in all", text("{}", Option("nodes", nodes)))
     return Hardware(
         name=f"{_count(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
         node_devices=options.devices_per_node * generation.devices_per_chip,
-        fitting=f"`--topology {fitting} --nodes {fitting_nodes}`" if fitting else "",
+        fitting=_fitting_slices(generation, fitting, slices),
     )
+
+
+def _fitting_slices(generation: TpuGeneration, topology: str, slices: int) -> str:
+    """Return the options for slices of a topology, or an empty text without a topology."""
+    if not topology:
+        return ""
+    nodes = slices * num_chips(topology) // generation.node_sizes(topology)[0]
+    return text("{} and {}", Option("topology", topology), Option("nodes", nodes))
 
 
 def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.errors import usage_error
+from prepcli.errors import Option, Text, text, usage_error
 
 # Restarts of a job that exits with 75 each time.
 MAX_RESTARTS = 100
@@ -39,12 +39,13 @@ class LaunchJob:
 
     def __post_init__(self) -> None:
         """Check the texts. Raise UsageError for one that no script can hold."""
-        check_text("--job-name", self.name, "RECIPE", self.recipe)
+        check_text(text("{}", Option("job_name")), self.name)
+        check_text("RECIPE", self.recipe)
         for line in self.setup:
-            check_text("--setup", line)
+            check_text(text("{}", Option("setup")), line)
         for name, value in self.env:
             check_variable(name)
-            _check_no_null(f"--env {name}", value)
+            _check_no_null(text("{}", Option("env", name)), value)
         for word in self.train_words:
             _check_no_null("a word after `--`", word)
 
@@ -57,50 +58,49 @@ class LaunchJob:
 def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return the names and values of `KEY=VALUE` texts. Raise UsageError for a text without `=`."""
     variables: list[tuple[str, str]] = []
-    for text in texts:
-        name, separator, value = text.partition("=")
+    for variable in texts:
+        name, separator, value = variable.partition("=")
         if not separator:
-            raise usage_error(
-                f"`--env {text}` has no value", "a variable is KEY=VALUE", f"`--env {text}=VALUE`"
-            )
+            what = text("{} has no value", Option("env", variable))
+            hint = text("{}", Option("env", f"{variable}=VALUE"))
+            raise usage_error(what, "a variable is KEY=VALUE", hint)
         variables.append((name, value))
     return tuple(variables)
 
 
-def check_text(*names_and_texts: str) -> None:
+def check_text(name: Text | str, value: str) -> None:
     """Raise UsageError for a text with a line break or a null character.
 
     Args:
-        *names_and_texts: Option and text in turn.
+        name: Option or argument of the text, for the error.
+        value: The text.
     """
-    for option, text in zip(names_and_texts[::2], names_and_texts[1::2]):
-        _check_no_null(option, text)
-        # `splitlines` drops a last line break: "a\n" is one line for it.
-        if len(text.splitlines()) > 1 or text.endswith(("\n", "\r")):
-            raise usage_error(
-                f"{option} has more than one line", repr(text), f"one line per {option}"
-            )
+    _check_no_null(name, value)
+    # `splitlines` drops a last line break: "a\n" is one line for it.
+    if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
+        what = text("{} has more than one line", name)
+        raise usage_error(what, repr(value), text("one line per {}", name))
 
 
 def check_variable(name: str) -> None:
     """Raise UsageError for an invalid name of an environment variable."""
     if not _VARIABLE.fullmatch(name):
         why = "a name has letters, digits and underscores"
-        raise usage_error(f"`{name}` is an invalid name of a variable", why, "`--env KEY=VALUE`")
+        hint = text("{}", Option("env", "KEY=VALUE"))
+        raise usage_error(f"`{name}` is an invalid name of a variable", why, hint)
 
 
 def check_label(name: str) -> None:
     """Raise UsageError for a name that Google Cloud or Kubernetes refuses."""
     if not _LABEL.fullmatch(name):
         why = "at most 40 lower-case letters, digits and hyphens, the first of them a letter"
-        raise usage_error(
-            f"`{name}` is an invalid name of a job", why, f"`--job-name {as_label(name)}`"
-        )
+        hint = text("{}", Option("job_name", as_label(name)))
+        raise usage_error(f"`{name}` is an invalid name of a job", why, hint)
 
 
-def as_label(text: str) -> str:
-    """Return a text as a name that Google Cloud and Kubernetes accept."""
-    hyphenated = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def as_label(name: str) -> str:
+    """Return a name in the form that Google Cloud and Kubernetes accept."""
+    hyphenated = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
     # The cut may fall on a hyphen, with which no label ends.
     return label[:40].rstrip("-")
@@ -117,6 +117,6 @@ def values_of(option: str, words: Sequence[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _check_no_null(option: str, text: str) -> None:
-    if "\0" in text:
-        raise usage_error(f"{option} has a null character", repr(text), "remove it")
+def _check_no_null(name: Text | str, value: str) -> None:
+    if "\0" in value:
+        raise usage_error(text("{} has a null character", name), repr(value), "remove it")

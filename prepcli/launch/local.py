@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
+from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, Command, PrepError, text
 
 # Variables with these prefixes would describe another job or other devices.
 REMOVED_PREFIXES = (
@@ -251,6 +251,5 @@ class ProcessWatcher:
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
-        return PrepError(
-            end, "it printed no message", "`prep train` with the same words, in one process", code
-        )
+        hint = text("{} with the same words, in one process", Command("train"))
+        return PrepError(end, "it printed no message", hint, code)

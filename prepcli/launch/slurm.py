@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from prepcli.errors import Option, text
 from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_text
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
@@ -137,16 +138,16 @@ def _quote(value: str) -> str:
 
 def _check_options(options: SlurmOptions) -> None:
     values = {
-        "--mem": options.mem,
-        "--time": options.time,
-        "--partition": options.partition,
-        "--account": options.account,
-        "--log": options.log,
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "log": options.log,
     }
-    for option, value in values.items():
+    for name, value in values.items():
         if value is not None:
-            check_text(option, value)
+            check_text(text("{}", Option(name)), value)
     for module in options.modules:
-        check_text("--module", module)
+        check_text(text("{}", Option("module")), module)
     for directive in options.directives:
-        check_text("--sbatch", directive)
+        check_text(text("{}", Option("sbatch")), directive)

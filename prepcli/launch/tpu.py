@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from prepcli.errors import usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.launch.job import LaunchJob, check_label, check_text
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 from trainer.models.suggest import did_you_mean
@@ -42,14 +42,9 @@ class TpuOptions:
 def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     """Return the script of `gcloud` commands. A second run of it uses the existing TPU."""
     check_label(job.name)
-    check_text(
-        "--accelerator",
-        options.accelerator,
-        "--zone",
-        options.zone,
-        "--project",
-        options.project or "",
-    )
+    check_text(text("{}", Option("accelerator")), options.accelerator)
+    check_text(text("{}", Option("zone")), options.zone)
+    check_text(text("{}", Option("project")), options.project or "")
     name = shlex.quote(job.name)
     location = _location(options)
     resources = "gcloud compute tpus queued-resources"
@@ -104,7 +99,8 @@ def _hardware(options: TpuOptions) -> str:
 def _runtime_version(accelerator: str) -> str:
     generation = accelerator.partition("-")[0]
     if generation not in RUNTIME_VERSIONS:
-        hint = did_you_mean(generation, RUNTIME_VERSIONS) or "`--runtime-version VERSION`"
+        example = Option("runtime_version", "VERSION")
+        hint = did_you_mean(generation, RUNTIME_VERSIONS) or text("{}", example)
         raise usage_error(
             f"unknown TPU type `{accelerator}`", f"known: {', '.join(RUNTIME_VERSIONS)}", hint
         )

@@ -113,12 +113,17 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
     path = Path(file).absolute()
     if path.is_relative_to(folder.absolute()):
         file = path.relative_to(folder.absolute()).as_posix()
+    if file in names:
+        return file
     # With the slash, `config.json` matches `hf/config.json` but not `generation_config.json`.
     candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
-    if len(candidates) != 1:
+    hint = text("{} with one of these names", Option("accept"))
+    if not candidates:
         why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
-        hint = text("{} with one of these names", Option("accept"))
         raise usage_error(f"{folder} records no file `{file}`", why, hint)
+    if len(candidates) > 1:
+        why = f"they are {join_names(candidates, max_names=MAX_SHOWN)}"
+        raise usage_error(f"{folder} records several files `{file}`", why, hint)
     return candidates[0]
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.observer import Observer, RecordingObserver
+from prepcli.console.lists import join_names
+from prepcli.console.observer import LEAVES, Observer, RecordingObserver
 from prepcli.engine import casts
-from prepcli.engine.budget import check_memory, parse_memory
+from prepcli.engine.budget import parse_memory
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.execution.execute import ConversionExecutor
 from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
@@ -32,12 +33,13 @@ from prepcli.formats.manifest import (
 )
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion_details import (
+    PlanFields,
     closing_line,
     compression_fields,
     compression_line,
     count_changed_values,
-    note_plan_details,
     plan_fields,
+    process_fields,
     result_fields,
     source_fields,
 )
@@ -55,46 +57,74 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
+from trainer.models.verbatim import CANNOT_TRAIN
 
 UNWRITTEN_SOURCES = "sources are never written to"
+OUT_PLACEHOLDER = "{out}"
+# Side files in a message.
+MAX_LEFT_FILES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """Options that converting commands share."""
+    """Options that converting commands share.
 
-    checkpoint: (
-        str | None
-    )  # folder, alias, hub id or URL; None: the only prep checkpoint in the current folder
-    out: Path | None  # None: a name made from the source's name
+    Attributes:
+        checkpoint: Folder, alias, hub id or URL. None for the only checkpoint of prep in the current folder.
+        out: Output folder or URL. None for a name made from the source's name.
+        memory_nbytes: Memory limit.
+        dry_run: Plan without reading weights or writing files.
+        overwrite: Replace an existing output.
+        restart: Drop an unfinished output.
+        offline: Use only files in the cache of the hub.
+        revision: Branch, tag or commit of the hub.
+        step: Step of a training run: a number, `best` or `last`. None for the last step.
+        process_options: Processes and workers of the conversion.
+        stream: Read from the hub without a local copy.
+        config: config.json for a checkpoint without one.
+        allow_overflow: Cast too large values to infinity.
+        ema: Take the moving average of a run's parameters.
+        verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
+        copied_files: Patterns of further small files to copy.
+    """
+
+    checkpoint: str | None
+    out: Path | None
     memory_nbytes: int
     dry_run: bool = False
     overwrite: bool = False
     restart: bool = False
     offline: bool = False
     revision: str | None = None
-    step: int | str | None = (
-        None  # step of a training run: a number, `best` or `last`; None: the last step
-    )
+    step: int | str | None = None
     process_options: ProcessOptions = ONE_PROCESS
-    stream: bool = False  # read from the hub without a local copy
-    config: Path | None = None  # config.json, for a checkpoint without one
-    allow_overflow: bool = False  # cast values that are too large to infinity
-    ema: bool = False  # take the moving average of a run's parameters
+    stream: bool = False
+    config: Path | None = None
+    allow_overflow: bool = False
+    ema: bool = False
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedConversion:
-    """A plan with the messages and fields of its report."""
+    """A plan with the messages and fields of its report.
+
+    Attributes:
+        plan: The plan.
+        default_out_name: Name of the output if the user gives none.
+        notes: Lines for the user.
+        fields: Fields for JSON.
+        next_command: The command that usually follows, with OUT_PLACEHOLDER for the output's path.
+        source_view: Source of the plan, if it differs from the opened one.
+    """
 
     plan: Plan
     default_out_name: str
-    notes: tuple[str, ...]  # lines for the user
-    fields: dict[str, Any]  # for JSON
-    next_command: Callable[[Path], str]  # from the output's path
-    source_view: Source | None = (
-        None  # the source that the plan reads, if not the one that was opened
-    )
+    notes: tuple[str, ...]
+    fields: Mapping[str, object]
+    next_command: str
+    source_view: Source | None = None
 
 
 def common_options(
@@ -110,7 +140,7 @@ def common_options(
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
-        memory_nbytes=_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        memory_nbytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
         dry_run=dry_run,
         overwrite=options.get("overwrite", False),
         restart=options.get("restart", False),
@@ -122,6 +152,8 @@ def common_options(
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
+        verbatim=options.get("verbatim", False),
+        copied_files=as_tuple(options.get("copy", ())),
     )
 
 
@@ -133,7 +165,7 @@ def match_options(options: Mapping[str, Any]) -> MatchOptions:
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of options in the form that manifests record, e.g. `rules="a=mp"` -> `("a=mp",)`."""
     values = dict(options)
-    for name in ("drop", "rules"):
+    for name in ("drop", "rules", "copy"):
         if name in values:
             values[name] = as_tuple(values[name])
     if values["config"] is not None:
@@ -141,14 +173,6 @@ def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
     # An omitted seed means 0. Manifests record neither, so that an equal request has an equal line.
     values["seed"] = values.get("seed") or None
     return values
-
-
-def _memory_nbytes(memory: int | str) -> int:
-    """Return a memory limit in bytes. Raise UsageError if it is too small for the engine."""
-    if isinstance(memory, str):
-        return parse_memory(memory)
-    check_memory(memory, str(memory))
-    return memory
 
 
 def open_checkpoint(
@@ -182,7 +206,9 @@ def open_checkpoint(
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
-    source = open_source(located, common.config)
+    source = open_source(
+        located, common.config, verbatim=common.verbatim, copied_files=common.copied_files
+    )
     note_unrecorded(source.display_name, source.manifest, observer)
     return located, use_averages(source) if common.ema else source
 
@@ -228,18 +254,18 @@ def run_conversion(
     """
     started_s = time.monotonic()
     recorder = RecordingObserver(observer)
-
-    def convert(out: Path | None, dry_run: bool) -> Conversion:
-        request = replace(common, out=out, dry_run=dry_run)
-        return _convert_to_folder(request, recorder, make_plan, is_candidate)
-
     # This also checks the variables of launchers, before anything is read.
     share, _ = requested_share(common.process_options.processes, os.environ)
     url = parse_out_url(common.out)
     if url is None:
-        conversion = convert(common.out, common.dry_run)
+        conversion = _convert_to_folder(common, recorder, make_plan, is_candidate)
     else:
         request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
+
+        def convert(out: Path, dry_run: bool) -> Conversion:
+            local = replace(common, out=out, dry_run=dry_run)
+            return _convert_to_folder(local, recorder, make_plan, is_candidate)
+
         if PARENT_VARIABLE in os.environ:
             # A worker writes its share of the local folder. Its parent uploads the folder.
             conversion = convert(request.local_folder, common.dry_run)
@@ -284,121 +310,116 @@ def _convert_to_folder(
     planned = make_plan(source, located)
     out = common.out or Path(planned.default_out_name)
     _check_output_location(out, source)
-    observer.note(source_line(source))
-    unsupported_reason = unsupported_model_reason(source)
-    if unsupported_reason:
-        observer.warn(
-            f"{source.display_name} can be converted, but not trained or sampled from:"
-            f" {unsupported_reason}"
-        )
-    for line in planned.notes:
-        observer.note(line)
-    note_plan_details(planned.plan, observer)
-    details: dict[str, Any] = {
+    fields = plan_fields(planned.plan, source)
+    _note_plan(planned, source, fields["not_computed"], observer)
+    details: dict[str, object] = {
         "source": source_fields(source, located),
         **planned.fields,
-        **plan_fields(planned.plan),
-        "not_computed": unsupported_reason,
+        **fields,
     }
+    result = ConversionResult()
     if common.dry_run:
-        return _dry_run_result(planned, out, details)
-    result, process_fields = _execute_plan(
-        planned.plan, planned.source_view or source, out, common, observer
-    )
-    seconds = time.monotonic() - started_s
-    _add_result_details(details, planned.plan, out, result, common, seconds, observer)
+        details = {"output": str(out), "dry_run": True, **details}
+    else:
+        share, launcher = requested_share(common.process_options.processes, os.environ)
+        if launcher:
+            observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        with WorkerPool(
+            common.process_options,
+            share,
+            memory_nbytes=common.memory_nbytes,
+            progress=observer.progress(),
+        ) as pool:
+            result = ConversionExecutor(
+                planned.plan,
+                planned.source_view or source,
+                run_id=fields["plan_digest"],
+                out=out,
+                pool=pool,
+                overwrite=common.overwrite,
+                restart=common.restart,
+                allow_overflow=common.allow_overflow,
+                note=observer.note,
+            ).run()
+        details |= _result_details(planned.plan, fields, out, result, common, started_s, observer)
+        if pool.share.count > 1:
+            details["processes"] = process_fields(pool.share, common.process_options)
     return Conversion(
         path=out,
         bytes_read=result.read_nbytes,
         bytes_written=result.written_nbytes,
-        seconds=seconds,
+        seconds=0.0,
         peak_bytes=result.peak_nbytes,
         already_done=result.already_done,
-        plan_digest=details["plan_digest"],
+        plan_digest=fields["plan_digest"],
         plan=planned.plan,
-        details={**details, **process_fields},
-        next_command=planned.next_command(out),
-    )
-
-
-def _dry_run_result(planned: PlannedConversion, out: Path, details: dict[str, Any]) -> Conversion:
-    """Return the result of a conversion that was only planned."""
-    return Conversion(
-        path=out,
-        bytes_read=0,
-        bytes_written=0,
-        seconds=0.0,
-        peak_bytes=0,
-        already_done=False,
-        plan_digest=details["plan_digest"],
-        plan=planned.plan,
-        details={"output": str(out), "dry_run": True, **details},
+        details=details,
         # An output that was uploaded earlier is reported from a dry run.
-        next_command=planned.next_command(out),
+        next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
     )
 
 
-def _add_result_details(
-    details: dict[str, Any],
+def _note_plan(
+    planned: PlannedConversion,
+    source: Source,
+    unsupported_reason: str | None,
+    observer: Observer,
+) -> None:
+    """Note the source and the plan, at `-v` also each leaf and each dropped tensor."""
+    observer.note(source_line(source))
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+    elif unsupported_reason:
+        observer.warn(
+            f"{source.display_name} can be converted, but not trained or sampled from:"
+            f" {unsupported_reason}"
+        )
+    if source.left_files:
+        names = join_names([path.name for path in source.left_files], max_names=MAX_LEFT_FILES)
+        observer.note(text("not copied: {} ({} copies them)", names, Option("copy", "GLOB")))
+    for line in planned.notes:
+        observer.note(line)
+    plan = planned.plan
+    for leaf in plan.leaves:
+        grid = leaf.grid
+        chunks = f"in chunks of {list(grid.chunk_shape)}"
+        observer.note(f"  {leaf.name}  {list(grid.shape)} {leaf.dtype} {chunks}", LEAVES)
+    for dropped in plan.dropped:
+        name = plan.display_names.get(dropped.name, dropped.name)
+        observer.note(f"  dropped {name}: {dropped.rule}", LEAVES)
+
+
+def _result_details(
     plan: Plan,
+    fields: PlanFields,
     out: Path,
     result: ConversionResult,
     common: CommonOptions,
-    seconds: float,
+    started_s: float,
     observer: Observer,
-) -> None:
-    """Note the casts, the time and the compression of a written output, and add them to its JSON fields."""
+) -> dict[str, object]:
+    """Note the casts, the time and the compression of a written output, and return their JSON fields.
+
+    The number of changed values is set in `fields`.
+    """
     manifest = read_manifest(out) or NO_MANIFEST
     cast_counts = manifest.casts
     for entry in cast_counts:
         observer.note(casts.format_cast(entry))
+    seconds = time.monotonic() - started_s
     observer.note(closing_line(plan, out, result, cast_counts, seconds, common.memory_nbytes))
-    details["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
+    details: dict[str, object] = {}
     if plan.zstd_level:
-        details["compress"] = compression = compression_fields(plan, manifest)
+        compression = compression_fields(plan, manifest)
+        details["compress"] = compression
         observer.note(compression_line(compression))
-    details |= {
+    return {
+        **details,
         "output": str(out),
         "casts": cast_counts,
         **result_fields(result, common.memory_nbytes),
     }
-
-
-def _execute_plan(
-    plan: Plan, source: Source, out: Path, common: CommonOptions, observer: Observer
-) -> tuple[ConversionResult, dict[str, Any]]:
-    """Write the output with this process and its workers.
-
-    Returns:
-        Their result, and the JSON fields of the processes.
-    """
-    share, launcher = requested_share(common.process_options.processes, os.environ)
-    if launcher:
-        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
-    with WorkerPool(
-        common.process_options,
-        share,
-        memory_nbytes=common.memory_nbytes,
-        progress=observer.progress(),
-    ) as pool:
-        result = ConversionExecutor(
-            plan,
-            source,
-            out=out,
-            pool=pool,
-            overwrite=common.overwrite,
-            restart=common.restart,
-            allow_overflow=common.allow_overflow,
-            note=observer.note,
-        ).run()
-    if pool.share.count == 1:
-        return result, {}
-    fields = {
-        "count": pool.share.count,
-        "index": pool.share.index,
-        "workers": common.process_options.num_workers,
-    }
-    return result, {"processes": fields}
 
 
 def _check_output_location(out: Path, source: Source) -> None:
@@ -433,7 +454,10 @@ def _check_output_location(out: Path, source: Source) -> None:
 
 def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
-    dtypes = _weight_dtypes(source)
+    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
+    # named dtypes have a tensor of at least 1/8 of the largest one.
+    dtypes = sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})
     size = format_bytes(sum(t.nbytes for t in source.tensors))
     parts = [
         source.display_name,
@@ -446,19 +470,3 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
-
-
-def unsupported_model_reason(source: Source) -> str | None:
-    """Return the reason why prep cannot run the source's model, or None if it can."""
-    try:
-        source.family.arch_config(source.config)
-    except PrepError as error:
-        return str(error)
-    return None
-
-
-def _weight_dtypes(source: Source) -> list[str]:
-    """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
-    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
-    # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it.
-    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})

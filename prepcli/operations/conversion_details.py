@@ -1,38 +1,56 @@
-"""The details of a conversion for JSON, and the notes about it."""
+"""The details of a conversion for JSON, and its closing note."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from prepcli.console.formatting import format_bytes
-from prepcli.console.observer import LEAVES, Observer
-from prepcli.engine import casts
+from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
+from prepcli.errors import PrepError
 from prepcli.execution.execute import plan_digest
+from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
 from prepcli.planning.plan import Plan
+from prepcli.planning.shares import Share
+from prepcli.planning.tensors import CastEntry
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
 
 
-def note_plan_details(plan: Plan, observer: Observer) -> None:
-    """Note one line per leaf and per dropped tensor, at `-v`."""
-    for leaf in plan.leaves:
-        observer.note(
-            f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}",
-            LEAVES,
-        )
-    for dropped in plan.dropped:
-        observer.note(
-            f"  dropped {plan.display_names.get(dropped.name, dropped.name)}: {dropped.rule}",
-            LEAVES,
-        )
+class Accounting(TypedDict):
+    """Use of the source's tensors, for JSON.
+
+    `changed_values` is None before a conversion with casts, because only the conversion itself counts them.
+    """
+
+    tensors: int
+    used: int
+    dropped: list[dict[str, object]]
+    filled: list[dict[str, object]]
+    changed_values: int | None
 
 
-def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
+class PlanFields(TypedDict):
+    """A plan for JSON. `not_computed` is the reason why prep cannot run the model, or None if it can."""
+
+    plan_digest: str
+    accounting: Accounting
+    chunks: int
+    casts: list[CastEntry]
+    not_computed: str | None
+
+
+# Bytes of an output's chunks before and after compression, for JSON. `with` is a keyword of Python, hence no class.
+Compression = TypedDict(
+    "Compression", {"with": str | None, "raw": int, "stored": int, "ratio": float}
+)
+
+
+def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, object]:
     """Return the name, revision, files and bytes of a source."""
     return {
         "name": source.display_name,
@@ -42,11 +60,16 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
     }
 
 
-def plan_fields(plan: Plan) -> dict[str, Any]:
-    """Return the digest of a plan, the accounting of its tensors, and its casts."""
+def plan_fields(plan: Plan, source: Source) -> PlanFields:
+    """Return the digest of a plan, the accounting of its tensors, its casts, and whether prep can run the model."""
+    unsupported_reason = None
+    try:
+        source.family.arch_config(source.config)
+    except PrepError as error:
+        unsupported_reason = str(error)
     names = plan.display_names
     # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
-    used = {s.name for s in plan.streams if s.writes and s.reads}
+    used = {s.name for s in plan.streams if (s.writes or not s.nbytes) and s.reads}
     return {
         "plan_digest": plan_digest(plan),
         "accounting": {
@@ -71,11 +94,12 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
             "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
         },
         "chunks": plan.chunk_count,
-        "casts": casts.report_casts(plan.streams),
+        "casts": report_casts(plan.streams),
+        "not_computed": unsupported_reason,
     }
 
 
-def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any]:
+def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, object]:
     """Return the bytes, memory and time of a conversion."""
     return {
         "already": result.already_done,
@@ -90,12 +114,17 @@ def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any
     }
 
 
-def count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
+def process_fields(share: Share, options: ProcessOptions) -> dict[str, int]:
+    """Return the share of this process among the processes of an output."""
+    return {"count": share.count, "index": share.index, "workers": options.num_workers}
+
+
+def count_changed_values(cast_counts: Sequence[CastEntry]) -> int:
     """Return how many values casts changed."""
-    return sum(entry["changed"] for entry in cast_counts)
+    return sum(entry.get("changed", 0) for entry in cast_counts)
 
 
-def compression_fields(plan: Plan, manifest: Manifest) -> dict[str, Any]:
+def compression_fields(plan: Plan, manifest: Manifest) -> Compression:
     """Return the raw and the stored bytes of an output's chunks, and their ratio."""
     raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
     stored = sum(manifest.packed.values())
@@ -107,7 +136,7 @@ def compression_fields(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def compression_line(compression: Mapping[str, Any]) -> str:
+def compression_line(compression: Compression) -> str:
     """Describe the size of compressed chunks."""
     sizes = (
         f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
@@ -130,14 +159,15 @@ def closing_line(
     plan: Plan,
     out: Path,
     result: ConversionResult,
-    cast_counts: Sequence[Mapping[str, Any]],
+    cast_counts: Sequence[CastEntry],
     seconds: float,
     memory_nbytes: int,
 ) -> str:
     """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
     if result.already_done:
         return f"already done: {out} was made by the same request from the same source"
-    used = len({s.name for s in plan.streams if s.writes})
+    # A tensor without elements is part of the output, and nothing is written for it.
+    used = len({s.name for s in plan.streams if s.writes or not s.nbytes})
     memory = f"peak {result.peak_nbytes >> 20} MiB of {memory_nbytes >> 20}"
     parts = [
         f"{used} tensors",

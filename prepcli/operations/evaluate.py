@@ -32,7 +32,7 @@ from prepcli.operations.evaluation_keys import option_of_key
 from prepcli.operations.evaluation_model import LoadedModel, load_model
 from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
 from prepcli.operations.model_files import tokenizer_path
-from prepcli.operations.open_params import compute_dtype, open_params
+from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import Evaluation, EvaluationScores
@@ -218,7 +218,7 @@ def _make_recipes(
     """Return the recipe of each source of data: the settings that reading and computing need."""
     from trainer.training.setup import check_seq_length
 
-    dtype = compute_dtype(options["dtype"], opened)
+    dtype = resolve_compute_dtype(options["dtype"], opened)
     recipes: dict[str, Recipe] = {}
     for name, paths in data_sources(files).items():
         recipes[name] = evaluation_recipe(

@@ -41,7 +41,7 @@ def load_model(
         recipe: Recipe of one of the sources. They differ only in their data.
         observer: Receives notes and warnings.
     """
-    from trainer.distributed.device_kind import device_kind
+    from trainer.distributed.mesh_devices import device_kind
     from trainer.generation.decode import inference_dtype
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig

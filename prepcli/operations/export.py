@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from prepcli.console.formatting import format_bytes, parse_bytes
@@ -19,6 +20,7 @@ from prepcli.execution.workers import PARENT_VARIABLE, ProcessOptions
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
@@ -38,12 +40,12 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
+    config_files,
     copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
     output_config,
-    settings_files,
 )
 from prepcli.targets.streams import (
     TensorTarget,
@@ -109,9 +111,7 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        return run_conversion(
-            common, observer, lambda source, located: plan_export(options, source, located)
-        )
+        return run_conversion(common, observer, partial(plan_export, options))
 
     repository = options["push"]
     if repository is None:
@@ -240,7 +240,8 @@ def plan_copy(
         ),
         files=weight_files.files,
         small_files=(
-            *settings_files(config, (), extra_files=copied_small_files(source)),
+            *config_files(source, config),
+            *copied_small_files(source),
             *weight_files.index,
         ),
         dropped=(
@@ -289,7 +290,7 @@ def _planned_copy(
         f"{plan.settings['name']}-{layout}",
         notes=(line,),
         fields=fields,
-        next_command=lambda out: f"prep verify {out}{compared_with}",
+        next_command=f"prep verify {OUT_PLACEHOLDER}{compared_with}",
         source_view=source,
     )
 

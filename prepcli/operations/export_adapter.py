@@ -7,7 +7,7 @@ from typing import Any
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
-from prepcli.operations.conversion import PlannedConversion
+from prepcli.operations.conversion import OUT_PLACEHOLDER, PlannedConversion
 from prepcli.operations.option_spec import format_command_line
 from prepcli.operations.options import ExportOptions
 from prepcli.planning.plan import Fill, Plan, SmallFile
@@ -92,7 +92,7 @@ def plan_adapter_export(
         f"{located.model_name}-adapter",
         notes=(f"{located.model_name} -> adapter of PEFT, rank {lora.rank}",),
         fields={"layout": PEFT_LAYOUT, "format": "safetensors", "files": 1},
-        next_command=lambda out: f"prep merge {out} {base_name}",
+        next_command=f"prep merge {OUT_PLACEHOLDER} {base_name}",
     )
 
 

@@ -213,7 +213,7 @@ def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -
 
     Raise UsageError if the kernel cannot compute the model's attention.
     """
-    from trainer.distributed.device_kind import device_kind
+    from trainer.distributed.mesh_devices import device_kind
     from trainer.models.attention_kernels import KERNEL_SPECS, missing
     from trainer.models.attention_needs import AttentionNeeds, model_features
     from trainer.models.param_tree import dim_extent

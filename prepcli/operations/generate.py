@@ -30,7 +30,7 @@ from prepcli.operations.conversion import (
     source_line,
 )
 from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
-from prepcli.operations.open_params import compute_dtype, open_params
+from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.prompts import STDIN, read_prompts
@@ -281,7 +281,7 @@ def _build_generator(
             why,
             text("{} with fsdp or mp", Option("mesh")),
         )
-    dtype = compute_dtype(dtype, opened)
+    dtype = resolve_compute_dtype(dtype, opened)
     scan_layers = opened.model.has_stacked_layers
     forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)
     observer.note("loading the parameters")

@@ -22,7 +22,7 @@ from prepcli.console.observer import SilentObserver
 from prepcli.errors import PrepError, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
-from prepcli.operations.open_params import compute_dtype, open_params
+from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public, rendered_for_python
 from prepcli.operations.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.operations.options import SourceOptions
@@ -353,7 +353,7 @@ def _load(
 
     model = opened.model
     sharding = opened.sharding
-    dtype = compute_dtype(dtype, opened)
+    dtype = resolve_compute_dtype(dtype, opened)
     forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
     jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
     num_replicas = sharding.data_parallel_size

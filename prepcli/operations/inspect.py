@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.blobs import open_blobs
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.inspection.contents import (
     CheckpointContents,
     TensorEntry,
@@ -22,6 +21,7 @@ from prepcli.inspection.contents import (
 )
 from prepcli.inspection.logical_leaves import LogicalLeaf, find_leaf, logical_leaves
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
+from prepcli.operations.inspection_options import SortKey, ViewOptions
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
@@ -36,7 +36,6 @@ from trainer.models.partition import Spec, leaf_spec
 from trainer.models.rule_text import merge_rules
 from trainer.models.suggest import suggest
 
-SortKey = Literal["name", "size", "file"]
 ShapeAndDtype = tuple[tuple[int, ...], str]
 
 
@@ -127,6 +126,43 @@ def inspect(checkpoint: PathLike, **options: Unpack[SourceOptions]) -> Inspectio
     )
 
 
+def check_view(pattern: str | None, view: ViewOptions) -> None:
+    """Raise UsageError for more than one view, and for an option without effect on the view.
+
+    Args:
+        pattern: Shell pattern of tensor names. None selects all.
+        view: The view.
+    """
+    shards = Option("shards")
+    views = [
+        Option(name, view[name])
+        for name in ("tree", "stats", "shards", "diff")
+        if view[name] not in (None, False)
+    ]
+    if len(views) > 1:
+        names = join_texts(" and ", [text("{}", option) for option in views])
+        raise usage_error(
+            text("{} are different views", names),
+            "inspect shows one at a time",
+            text("{} alone", views[0]),
+        )
+    if view["mesh"] is not None and view["shards"] is None:
+        raise usage_error(
+            text("{} requires {}", Option("mesh"), shards),
+            "it sets the mesh that splits the leaf",
+            text("{}", Option("shards", "LEAF")),
+        )
+    if view["sort"] != "file" and (view["shards"] is not None or view["diff"] is not None):
+        what = text("{} has no effect", Option("sort", view["sort"]))
+        raise usage_error(what, "it sorts tables and trees", text("remove {}", Option("sort")))
+    if pattern is not None and view["shards"] is not None:
+        raise usage_error(
+            f"unexpected argument `{pattern}`",
+            text("{} already names the leaf", shards),
+            f"remove `{pattern}`",
+        )
+
+
 def select_tensors(
     checkpoint: str,
     observer: Observer,
@@ -189,11 +225,11 @@ def shard_leaf(
         why = f"{contents.display_name} has no mesh in its manifest"
         raise usage_error(what, why, text("for example {}", Option("mesh", "1,2,4")))
     mesh = parse_mesh(mesh_text)
-    name = shlex.quote(contents.display_name)
-    names_command = f"prep inspect {name} --tree"
+    names_command = Command("inspect", contents.display_name, Option("tree", True))
     if contents.kind != "orbax":
         # The tree of other formats has the names of tensors, which a conversion maps to leaves.
-        names_command = f"prep save-init {name} --dry-run -v"
+        dry_run = Option("dry_run", True)
+        names_command = Command("save-init", contents.display_name, dry_run, "-v")
     leaf = find_leaf(
         logical_leaves(contents),
         leaf_name,

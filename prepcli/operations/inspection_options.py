@@ -6,16 +6,20 @@ This module imports no NumPy, jax or huggingface_hub: every start of `prep` read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypedDict
+from dataclasses import replace
+from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import Minimum, OptionSpec, PathLike
-from prepcli.operations.options import SourceOptions
+from prepcli.operations.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
+from prepcli.operations.options import VERBATIM, SourceOptions
 
+SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
 
 
 class VerifyOptions(SourceOptions, total=False):
     """Options of `verify`."""
+
+    verbatim: Annotated[bool | None, replace(VERBATIM, record=NOT_RECORDED)]
 
     quick: Annotated[
         bool,
@@ -36,6 +40,58 @@ class VerifyOptions(SourceOptions, total=False):
             " recorded if nothing else differs.",
             default=(),
             position=21,
+        ),
+    ]
+
+
+class ViewOptions(TypedDict):
+    """What `prep inspect` shows. At most one of `tree`, `stats`, `shards` and `diff` is the view."""
+
+    sort: Annotated[
+        SortKey,
+        OptionSpec(
+            "BY",
+            "Sort by name, size or file (stored order).",
+            'Order: "name", "size" or "file", the stored order; default: "file".',
+            default="file",
+        ),
+    ]
+    tree: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Print a tree with equal layers merged.",
+            "Show a tree with equal layers merged; default: False.",
+            default=False,
+        ),
+    ]
+    stats: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Read the data; print min, max, mean, NaN ….",
+            "Read the data, and compute statistics of each tensor; default: False.",
+            default=False,
+        ),
+    ]
+    shards: Annotated[
+        str | None,
+        OptionSpec("LEAF", "Draw the shards of a leaf on each device.", "Leaf to split by a mesh."),
+    ]
+    mesh: Annotated[
+        str | None,
+        OptionSpec(
+            "DP,FSDP,MP",
+            "Set the mesh of --shards; default: the source's.",
+            "Mesh that splits the leaf; default: the source's.",
+        ),
+    ]
+    diff: Annotated[
+        str | None,
+        OptionSpec(
+            "OTHER",
+            "Compare names, shapes and dtypes.",
+            "Checkpoint to compare names, shapes and dtypes with.",
         ),
     ]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from prepcli.console.observer import QUIET, Observer
 from prepcli.engine.files import io_error
-from prepcli.errors import FAILED, Option, PrepError, text, usage_error
+from prepcli.errors import FAILED, Key, Option, PrepError, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
@@ -21,10 +22,17 @@ from prepcli.launch.hardware import (
     plain_hardware,
     tpu_vm_hardware,
 )
-from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, values_of
+from prepcli.launch.job import LaunchJob, as_label, parse_env, values_of
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_script
+from prepcli.operations.launch_options import (
+    LaunchGkeOptions,
+    LaunchLocalOptions,
+    LaunchSlurmOptions,
+    LaunchTpuOptions,
+    ScriptOptions,
+)
 from prepcli.operations.recipe_files import find_training_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
@@ -37,31 +45,6 @@ SUBMIT_COMMANDS = {  # commands that read the script from stdin
     "tpu": ("bash", "-s"),
     "gke": ("kubectl", "create", "-f", "-"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """Options of every target of `prep launch`.
-
-    Attributes:
-        recipe: The recipe.
-        train_words: Further words of `prep train`.
-        env: `KEY=VALUE` texts.
-        setup: Shell lines that run before the training.
-        job_name: Name of the job. The default is the name of the recipe.
-        max_restarts: Restarts of a job that exits with 75.
-        out: File for the script. None means stdout.
-        submit: Whether to submit the script.
-    """
-
-    recipe: Path
-    train_words: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    job_name: str | None = None
-    max_restarts: int = MAX_RESTARTS
-    out: Path | None = None
-    submit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,72 +81,137 @@ class LocalTraining:
     result: str
 
 
-def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> LaunchedScript:
-    """Return the batch script of a training, or submit it with `sbatch`."""
-    recipe = _load_recipe(request)
-    check_training(
-        _training(recipe, request), plain_hardware(options.nodes, options.devices_per_node)
+def launch_slurm(
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchSlurmOptions]
+) -> LaunchedScript:
+    """Return the batch script of a training, or submit it with `sbatch`.
+
+    Args:
+        recipe_path: The recipe.
+        train_words: Further words of `prep train`.
+        **options: See `LaunchSlurmOptions`.
+    """
+    recipe = _load_recipe(recipe_path, train_words)
+    hardware = plain_hardware(options["nodes"], options["devices_per_node"])
+    check_training(_training(recipe, train_words), hardware)
+    job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
+    slurm_options = SlurmOptions(
+        nodes=options["nodes"],
+        devices_per_node=options["devices_per_node"],
+        cpus=options["cpus"],
+        mem=options["mem"],
+        time=options["time"],
+        partition=options["partition"],
+        account=options["account"],
+        modules=tuple(options["module"]),
+        directives=tuple(options["sbatch"]),
+        log=options["log"],
+        grace_s=options["grace"],
     )
-    job = _job(request, request.job_name or recipe.name)
-    script = slurm_script(job, options, heartbeat_timeout_s=recipe.cluster.heartbeat_timeout)
-    return _deliver("slurm", script, request)
+    timeout_s = recipe.cluster.heartbeat_timeout
+    script = slurm_script(job, slurm_options, heartbeat_timeout_s=timeout_s)
+    return _deliver("slurm", script, options)
 
 
-def launch_tpu(request: LaunchRequest, options: TpuOptions) -> LaunchedScript:
-    """Return the `gcloud` script of a training, or run it."""
-    recipe = _load_recipe(request)
-    training = _training(recipe, request)
+def launch_tpu(
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchTpuOptions]
+) -> LaunchedScript:
+    """Return the `gcloud` script of a training, or run it.
+
+    Args:
+        recipe_path: The recipe.
+        train_words: Further words of `prep train`.
+        **options: See `LaunchTpuOptions`.
+    """
+    recipe = _load_recipe(recipe_path, train_words)
+    training = _training(recipe, train_words)
     # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
-    hardware = tpu_vm_hardware(options.accelerator, training)
+    hardware = tpu_vm_hardware(options["accelerator"], training)
     if hardware is not None:
         check_training(training, hardware)
-    job = _job(_with_recipe_file(request), request.job_name or as_label(recipe.name))
-    return _deliver("tpu", tpu_script(job, options), request)
+    name = options["job_name"] or as_label(recipe.name)
+    # The script copies the file, also that of a shipped recipe.
+    job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
+    tpu_options = TpuOptions(
+        accelerator=options["accelerator"],
+        zone=options["zone"],
+        project=options["project"],
+        runtime_version=options["runtime_version"],
+        spot=options["spot"],
+    )
+    return _deliver("tpu", tpu_script(job, tpu_options), options)
 
 
-def launch_gke(request: LaunchRequest, options: GkeOptions) -> LaunchedScript:
-    """Return the JobSet of a training, or create it with `kubectl`."""
-    recipe = _load_recipe(request)
-    training = _training(recipe, request)
-    check_training(training, gke_hardware(options, training))
-    if options.claim is None and not training.is_in_bucket:
+def launch_gke(
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchGkeOptions]
+) -> LaunchedScript:
+    """Return the JobSet of a training, or create it with `kubectl`.
+
+    Args:
+        recipe_path: The recipe.
+        train_words: Further words of `prep train`.
+        **options: See `LaunchGkeOptions`.
+    """
+    recipe = _load_recipe(recipe_path, train_words)
+    training = _training(recipe, train_words)
+    gke_options = GkeOptions(
+        image=options["image"],
+        nodes=options["nodes"],
+        devices_per_node=options["devices_per_node"],
+        accelerator=options["accelerator"],
+        topology=options["topology"],
+        cpus=options["cpus"],
+        mem=options["mem"],
+        claim=options["claim"],
+        grace_s=options["grace"],
+    )
+    check_training(training, gke_hardware(gke_options, training))
+    if options["claim"] is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
         hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
         raise usage_error(text("{} is missing", Option("claim")), why, hint)
-    request = _with_recipe_file(request)
-    job = _job(request, request.job_name or as_label(recipe.name))
+    # The manifest contains the file, also that of a shipped recipe.
+    recipe_file = find_training_recipe(recipe_path)
+    name = options["job_name"] or as_label(recipe.name)
     manifest = gke_manifest(
-        job,
-        options,
-        recipe_text=request.recipe.read_text("utf-8"),
+        _script_job(recipe_file, train_words, options, name),
+        gke_options,
+        recipe_text=recipe_file.read_text("utf-8"),
         num_slices=num_slices(training.slices),
     )
-    return _deliver("gke", manifest, request)
+    return _deliver("gke", manifest, options)
 
 
 def launch_local(
-    request: LaunchRequest,
+    recipe_path: Path,
+    train_words: Sequence[str],
     observer: Observer,
     *,
-    processes: int,
-    devices: int,
     quiet: bool = False,
+    **options: Unpack[LaunchLocalOptions],
 ) -> LocalTraining:
     """Train in several processes on this machine.
 
     Args:
-        request: The recipe and the environment.
+        recipe_path: The recipe.
+        train_words: Further words of `prep train`.
         observer: Receives the lines of all processes.
-        processes: Number of processes.
-        devices: CPU devices of each process.
         quiet: Let the processes show errors only.
+        **options: See `LaunchLocalOptions`.
 
     Raises:
         PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
     """
-    recipe = _load_recipe(request)
-    check_training(_training(recipe, request), plain_hardware(processes, devices))
-    job = _job(request, "local")
+    recipe = _load_recipe(recipe_path, train_words)
+    processes = options["processes"]
+    devices = options["devices"]
+    check_training(_training(recipe, train_words), plain_hardware(processes, devices))
+    job = LaunchJob(
+        recipe=str(recipe_path),
+        name="local",
+        train_words=tuple(train_words),
+        env=parse_env(options["env"]),
+    )
     # The processes end with this one, also after a SIGKILL: see `die_with_parent`.
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
     words = ["train"]
@@ -186,18 +234,16 @@ def launch_local(
     return LocalTraining(processes, devices, result)
 
 
-def _load_recipe(request: LaunchRequest) -> Recipe:
+def _load_recipe(path: Path, train_words: Sequence[str]) -> Recipe:
     """Return the recipe. Raise UsageError for an invalid one before the job waits in a queue."""
-    return load_recipe(
-        find_training_recipe(request.recipe), values_of("--set", request.train_words)
-    ).recipe
+    return load_recipe(find_training_recipe(path), values_of("--set", train_words)).recipe
 
 
-def _training(recipe: Recipe, request: LaunchRequest) -> Training:
+def _training(recipe: Recipe, train_words: Sequence[str]) -> Training:
     """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
-    outputs = values_of("--out", request.train_words)
+    outputs = values_of("--out", train_words)
     return Training(
-        mesh=parse_mesh(recipe.mesh, "mesh"),
+        mesh=parse_mesh(recipe.mesh, Key("mesh")),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
         num_processes=recipe.cluster.n_processes,
         local_devices=recipe.cluster.n_local_devices,
@@ -206,29 +252,28 @@ def _training(recipe: Recipe, request: LaunchRequest) -> Training:
     )
 
 
-def _with_recipe_file(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with the file of a shipped recipe, for targets that copy it."""
-    return replace(request, recipe=find_training_recipe(request.recipe))
-
-
-def _job(request: LaunchRequest, name: str) -> LaunchJob:
+def _script_job(
+    recipe_path: Path, train_words: Sequence[str], options: ScriptOptions, name: str
+) -> LaunchJob:
+    """Return the job that a script starts."""
     return LaunchJob(
-        recipe=str(request.recipe),
+        recipe=str(recipe_path),
         name=name,
-        train_words=request.train_words,
-        setup=request.setup,
-        env=parse_env(request.env),
-        max_restarts=request.max_restarts,
+        train_words=tuple(train_words),
+        setup=tuple(options["setup"]),
+        env=parse_env(options["env"]),
+        max_restarts=options["max_restarts"],
     )
 
 
-def _deliver(target: str, script: str, request: LaunchRequest) -> LaunchedScript:
-    """Write the script to a file and submit it, each if the request says so."""
+def _deliver(target: str, script: str, options: ScriptOptions) -> LaunchedScript:
+    """Write the script to a file and submit it, each if its option is set."""
     command = SUBMIT_COMMANDS[target]
-    if request.out is not None:
-        _write_new(request.out, script)
-    reply = _submit(command, script) if request.submit else None
-    return LaunchedScript(target, script, request.out, " ".join(command), reply)
+    out = None if options["out"] is None else Path(options["out"])
+    if out is not None:
+        _write_new(out, script)
+    reply = _submit(command, script) if options["submit"] else None
+    return LaunchedScript(target, script, out, " ".join(command), reply)
 
 
 def _write_new(path: Path, script: str) -> None:

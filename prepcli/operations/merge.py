@@ -17,6 +17,7 @@ from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import NO_MANIFEST, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     common_options,
     recorded_values,
@@ -153,7 +154,7 @@ def plan_merge(
         f"{located.model_name}-merged",
         notes=(f"{adapter_path}{origin} -> {source.display_name}: {change}",),
         fields={**copy.fields, "merged": merged},
-        next_command=lambda out: f"prep verify {out}",
+        next_command=f"prep verify {OUT_PLACEHOLDER}",
         source_view=combined,
     )
 

@@ -66,7 +66,7 @@ def open_parameters(
         yield opened
 
 
-def compute_dtype(dtype: str | None, opened: OpenedModel) -> str:
+def resolve_compute_dtype(dtype: str | None, opened: OpenedModel) -> str:
     """Return the dtype of a computation: the requested one, else bfloat16 if all parameters have it."""
     if dtype is not None:
         return dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 from prepcli.console.observer import CommandObserver
 from prepcli.errors import PYTHON, PrepError, render_text
 from prepcli.operations.arguments import annotations_of, check_arguments
-from prepcli.operations.caller_terms import restated, to_callers_terms
 from prepcli.operations.option_spec import with_defaults
 from prepcli.operations.results import Conversion
 
@@ -48,26 +47,22 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         arguments: Any = add_defaults(kwargs)
         if isinstance(kwargs.get("progress"), CommandObserver):
             return operation(*args, **arguments)
-        annotations = annotations_of(function)
-        check_arguments({**dict(zip(positional_names, args)), **kwargs}, annotations)
+        given = {**dict(zip(positional_names, args)), **kwargs}
+        check_arguments(given, annotations_of(function))
         try:
-            result = operation(*args, **arguments)
-            return _with_restated_warnings(result, annotations)
+            return _render_warnings(operation(*args, **arguments))
         except PrepError as error:
-            # The references are rendered first. Texts that still quote options are translated.
-            raise restated(error.rendered(PYTHON), annotations) from error.__cause__
+            raise error.rendered(PYTHON) from error.__cause__
 
     return call
 
 
-def _with_restated_warnings(result: Any, annotations: Mapping[str, Any]) -> Any:
+def _render_warnings(result: Any) -> Any:
     """Return a result with the names of Python arguments in its warnings."""
     if not isinstance(result, Conversion) or not result.warnings:
         return result
-    warnings = [render_text(warning, PYTHON) for warning in result.warnings]
-    return replace(
-        result, warnings=tuple(to_callers_terms(warning, annotations) for warning in warnings)
-    )
+    warnings = tuple(render_text(warning, PYTHON) for warning in result.warnings)
+    return replace(result, warnings=warnings)
 
 
 @contextmanager

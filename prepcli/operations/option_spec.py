@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_type_hints
 
 # Position of the fields that do not change the bytes of an output: manifests do not record them.
 NOT_RECORDED = None
+# Default of an option without one: Typer asks for a value.
+REQUIRED = ...
 
 PathLike = str | Path
 
@@ -35,7 +37,7 @@ class OptionSpec:
         metavar: Value in the help of the command line. None for a flag.
         help: Text in the help of the command line.
         doc: Text in the reference of the Python functions.
-        default: Value of an omitted option.
+        default: Value of an omitted option, or REQUIRED.
         flag: Option of the command line, if it is not `--` and the name of the field.
         cli_type: Type on the command line, if it does not follow from the annotation.
         parse: Function from each text of a repeated option to an item of the argument.

@@ -63,6 +63,18 @@ _ALLOW_OVERFLOW = OptionSpec(
 )
 
 
+VERBATIM = OptionSpec(
+    None,
+    "Keep the names of the file as they are, or refuse unknown architectures;"
+    " default: keep the names of unknown ones.",
+    "True keeps the tensors under the names of the file, for conversions only. False refuses unknown"
+    " architectures; default: keep the names of unknown ones.",
+    flag="--verbatim/--no-verbatim",
+    position=23,
+    record=60,
+)
+
+
 class SourceOptions(TypedDict, total=False):
     """How a source is read."""
 
@@ -174,6 +186,23 @@ class ConversionOptions(SourceOptions, total=False):
     ]
 
 
+class VerbatimOptions(TypedDict, total=False):
+    """Which checkpoints keep the names of their files, and which side files are copied."""
+
+    verbatim: Annotated[bool | None, VERBATIM]
+    copy: Annotated[
+        str | Sequence[str],
+        OptionSpec(
+            "GLOB",
+            "Copy further side files, for example '*.py'; repeatable.",
+            'One or more patterns of further side files to copy, such as "*.py".',
+            default=(),
+            position=24,
+            record=61,
+        ),
+    ]
+
+
 class DropOptions(TypedDict, total=False):
     """Which source tensors may be ignored."""
 
@@ -259,7 +288,7 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
     ]
 
 
-class LayoutOptions(ConversionOptions, total=False):
+class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
     """Layout of an Orbax checkpoint."""
 
     mesh: Annotated[
@@ -351,7 +380,7 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, total=False):
+class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
     """Options of `export`."""
 
     layout: Annotated[

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Unpack
 
 from prepcli.console.formatting import format_bytes
@@ -15,6 +16,7 @@ from prepcli.errors import Command, Option, invalid_config_error, text, usage_er
 from prepcli.execution.workers import ProcessOptions
 from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     common_options,
     match_options,
@@ -27,7 +29,7 @@ from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.tensor_match import vocab_tensors
+from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
@@ -91,7 +93,7 @@ def pad_vocab(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_pad_vocab(options, source, located),
+        partial(plan_pad_vocab, options),
     )
 
 
@@ -176,7 +178,7 @@ def plan_pad_vocab(
     size = padded_size(options, vocabulary)
     match = match_source_tensors(source, source_axis_maps(source), match_options(options))
     # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
-    dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
+    dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
     row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
@@ -227,7 +229,7 @@ def plan_pad_vocab(
         name,
         notes=(note,),
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
-        next_command=lambda out: f"prep save-init {out}{save_init_options}",
+        next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.errors import Option, text, usage_error
+from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.inspection_options import PlanOptions
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike, as_tuple
@@ -240,7 +240,7 @@ def _compile(
 
 def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
     """Return a mesh without an open axis: the number of devices fills it."""
-    parsed = parse_mesh(mesh, "mesh")
+    parsed = parse_mesh(mesh, Key("mesh"))
     if devices.number is not None:
         kind = f"{devices.kind.name}:" if devices.kind else ""
         origin = text("{}", Option("devices", f"{kind}{devices.number}"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.observer import Observer
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.errors import Key, Option, PrepError, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.inspection.contents import read_contents
 from prepcli.operations.recipe_files import find_recipe, recipes_folder, similar_recipe
@@ -101,7 +101,7 @@ def resolve_target(
     return PlanTarget(
         recipe=recipe,
         model=checkpoint.model.of_recipe(recipe.model),
-        rules=merge_rules(rule_texts, origin="rules"),
+        rules=merge_rules(rule_texts, origin=Key("rules")),
         rule_texts=tuple(rule_texts),
         origin=checkpoint.origin,
     )

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,6 +29,7 @@ from prepcli.formats.manifest import (
 from prepcli.formats.orbax import find_item
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion import (
+    OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
@@ -44,15 +46,16 @@ from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
-from prepcli.targets.hf_folder import copied_small_files, output_config, settings_files
+from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
-from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.partition import vocab_multiple
-from trainer.models.rule_text import merge_rules
+from trainer.models.rule_text import merge_rules, with_default_preset
 from trainer.models.rules import check_leaf_rules
+from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
 DEVICES_PER_HOST = (
     4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
@@ -94,7 +97,7 @@ def save_init(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_orbax_item(options, source, located),
+        partial(plan_orbax_item, options),
     )
 
 
@@ -131,7 +134,7 @@ def reshard(
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
-        lambda source, located: plan_resharded_item(options, source, located),
+        partial(plan_resharded_item, options),
         _is_unresharded,
     )
 
@@ -209,14 +212,20 @@ def plan_orbax_item(
     keeps_state = not params_only and source.tree_manifest.is_training_step
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    if source.family.is_verbatim:
+        _check_verbatim_request(options, source)
+        source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
-    rows = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, rows, match_options(options))
-    _check_leaf_rules(layout, source, rows, is_tied=match.is_tied)
+    axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
+    match = match_source_tensors(source, axis_maps, match_options(options))
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
+    check_leaf_rules(layout.partitioning.rules, dims)
     item = make_item(
         source,
         match,
-        table=rows,
+        axis_maps=axis_maps,
         vocab_size=layout.vocab_rows,
         partitioning=layout.partitioning,
         dtype=options["dtype"],
@@ -236,13 +245,15 @@ def plan_orbax_item(
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    notes = (*_layout_lines(layout, item), *_dropped_state_lines(dropped_state_tensors))
+    next_command = f"prep reshard {OUT_PLACEHOLDER} --mesh DP,FSDP,MP"
+    if command == "reshard":
+        next_command = f"prep verify {OUT_PLACEHOLDER}"
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=notes,
+        notes=tuple(_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
-        next_command=lambda out: _next_command(command, out),
+        next_command=next_command,
     )
 
 
@@ -278,11 +289,9 @@ def _item_plan(
         source_files=source.file_stamps,
         streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
         files=item.files,
-        small_files=settings_files(
-            config,
-            (),
-            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
-            path_prefix=f"{HF_FOLDER}/",
+        small_files=(
+            *config_files(source, config, f"{HF_FOLDER}/"),
+            *copied_small_files(source, f"{HF_FOLDER}/"),
         ),
         leaves=item.leaves,
         dropped=dropped,
@@ -310,6 +319,8 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
             "give it a number",
         )
     rules = as_tuple(options["rules"]) or tuple(source_manifest.rules)
+    if source.family.is_verbatim:
+        rules = with_default_preset(rules)
     partitioning = Partitioning(mesh, merge_rules(rules))
     vocabulary = source.vocabulary(options["true_vocab"])
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
@@ -332,16 +343,6 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
         source_manifest=source_manifest,
         is_training_step=source_manifest.is_training_step and not params_only,
     )
-
-
-def _check_leaf_rules(
-    layout: _ItemLayout, source: Source, rows: Mapping[str, ParsedAxisMap], *, is_tied: bool
-) -> None:
-    """Raise UsageError for a leaf rule that matches no leaf, or has another number of dims than its leaf."""
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if is_tied else None
-    leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
-    check_leaf_rules(layout.partitioning.rules, leaves)
 
 
 def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
@@ -369,7 +370,26 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
+        **_stacked_numbers(source, layout),
     }
+
+
+def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
+    """Return the manifest's list of the numbers in the names of stacked tensors, for verbatim leaves."""
+    if not source.family.is_verbatim:
+        return {}
+    return {"stacked": stacked_numbers(source.family, layout.scan)}
+
+
+def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
+    """Raise UsageError for options that need a known vocabulary."""
+    for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
+        if options[name] != default:
+            raise usage_error(
+                text("{} is not supported for {}", Option(name), source.display_name),
+                CANNOT_TRAIN,
+                text("remove {}", Option(name)),
+            )
 
 
 def _check_source_kind(command: str, source: Source) -> None:
@@ -422,7 +442,10 @@ def _vocab_rows(
     return padded
 
 
-def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
+def _layout_lines(
+    layout: _ItemLayout, item: OrbaxItemLayout, dropped_state_tensors: Sequence[DroppedTensor]
+) -> Iterator[str]:
+    """Yield the notes about a layout: padding, mesh, dims that stay whole, and the dropped optimizer state."""
     stored_size = layout.vocabulary.stored_size
     mesh = layout.partitioning.mesh
     if layout.vocab_rows != stored_size:
@@ -445,15 +468,9 @@ def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
             f" {hosts} read {amplification:.2f} x their bytes"
         )
     yield from item.fallbacks
-
-
-def _dropped_state_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
-    if nbytes := sum(tensor.nbytes for tensor in dropped if tensor.rule == OPT_STATE_RULE):
-        yield f"optimizer state ({format_bytes(nbytes)}) dropped"
-
-
-def _next_command(command: str, out: Path) -> str:
-    return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
+    dropped = [t.nbytes for t in dropped_state_tensors if t.rule == OPT_STATE_RULE]
+    if sum(dropped):
+        yield f"optimizer state ({format_bytes(sum(dropped))}) dropped"
 
 
 def _command_line(

@@ -38,6 +38,7 @@ from prepcli.operations.results import Verification
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import check_stream
+from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
@@ -155,6 +156,10 @@ def _verify(request: _Request, observer: Observer) -> Verification:
             observer.note(line)
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
+    if source.family.is_verbatim or against_source.family.is_verbatim:
+        # The tensors of a file are the same, whether a family knows them or not.
+        source = as_verbatim(source)
+        against_source = as_verbatim(against_source)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
 
 
@@ -198,6 +203,7 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
+        verbatim=common.verbatim,
     )
 
 

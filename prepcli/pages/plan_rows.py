@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prepcli.console.formatting import format_bytes, format_duration
+from prepcli.errors import text
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.slices import num_slices
 from trainer.planning.memory_changes import MemoryChange
@@ -163,16 +164,16 @@ def compiled_caveat(step: CompiledStep) -> str:
     """Return the sentence about the compilation and the limits of its figures."""
     plan = step.plan
     cost = f"{format_duration(plan.compile_s)} with {format_bytes(plan.host_nbytes)} of host memory"
-    text = (
+    caveat = (
         f"Attention kernel {plan.kernel}; compiled in {cost}. An operation in a loop counts once."
     )
     if plan.is_upper_bound:
-        text += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
-    return text
+        caveat += " XLA computes bfloat16 in float32 on CPUs: accelerators need less memory."
+    return caveat
 
 
 def change_text(change: MemoryChange | None) -> str:
     """Return the changes that make a step fit as text, or a suggestion if there are none."""
     if change is None:
         return "no change of the recipe tried makes it fit: more or larger devices, or a shorter `data.seq_length`"
-    return f"it fits with `{change.options}`: {format_bytes(change.plan.memory.peak)}"
+    return text("it fits with {}: {}", change.overrides, format_bytes(change.plan.memory.peak))

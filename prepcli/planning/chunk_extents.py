@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
 
@@ -49,25 +49,11 @@ class ChunkExtent:
         return self.blocks.first_in_chunk(index)
 
 
-def leaf_blocks(leaves: Iterable[OutputLeaf]) -> dict[str, LeafBlocks]:
-    """Return the numbered checksum blocks of output leaves, by leaf name."""
-    return number_blocks(
+def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
+    """Return the extents of output leaves, one per box of placed chunks, sorted by file and offset."""
+    blocks = number_blocks(
         (leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves
     )
-
-
-def chunk_extents(
-    leaves: Sequence[OutputLeaf], blocks: Mapping[str, LeafBlocks]
-) -> list[ChunkExtent]:
-    """Return the extents of output leaves, sorted by file and offset.
-
-    Args:
-        leaves: The output's leaves.
-        blocks: Checksum blocks, by leaf name.
-
-    Returns:
-        One extent per box of placed chunks.
-    """
     extents: list[ChunkExtent] = []
     for leaf in leaves:
         for box in leaf.placed_chunks:
@@ -77,3 +63,8 @@ def chunk_extents(
                 ChunkExtent(placement.file, placement.offset, stride_nbytes, box, blocks[leaf.name])
             )
     return sorted(extents, key=lambda extent: (extent.file, extent.offset))
+
+
+def count_blocks(extents: Sequence[ChunkExtent]) -> int:
+    """Return the number of checksum blocks in all extents of an output."""
+    return max((extent.blocks.stop_number for extent in extents), default=0)

@@ -130,21 +130,16 @@ def _place_group(
     # stays one run keeps the page offset of its source.
     offset = start + piece.source_offset % PAGE
     placement = StridedPlacement(file, offset, first, strides(counts, nbytes))
-    if not _is_contiguous(piece, placement):
+    # Two copies are enough to see that there is more than one. A large leaf has millions.
+    shape = piece.axis_map.source_shape
+    copies = region_copies(_make_region(piece, placement), full_box(shape))
+    widths = [copy.width for copy in itertools.islice(copies, 2)]
+    if widths != [math.prod(shape) * piece.itemsize]:
         if nbytes >= MIN_ALIGNED_CHUNK_NBYTES:
             nbytes = -(-nbytes // PAGE) * PAGE
         placement = StridedPlacement(file, start, first, strides(counts, nbytes))
     layout.file_sizes[-1] = placement.offset + math.prod(counts) * nbytes
     return placement
-
-
-def _is_contiguous(piece: LeafPiece, placement: StridedPlacement) -> bool:
-    """Whether the whole tensor is one contiguous run at its placement."""
-    shape = piece.axis_map.source_shape
-    # Two copies are enough to see that there is more than one. A large leaf has millions.
-    copies = region_copies(_make_region(piece, placement), full_box(shape))
-    widths = [copy.width for copy in itertools.islice(copies, 2)]
-    return widths == [math.prod(shape) * piece.itemsize]
 
 
 def _make_region(piece: LeafPiece, placement: StridedPlacement) -> ChunkedLocation:

@@ -44,10 +44,13 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
             )
     # Both directions are compared as byte ranges: the slabs' copies, and the plan's locations.
     # Slabs come from the code that the engine runs, so an error of the index algebra is found here.
-    actual_reads = _copy_spans(_slab_copies(plan, make_slabs(), "reads"))
-    _check_equal_spans("read", actual_reads, _expected_read_spans(plan))
-    actual_writes = _copy_spans(_slab_copies(plan, make_slabs(), "writes"))
-    _check_equal_spans("written", actual_writes, _expected_write_spans(plan))
+    actual = _merge_spans("read", _slab_spans(plan, make_slabs(), "reads"))
+    expected_reads: list[FileSpan] = []
+    for stream in plan.streams:
+        expected_reads += _stream_spans(stream, stream.reads, itemsize(stream.dtype))
+    _check_equal_spans("read", actual, _merge_spans("read", expected_reads))
+    actual = _merge_spans("written", _slab_spans(plan, make_slabs(), "writes"))
+    _check_equal_spans("written", actual, _merge_spans("written", _expected_write_spans(plan)))
 
 
 def _read_rows(plan: Plan, name: str) -> set[Range]:
@@ -63,7 +66,7 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
         file_ends.append((number, file.size, file.size))
         for offset, data in ((0, file.header), *file.constant_ranges):
             constant_spans.append((number, offset, offset + len(data)))
-    written = itertools.chain(_expected_write_spans(plan), constant_spans)
+    written = _expected_write_spans(plan) + constant_spans
     last_file = 0
     last_stop = 0
     for number, start, stop in sorted([*_merge_spans("written", written), *file_ends]):
@@ -74,8 +77,8 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
         last_stop = stop
 
 
-def stream_write_spans(stream: Stream) -> Iterator[FileSpan]:
-    """Yield the byte ranges of the data files written by a stream."""
+def stream_write_spans(stream: Stream) -> list[FileSpan]:
+    """Return the byte ranges of the data files written by a stream."""
     return _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
 
 
@@ -111,14 +114,18 @@ def _row_indices(dim: TensorDim) -> set[int]:
     return set(indices)
 
 
-def _slab_copies(
+def _slab_spans(
     plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]
-) -> Iterator[StridedCopy]:
-    """Yield the copies of all slabs in one direction. Raise PrepError if a slab's copies do not add up to its size."""
-    is_read = direction == "reads"
+) -> list[FileSpan]:
+    """Return the byte ranges of all slabs in one direction.
+
+    Raises:
+        PrepError: The copies of a slab do not add up to its size.
+    """
+    runs = _JoinedRuns()
     for slab in slabs:
         stream = plan.streams[slab.stream_number]
-        if is_read:
+        if direction == "reads":
             copies = slab.reads
             locations = stream.reads
             expected_nbytes = slab.nbytes
@@ -130,81 +137,92 @@ def _slab_copies(
         if locations and copied_nbytes != expected_nbytes:
             why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
             raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
-        yield from copies
+        for copy in copies:
+            runs.add(copy)
+    return runs.spans()
 
 
-def _expected_read_spans(plan: Plan) -> Iterator[FileSpan]:
-    """Yield the byte ranges of all streams in their source files."""
-    for stream in plan.streams:
-        yield from _stream_spans(stream, stream.reads, itemsize(stream.dtype))
-
-
-def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
-    """Yield the byte ranges that must be written: every chunk of every leaf, or every tensor if there are no leaves."""
+def _expected_write_spans(plan: Plan) -> list[FileSpan]:
+    """Return the byte ranges to write: every chunk of every leaf, or every tensor without leaves."""
+    spans: list[FileSpan] = []
     for leaf in plan.leaves:
-        yield from _chunk_spans(leaf)
+        spans += _chunk_spans(leaf)
     if not plan.leaves:
         for stream in plan.streams:
-            yield from _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
+            spans += stream_write_spans(stream)
+    return spans
 
 
-def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> Iterator[FileSpan]:
-    """Yield the byte ranges that a stream's rows occupy in the files of `locations` (its reads or its writes)."""
+def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> list[FileSpan]:
+    """Return the byte ranges of a stream's rows in the files of `locations` (its reads or its writes)."""
     if not stream.nbytes:
-        return
+        return []
+    spans: list[FileSpan] = []
     for location in locations:
         if isinstance(location, Contiguous):
             # the byte range counts bytes as read, the location may count bytes of a cast
             read_nbytes = itemsize(stream.dtype)
             start, stop = stream.byte_range
-            yield (
-                location.file,
-                location.offset + start // read_nbytes * item_nbytes,
-                location.offset + stop // read_nbytes * item_nbytes,
-            )
+            span_start = location.offset + start // read_nbytes * item_nbytes
+            span_stop = location.offset + stop // read_nbytes * item_nbytes
+            spans.append((location.file, span_start, span_stop))
         else:
-            yield from _copy_spans(
-                location_copies((location,), stream.shape, item_nbytes=item_nbytes, box=stream.box)
-            )
+            runs = _JoinedRuns()
+            for copy in location_copies(
+                (location,), stream.shape, item_nbytes=item_nbytes, box=stream.box
+            ):
+                runs.add(copy)
+            spans += runs.spans()
+    return spans
 
 
-def _chunk_spans(leaf: OutputLeaf) -> Iterator[FileSpan]:
-    """Yield the byte range of each chunk of a leaf. Raise PrepError if the plan places too few or too many."""
+def _chunk_spans(leaf: OutputLeaf) -> list[FileSpan]:
+    """Return the byte range of each chunk of a leaf. Raise PrepError if the plan places too few or too many."""
     chunk_nbytes = leaf.chunk_nbytes
-    placed_count = 0
+    spans: list[FileSpan] = []
     for box in leaf.placed_chunks:
-        counts = [stop - first for first, stop in zip(box.first, box.stop)]
-        placed_count += math.prod(counts)
         for index in box.indices():
             file, offset = box.placement.find(index)
-            yield file, offset, offset + chunk_nbytes
-    if placed_count != math.prod(leaf.grid.chunk_counts):
+            spans.append((file, offset, offset + chunk_nbytes))
+    chunk_count = math.prod(leaf.grid.chunk_counts)
+    if len(spans) != chunk_count:
         raise _coverage_error(
-            f"{leaf.name} has {math.prod(leaf.grid.chunk_counts):,} chunks, the plan places {placed_count:,}"
+            f"{leaf.name} has {chunk_count:,} chunks, the plan places {len(spans):,}"
         )
+    return spans
 
 
-def _copy_spans(copies: Iterable[StridedCopy]) -> Iterator[FileSpan]:
-    """Yield the byte ranges of copies in the files.
+class _JoinedRuns:
+    """Byte ranges of copies in the files.
 
     One slab of a transpose writes a short run in each of many rows, and the next slab continues these runs. Such copies
     are joined to longer runs before they are expanded, because there would be millions of ranges.
     """
-    # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
-    # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
-    runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
-    for copy in copies:
+
+    def __init__(self) -> None:
+        # (file, end of the first run, repeats) -> (start of the first run, bytes per run), e.g. two slabs
+        # that write 8 bytes at 0, 100, 200 and 8 bytes at 8, 108, 208 become 16 bytes at 0, 100, 200
+        self._runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
+        self._spans: list[FileSpan] = []
+
+    def add(self, copy: StridedCopy) -> None:
+        """Add the runs of a copy."""
         run_nbytes = copy.run_nbytes
         repeats = copy.repeats
         preceding_end = (copy.file, copy.file_offset, repeats)
-        start, preceding_nbytes = runs_by_end.pop(preceding_end, (copy.file_offset, 0))
-        end = copy.file, copy.file_offset + run_nbytes, repeats
+        start, preceding_nbytes = self._runs_by_end.pop(preceding_end, (copy.file_offset, 0))
+        end = (copy.file, copy.file_offset + run_nbytes, repeats)
         # the same bytes are copied twice
-        if end in runs_by_end:
-            yield from _run_spans(copy.file, *runs_by_end[end], repeats)
-        runs_by_end[end] = start, preceding_nbytes + run_nbytes
-    for (file, _, repeats), (start, run_nbytes) in runs_by_end.items():
-        yield from _run_spans(file, start, run_nbytes, repeats)
+        if end in self._runs_by_end:
+            self._spans += _run_spans(copy.file, *self._runs_by_end[end], repeats)
+        self._runs_by_end[end] = (start, preceding_nbytes + run_nbytes)
+
+    def spans(self) -> list[FileSpan]:
+        """Return the byte ranges of all added runs."""
+        spans = list(self._spans)
+        for (file, _, repeats), (start, run_nbytes) in self._runs_by_end.items():
+            spans += _run_spans(file, start, run_nbytes, repeats)
+        return spans
 
 
 def _run_spans(
@@ -220,12 +238,8 @@ def _run_spans(
         yield file, start, start + run_nbytes
 
 
-def _check_equal_spans(
-    verb: str, actual_spans: Iterable[FileSpan], expected_spans: Iterable[FileSpan]
-) -> None:
-    """Raise PrepError unless two sets of byte ranges cover the same bytes, each once."""
-    actual = _merge_spans(verb, actual_spans)
-    expected = _merge_spans(verb, expected_spans)
+def _check_equal_spans(verb: str, actual: list[FileSpan], expected: list[FileSpan]) -> None:
+    """Raise PrepError unless two lists of merged byte ranges are equal."""
     for actual_span, expected_span in itertools.zip_longest(actual, expected):
         if actual_span != expected_span:
             raise _coverage_error(

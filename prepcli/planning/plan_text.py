@@ -6,7 +6,6 @@ formats on disk: they are fixed here and may differ from the names in code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -62,16 +61,11 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 ADDED_FIELDS = {"update"}
 
 
-def _labels(cls: type) -> Iterator[tuple[str, str]]:
-    """Return the name of each encoded field in code, and its name in the text with an equals sign."""
-    names = NAMES[cls][1]
-    return (
-        (field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr
-    )
-
-
-# Labels are computed once: a plan of a large model has 10^5 regions to encode.
-_LABELS = {cls: tuple(_labels(cls)) for cls in NAMES}
+# Name of each encoded field in code, and its name in the text with an equals sign, by class. They are computed once:
+# a plan of a large model has 10^5 regions to encode.
+_LABELS: dict[type, list[tuple[str, str]]] = {}
+for _cls, (_, _names) in NAMES.items():
+    _LABELS[_cls] = [(f.name, f"{_names.get(f.name, f.name)}=") for f in fields(_cls) if f.repr]
 
 
 def encode_text(value: Any) -> str:
@@ -79,13 +73,15 @@ def encode_text(value: Any) -> str:
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
         return "(" + ", ".join(map(encode_text, value)) + end
-    # Of other types, such as int and str, `repr` is stable between versions of Python.
-    labels = _LABELS.get(type(value))
-    if labels is None:
+    if type(value) not in NAMES:
+        # Of other types, such as int and str, `repr` is stable between versions of Python.
         return repr(value)
-    content = ", ".join(
-        label + encode_text(field)
-        for name, label in labels
-        if (field := getattr(value, name)) is not None or name not in ADDED_FIELDS
-    )
-    return f"{NAMES[type(value)][0]}({content})"
+    texts: list[str] = []
+    for name, label in _LABELS[type(value)]:
+        field = getattr(value, name)
+        if field is None and name in ADDED_FIELDS:
+            continue
+        # most fields are numbers, which need no call
+        is_nested = type(field) is tuple or type(field) in NAMES
+        texts.append(label + (encode_text(field) if is_nested else repr(field)))
+    return f"{NAMES[type(value)][0]}({', '.join(texts)})"

@@ -116,21 +116,17 @@ def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list
     """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
     sized_groups: list[tuple[int, list[int]]] = []
     for group in groups:
-        sized_groups.append((sum(plan.streams[number].nbytes for number in group), group))
-    sized_groups.sort(key=_largest_first)
+        nbytes = sum(plan.streams[number].nbytes for number in group)
+        # sorts by descending size, then by the first stream number
+        sized_groups.append((-nbytes, group))
+    sized_groups.sort()
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, process) for process in range(count)]
-    for nbytes, group in sized_groups:
+    for negative_nbytes, group in sized_groups:
         load, process = heapq.heappop(loads)
         shares[process] += group
-        heapq.heappush(loads, (load + nbytes, process))
+        heapq.heappush(loads, (load - negative_nbytes, process))
     return shares
-
-
-def _largest_first(sized_group: tuple[int, list[int]]) -> tuple[int, int]:
-    """Return a sort key of (nbytes, stream numbers): by descending size, then by the first stream number."""
-    nbytes, stream_numbers = sized_group
-    return -nbytes, stream_numbers[0]
 
 
 def _stream_groups(plan: Plan) -> list[list[int]]:

@@ -42,7 +42,7 @@ class Slab:
     itemsizes: tuple[int, int] = (1, 1)
 
     @property
-    def is_cast(self) -> bool:
+    def changes_values(self) -> bool:
         """Whether values are changed: cast to another dtype, or updated."""
         return self.itemsizes != (1, 1)
 
@@ -55,11 +55,6 @@ class Slab:
     def written_nbytes(self) -> int:
         """`nbytes` in bytes of the written dtype."""
         return self.nbytes // self.itemsizes[0] * self.itemsizes[1]
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether reads and writes are each a single run of all bytes, or empty."""
-        return _is_single_run(self.reads, self.nbytes) and _is_single_run(self.writes, self.nbytes)
 
 
 def _is_single_run(copies: tuple[StridedCopy, ...], nbytes: int) -> bool:
@@ -75,28 +70,28 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
         stream: The stream.
         max_nbytes: Maximum size of a slab, both as read and as written.
 
-    Yields:
+    Returns:
         Slabs in the order of the tensor's bytes.
     """
     if not stream.nbytes:
-        return
-    read_iterator, write_iterator = _stream_copies(stream, stream.box)
-    # two copies of each are enough to see that a stream is not contiguous
-    reads = tuple(itertools.islice(read_iterator, 2))
-    writes = tuple(itertools.islice(write_iterator, 2))
-    whole = Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes)
-    if whole.is_contiguous and not stream.is_changed:
-        yield from _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
-        return
+        return iter(())
+    if not stream.is_changed:
+        # two copies of each are enough to see that a stream is not contiguous
+        reads = tuple(itertools.islice(read_copies(stream, stream.box), 2))
+        writes = tuple(itertools.islice(write_copies(stream, stream.box), 2))
+        if _is_single_run(reads, stream.nbytes) and _is_single_run(writes, stream.nbytes):
+            return _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
     # e.g. float32 to float64: a slab of 32 MiB as written has 16 MiB as read
     read_itemsize, written_itemsize = _itemsizes(stream)
     max_read_nbytes = max_nbytes * read_itemsize // max(read_itemsize, written_itemsize)
-    yield from _row_slabs(stream_number, stream, max_read_nbytes)
-
-
-def _stream_copies(stream: Stream, box: Box) -> tuple[Iterator[StridedCopy], Iterator[StridedCopy]]:
-    """Return the read copies and the write copies of a box."""
-    return read_copies(stream, box), write_copies(stream, box)
+    axis = _split_axis(stream, max_read_nbytes)
+    bands: tuple[_ChunkBand, ...] = ()
+    page_rows = 1
+    if stream.shape:
+        # slabs end at boundaries of bands of whole chunks where possible
+        bands = tuple(_chunk_bands(stream, axis))
+        page_rows = _page_rows(stream, axis)
+    return _slabs_along_axis(stream_number, stream, max_read_nbytes, axis, bands, page_rows)
 
 
 def _itemsizes(stream: Stream) -> tuple[int, int]:
@@ -140,17 +135,6 @@ def _clip_copies(copies: tuple[StridedCopy, ...], start: int, stop: int) -> tupl
     return tuple(clipped)
 
 
-def _row_slabs(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
-    """Split a stream along one axis, where possible at boundaries of bands of whole chunks."""
-    axis = _split_axis(stream, max_nbytes)
-    bands: tuple[_ChunkBand, ...] = ()
-    page_rows = 1
-    if stream.shape:
-        bands = tuple(_chunk_bands(stream, axis))
-        page_rows = _page_rows(stream, axis)
-    yield from _slabs_along_axis(stream_number, stream, max_nbytes, axis, bands, page_rows)
-
-
 def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
     """Split a stream at rows that depend on the tensor's shape alone, not on how it is stored.
 
@@ -185,24 +169,23 @@ def _slabs_along_axis(
     if axis:
         first_row = 0
         stop_row = stream.shape[axis]
-    edges = _SlabEdges(bands, max(1, max_nbytes // row_nbytes), page_rows)
+    max_rows = max(1, max_nbytes // row_nbytes)
     inner_box = full_box(stream.shape[axis + 1 :])
     outer_ranges = [range(start, stop) for start, stop in stream.box[:axis]]
     for outer_index in itertools.product(*outer_ranges):
         outer_box = tuple((index, index + 1) for index in outer_index)
         row = first_row
         while row < stop_row:
-            slab_stop = min(stop_row, edges.end_after(row))
+            slab_stop = min(stop_row, _end_row(row, bands, max_rows, page_rows))
             box: Box = ()
             if stream.shape:
                 box = (*outer_box, (row, slab_stop), *inner_box)
-            reads, writes = _stream_copies(stream, box)
             yield Slab(
                 stream_number,
                 sum(start * stride for (start, _), stride in zip(box, byte_strides)),
                 (slab_stop - row) * row_nbytes,
-                tuple(reads),
-                tuple(writes),
+                tuple(read_copies(stream, box)),
+                tuple(write_copies(stream, box)),
                 _itemsizes(stream),
             )
             row = slab_stop
@@ -228,64 +211,52 @@ class _ChunkBand:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class _SlabEdges:
-    """Rows at which slabs may end: after whole bands of chunks, or else after whole pages of every chunk.
+def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows: int) -> int:
+    """Return the end row of a slab: after whole bands of chunks, or else after whole pages of every chunk.
 
-    Attributes:
-        bands: Bands of chunks, written ones first. Earlier bands have priority.
+    Args:
+        start: First row of the slab.
+        bands: Bands of chunks, written ones first. Earlier bands have priority. A band that does not align with the
+            bands before it is split.
         max_rows: Number of rows that fit a slab.
         page_rows: Number of rows that fill whole pages in every chunk.
     """
-
-    bands: tuple[_ChunkBand, ...]
-    max_rows: int
-    page_rows: int
-
-    def end_after(self, start: int) -> int:
-        """Return the end row of a slab with first row `start`.
-
-        A band that does not align with the bands before it is split.
-        """
-        max_stop = start + self.max_rows
-        crossed = [band for band in self.bands if band.first < max_stop < band.stop]
-        if not crossed:
-            return max_stop
-        # Bands of 6 written and 4 read rows, from row 0, at most 20 rows: 18 after the first band, but
-        # 12 after both, which is a multiple of lcm(6, 4). Then neither side has a partial chunk.
-        best_stop = start
-        rows = 1
-        for band in crossed:
-            common_rows = math.lcm(rows, band.rows)
-            stop = band.first + (max_stop - band.first) // common_rows * common_rows
-            if stop > start and band.first == crossed[0].first:
-                best_stop = stop
-                rows = common_rows
-        if best_stop > start:
-            return best_stop
-        return start + (self.max_rows // self.page_rows * self.page_rows or self.max_rows)
+    max_stop = start + max_rows
+    crossed = [band for band in bands if band.first < max_stop < band.stop]
+    if not crossed:
+        return max_stop
+    # Bands of 6 written and 4 read rows, from row 0, at most 20 rows: 18 after the first band, but
+    # 12 after both, which is a multiple of lcm(6, 4). Then neither side has a partial chunk.
+    best_stop = start
+    rows = 1
+    for band in crossed:
+        common_rows = math.lcm(rows, band.rows)
+        stop = band.first + (max_stop - band.first) // common_rows * common_rows
+        if stop > start and band.first == crossed[0].first:
+            best_stop = stop
+            rows = common_rows
+    if best_stop > start:
+        return best_stop
+    return start + (max_rows // page_rows * page_rows or max_rows)
 
 
 def _chunk_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     """Yield the bands of whole chunks along an axis, first of written and then of read regions."""
-    for location in (*stream.writes, *stream.reads):
-        if isinstance(location, ChunkedLocation) and (rows := _band_rows(location, axis)) > 1:
-            dim = location.axis_map.source_dims[axis]
-            yield _ChunkBand(dim.start, dim.start + dim.selected_extent, rows)
-
-
-def _band_rows(region: ChunkedLocation, axis: int) -> int:
-    """Return the number of rows along an axis of the tensor that fill whole chunks."""
     # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
     # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks.
-    atom_lengths = _atom_lengths_in_chunk(region)
-    rows = 1
-    band_rows = 1
-    for factor in reversed(region.axis_map.source_dims[axis].factors):
-        if atom_lengths.get(factor.atom, 1) > 1:
-            band_rows = rows * atom_lengths[factor.atom]
-        rows *= factor.extent
-    return band_rows
+    for location in (*stream.writes, *stream.reads):
+        if not isinstance(location, ChunkedLocation):
+            continue
+        atom_lengths = _atom_lengths_in_chunk(location)
+        dim = location.axis_map.source_dims[axis]
+        rows = 1
+        band_rows = 1
+        for factor in reversed(dim.factors):
+            if atom_lengths.get(factor.atom, 1) > 1:
+                band_rows = rows * atom_lengths[factor.atom]
+            rows *= factor.extent
+        if band_rows > 1:
+            yield _ChunkBand(dim.start, dim.start + dim.selected_extent, band_rows)
 
 
 def _atom_lengths_in_chunk(region: ChunkedLocation) -> dict[str, int]:
@@ -324,9 +295,11 @@ def _page_rows(stream: Stream, axis: int) -> int:
 
 
 def split_streams(streams: Sequence[Stream], max_nbytes: int, *, first: int = 0) -> Iterator[Slab]:
-    """Yield the slabs of all streams from number `first` on, in order."""
-    for stream_number in range(first, len(streams)):
-        yield from split_stream(stream_number, streams[stream_number], max_nbytes=max_nbytes)
+    """Return the slabs of all streams from number `first` on, in order."""
+    return itertools.chain.from_iterable(
+        split_stream(number, streams[number], max_nbytes=max_nbytes)
+        for number in range(first, len(streams))
+    )
 
 
 def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
@@ -340,18 +313,19 @@ def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
     Returns:
         Size in bytes, or 0 if any slab size has long runs.
     """
-    return max((_stream_min_buffer_nbytes(s) for s in streams if s.nbytes), default=0)
-
-
-def _stream_min_buffer_nbytes(stream: Stream) -> int:
-    """Return the slab size that gives a stream long runs in both reads and writes."""
-    itemsizes = _itemsizes(stream)
-    # in elements, or in bytes for unchanged values
-    spread = 0
-    for copies, item_nbytes in zip(_stream_copies(stream, stream.box), itemsizes):
-        for copy in itertools.islice(copies, 4):
-            spread = max(spread, _spread_nbytes(copy) // item_nbytes)
-    return spread * max(itemsizes)
+    needed_nbytes = 0
+    for stream in streams:
+        if not stream.nbytes:
+            continue
+        itemsizes = _itemsizes(stream)
+        # in elements, or in bytes for unchanged values
+        spread = 0
+        copies = (read_copies(stream, stream.box), write_copies(stream, stream.box))
+        for direction_copies, item_nbytes in zip(copies, itemsizes):
+            for copy in itertools.islice(direction_copies, 4):
+                spread = max(spread, _spread_nbytes(copy) // item_nbytes)
+        needed_nbytes = max(needed_nbytes, spread * max(itemsizes))
+    return needed_nbytes
 
 
 def _spread_nbytes(copy: StridedCopy) -> int:

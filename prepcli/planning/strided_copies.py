@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -157,7 +158,8 @@ def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str
     # indices 1 to 6 of (heads=2 head_dim=3) are head 0 with head_dim 1 to 3, and the whole of head 1.
     ranges_per_dim: list[list[dict[str, Range]]] = []
     for dim_range, dim in zip(box, axis_map.source_dims):
-        selected_range = _clip_range(dim_range, dim.start, dim.selected_extent)
+        start, stop = intersect(dim_range, (dim.start, dim.start + dim.selected_extent))
+        selected_range = (start - dim.start, stop - dim.start)
         ranges_per_dim.append(list(free_atom_ranges(dim.factors, selected_range)))
     for dim_ranges in itertools.product(*ranges_per_dim):
         atom_ranges: dict[str, Range] = {}
@@ -307,12 +309,6 @@ def _iterate_stacked(
         yield dict(zip(atoms, index))
 
 
-def _clip_range(index_range: Range, start: int, length: int) -> Range:
-    """Intersect a range with [start, start + length) and shift it by -start, e.g. (2, 9), 4, 3 -> (0, 3)."""
-    clipped_start, clipped_stop = intersect(index_range, (start, start + length))
-    return clipped_start - start, clipped_stop - start
-
-
 def _copies_to_chunks(
     region: ChunkedLocation, atom_ranges: Mapping[str, Range], window: Box | None = None
 ) -> Iterator[StridedCopy]:
@@ -460,7 +456,8 @@ def merge_dims(copy: StridedCopy) -> StridedCopy:
     """Return an equal copy with as few dims as possible, sorted by descending file stride."""
     # A loop of one step changes no offset. Sorting by file stride makes the loops visit the file in
     # ascending order, whatever the order of the tensor's dims.
-    dims = sorted((dim for dim in copy.dims if dim[0] > 1), key=_by_descending_file_stride)
+    loops = [dim for dim in copy.dims if dim[0] > 1]
+    dims = sorted(loops, key=operator.itemgetter(2), reverse=True)
     width = copy.width
     merged: list[tuple[int, int, int]] = []  # innermost first
     for count, tensor_stride, file_stride in reversed(dims):
@@ -478,7 +475,3 @@ def merge_dims(copy: StridedCopy) -> StridedCopy:
         merged.append((count, tensor_stride, file_stride))
     merged.reverse()
     return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, width, tuple(merged))
-
-
-def _by_descending_file_stride(dim: tuple[int, int, int]) -> int:
-    return -dim[2]

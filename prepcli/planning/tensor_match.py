@@ -19,6 +19,8 @@ from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
 from trainer.models.parameters import Family, HFConfig
 
 VOCAB_ATOM = "vocab"
+# Rule of the tensors that a user drops, as plans and JSON objects name it.
+DROP_RULE = "--drop"
 # Far above any real model; bounds the memory that an invalid config can take.
 MAX_TENSORS_PER_ROW = 1 << 20
 
@@ -184,15 +186,11 @@ def vocab_tensors(match: TensorMatch) -> set[str]:
     """Return the names of tensors with one row per token, including duplicates of the embedding."""
     names = {check.name for check in match.checks}
     for name, uses in match.uses.items():
-        if any(map(_starts_with_vocab, uses)):
-            names.add(name)
+        for use in uses:
+            first_dims = use.axis_map.source_dims[:1]
+            if any(factor.atom == VOCAB_ATOM for dim in first_dims for factor in dim.factors):
+                names.add(name)
     return names
-
-
-def _starts_with_vocab(use: TensorUse) -> bool:
-    """Return whether the first dim of a use's tensor is the vocabulary."""
-    dims = use.axis_map.source_dims
-    return bool(dims) and any(factor.atom == VOCAB_ATOM for factor in dims[0].factors)
 
 
 def match_tensors(
@@ -238,6 +236,11 @@ def match_tensors(
         for name, stacked in axis_map.tensors():
             use = TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items()))
             uses.setdefault(name, []).append(use)
+    if family.is_verbatim:
+        # A tensor without elements has no leaf, and is kept as well.
+        for name, tensor in tensors.items():
+            if 0 in tensor.shape:
+                uses[name] = []
     dropped = tuple(_find_dropped(family, config, uses, tensors, options, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
     _check_drop_patterns(names, options, dropped_names, source_name)
@@ -340,7 +343,7 @@ def _find_dropped(
         if name in duplicates:
             rule = f"equal to {duplicates[name]}"
         elif not rule and any(fnmatch.fnmatchcase(name, pattern) for pattern in drop_patterns):
-            rule = "--drop"
+            rule = DROP_RULE
         if rule:
             yield DroppedTensor(name, tensor.nbytes, rule)
 
@@ -367,6 +370,8 @@ def _find_mismatches(
     """Collect the missing and unexpected tensors and the tensors of the wrong shape."""
     mismatches = _Mismatches()
     for name, uses in uses_by_name.items():
+        if not uses:
+            continue
         expected = uses[0].axis_map.source_shape
         if name not in tensors:
             mismatches.missing.append(f"{names.display_name(name)} {list(expected)}")

@@ -1,9 +1,10 @@
-"""Dtypes that prep reads and writes, and tensors in files. Pure."""
+"""Dtypes that prep reads and writes, tensors in files, and casts. Pure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 ITEM_BITS = {
     "bool": 8, "uint8": 8, "int8": 8, "uint16": 16, "int16": 16, "uint32": 32, "int32": 32, "uint64": 64, "int64": 64,
@@ -25,6 +26,25 @@ class FileTensor:
     file: int
     offset: int
     nbytes: int
+
+
+# A cast in a plan or a manifest: the pair of dtypes, the numbers of tensors and values, and the counts of changes if
+# the values were counted. `from` is a keyword of Python, hence no class.
+CastEntry = TypedDict(
+    "CastEntry",
+    {
+        "from": str,
+        "to": str,
+        "update": NotRequired[str],
+        "tensors": int,
+        "values": int,
+        "changed": NotRequired[int],
+        "overflowed": NotRequired[int],
+        "underflowed": NotRequired[int],
+        "nan": NotRequired[int],
+        "worst": NotRequired[float],
+    },
+)
 
 
 def array_bits(dtype: str, shape: tuple[int, ...]) -> int:

@@ -32,6 +32,10 @@ class Vocabulary:
         return -(-self.true_size // multiple) * multiple
 
 
+# Of a model without a known embedding.
+NO_VOCABULARY = Vocabulary(0, 0)
+
+
 def read_vocabulary(
     config: Mapping[str, Any], default_size: int, *, true_size: int | None = None
 ) -> Vocabulary:

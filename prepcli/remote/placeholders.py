@@ -262,11 +262,8 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
     Drop hints about it.
     """
 
-    def renamed(text: str) -> str:
-        # `replace` returns a plain text. A text without the folder keeps its references to options.
-        if str(placeholder_folder) not in text:
-            return text
-        return text.replace(str(placeholder_folder), display_name)
+    def renamed(message: str) -> str:
+        return message.replace(str(placeholder_folder), display_name)
 
     try:
         yield

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
 from prepcli.sources.aliases import Alias
+from trainer.models.registry import FAMILIES
 
 # Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
 DEVICE_COUNTS = (8, 128)
+# Columns of text without a terminal.
+TEXT_WIDTH = 120
 # Columns that a narrow terminal leaves out, the first one first.
 OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
 
 
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
-    """Return the table of aliases, and fields with sizes in bytes.
+    """Return the table of aliases and all model types, and fields with sizes in bytes.
 
     Args:
         aliases: The aliases.
         columns: Width of the terminal. None means unlimited.
     """
-    fields = {"models": [_fields(alias) for alias in aliases]}
-    return Report(_alias_table(aliases, columns), fields)
+    fields = {"models": [_fields(alias) for alias in aliases], "families": [*FAMILIES]}
+    names = ", ".join(FAMILIES)
+    families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
+    text = f"{_alias_table(aliases, columns)}\n\n{textwrap.fill(families, columns or TEXT_WIDTH)}"
+    return Report(text, fields)
 
 
 def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
+from prepcli.errors import Command, text
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import Manifest
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
@@ -42,5 +43,6 @@ def check_without_checksums(
         return
     cost = f"checking it reads another {format_bytes(nbytes)}"
     name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
-    observer.note(f"{name}: {cost}; `prep reshard` writes a checkpoint with checksums")
+    reshard = Command("reshard")
+    observer.note(text("{}: {}; {} writes a checkpoint with checksums", name, cost, reshard))
     check_tensors(source, tensors, observer.progress(), hint)

@@ -136,8 +136,5 @@ def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingCont
 
     if mesh is None:
         return ShardingContext()
-    try:
-        return make_sharding_context(parse_mesh(mesh, "--mesh"), rules_from_manifest(manifest))
-    except PrepError as error:
-        hint = error.hint.replace("--set mesh=", "--mesh ")
-        raise type(error)(error.what, error.why, hint, error.code) from error
+    rules = rules_from_manifest(manifest)
+    return make_sharding_context(parse_mesh(mesh), rules, origin=Option("mesh"))

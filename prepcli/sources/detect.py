@@ -157,8 +157,10 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     names = folder.names()
     # Not one of RULES, which see only names at the top: the metadata of a run's item is two folders
     # below it.
-    if any(_is_item_metadata(name) for name in names):
-        return "orbax"
+    for name in names:
+        *folders, file = name.split("/")
+        if file == METADATA_FILE and len(folders) <= MAX_ITEM_DEPTH:
+            return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
     verdict, selected_names = apply_rules(top_names)
     if verdict is None:
@@ -198,11 +200,6 @@ def apply_rules(names: Sequence[str]) -> tuple[Kind | Refusal | None, Sequence[s
         if selected_names := select(names):
             return verdict, selected_names
     return None, ()
-
-
-def _is_item_metadata(name: str) -> bool:
-    """Return whether a file is the metadata of an Orbax item, of a step or of a run's step."""
-    return name.rpartition("/")[2] == METADATA_FILE and name.count("/") <= MAX_ITEM_DEPTH
 
 
 def _check_config(folder: Folder) -> None:

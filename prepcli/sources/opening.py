@@ -13,6 +13,7 @@ from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import open_orbax
@@ -33,23 +34,33 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
 }
 
 
-def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> Source:
+def open_source(
+    located: LocatedCheckpoint,
+    config_path: Path | None = None,
+    *,
+    verbatim: bool | None = False,
+    copied_files: tuple[str, ...] = (),
+) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
     Args:
         located: Result of `locate`.
         config_path: The user's config.json, or a folder with one, if any.
+        verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
+        copied_files: Name patterns of further side files to copy.
 
     Raises:
-        PrepError: The checkpoint is broken, or a file differs from its record in the manifest.
+        PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
+            and excluded.
     """
     local_files = located.local_files
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files)
-        source = OPENERS[located.kind](
-            local_files.path, display_name, SourceHints(config_path, located.part)
-        )
+        hints = SourceHints(config_path, located.part, verbatim, copied_files)
+        source = OPENERS[located.kind](local_files.path, display_name, hints)
+        if verbatim is False and source.family.is_verbatim:
+            raise verbatim_error(display_name)
         _check_headers(source)
         if local_files.remote is None:
             return source

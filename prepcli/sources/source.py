@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import DamagedError, Option, PrepError, text
+from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
 from prepcli.formats.orbax import READABLE_SUFFIXES
@@ -26,7 +27,7 @@ from prepcli.planning.tensor_match import (
     match_tensors,
 )
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
-from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
+from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
 from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
@@ -79,6 +80,8 @@ class Source:
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
         has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
+        config_path: File that `config` was read from, or None.
+        left_files: Side files of the model that are not copied, because no pattern selects them.
     """
 
     display_name: str
@@ -96,6 +99,8 @@ class Source:
     blobs: tuple[Path | Blob, ...] = ()
     extra_entries: tuple[DroppedTensor, ...] = ()
     has_averages: bool = False
+    config_path: Path | None = None
+    left_files: tuple[Path, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -135,6 +140,8 @@ class Source:
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
         """Return the true and the stored vocabulary size. `true_size` overrides the config's true size."""
+        if self.family.is_verbatim:
+            return NO_VOCABULARY
         return read_vocabulary(
             self.config, self.family.sizes(self.config)["vocab"], true_size=true_size
         )
@@ -201,19 +208,55 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def small_files(folder: Path) -> tuple[Path, ...]:
-    """List the files of a model except config, weights and code: tokenizer, generation config, licence, ..."""
+def small_files(folder: Path, patterns: Sequence[str] = ()) -> tuple[Path, ...]:
+    """List the files of a model except config, weights and code: tokenizer, generation config, licence, ...
+
+    Args:
+        folder: Folder of the model.
+        patterns: Name patterns of further files.
+    """
+    return side_files(folder, patterns)[0]
+
+
+def side_files(
+    folder: Path, patterns: Sequence[str] = ()
+) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """List the files of a model except config and weights.
+
+    Args:
+        folder: Folder of the model.
+        patterns: Name patterns (`--copy`) of files to copy in any case.
+
+    Returns:
+        The files to copy, and the files to leave: code, and files in folders.
+
+    Raises:
+        UsageError: A pattern matches no file.
+    """
     if not folder.is_dir():
-        return ()
+        return (), ()
     skipped_names = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
-    # Code of a model is never copied: a folder that prep writes runs no code when it is loaded.
-    skipped_suffixes = {*WEIGHT_SUFFIXES, ".py"}
-    files: list[Path] = []
+    copied: list[Path] = []
+    left: list[Path] = []
+    unused = dict.fromkeys(patterns)
     for path in sorted(folder.iterdir()):
-        is_skipped = path.name in skipped_names or path.suffix in skipped_suffixes
-        if not is_skipped and not path.name.startswith(".") and path.is_file():
-            files.append(path)
-    return tuple(files)
+        is_weights = path.name in skipped_names or path.suffix in WEIGHT_SUFFIXES
+        if is_weights or path.name.startswith(".") or not path.is_file():
+            continue
+        matching = [pattern for pattern in patterns if fnmatchcase(path.name, pattern)]
+        for pattern in matching:
+            unused.pop(pattern, None)
+        # Code of a model is only copied on request: a folder that prep writes runs no code when it
+        # is loaded.
+        if matching or path.suffix != ".py":
+            copied.append(path)
+        else:
+            left.append(path)
+    if unused:
+        pattern = next(iter(unused))
+        what = text("{} matches no file of {}", Option("copy", pattern), folder)
+        raise usage_error(what, "it takes the name of a side file", "a pattern such as `*.py`")
+    return tuple(copied), tuple(left)
 
 
 class WeightFileHeader(Protocol):

@@ -26,10 +26,14 @@ class SourceHints:
     Attributes:
         config_path: A config.json, or a folder that contains one, for checkpoints without a config.
         part: One of EASYLM_PARTS, or an empty string.
+        verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: never use it.
+        copied_files: Name patterns of further side files to copy.
     """
 
     config_path: Path | None = None
     part: str = ""
+    verbatim: bool | None = False
+    copied_files: tuple[str, ...] = ()
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
         """Return the path of the config.json to use: the user's, else the one in `folder`.

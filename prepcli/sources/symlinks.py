@@ -39,8 +39,14 @@ def resolve_small_file(path: Path, root: Path) -> Path:
     # `folder/../x` begins with the folder without lying in it.
     real_path = path.resolve()
     real_folder = folder.resolve()
-    blobs = _hub_cache_blobs(real_folder)
-    if real_folder in real_path.parents or blobs in real_path.parents:
+    if real_folder in real_path.parents:
+        return real_path
+    # All files of a snapshot in the Hugging Face cache are links to `../../blobs/HASH`. Other models'
+    # blobs stay out of reach.
+    model = real_folder.parent.parent
+    is_in_cache = model.name.startswith(MODEL_FOLDER_PREFIX)
+    is_snapshot = is_in_cache and real_folder.parent.name == SNAPSHOTS
+    if is_snapshot and model / BLOBS in real_path.parents:
         return real_path
     why = f"it leaves {folder}, and such files are copied unparsed"
     what = f"{path} is a link to {_link_target(path, real_path)}"
@@ -52,13 +58,3 @@ def _link_target(path: Path, real_path: Path) -> str:
         return os.readlink(path)
     # A parent folder of the path is the link.
     return str(real_path)
-
-
-def _hub_cache_blobs(folder: Path) -> Path | None:
-    """Return the `blobs` folder of the model if `folder` is a snapshot in the Hugging Face cache."""
-    # All files of a snapshot are links to `../../blobs/HASH`. Other models' blobs stay out of reach.
-    model = folder.parent.parent
-    is_snapshot = folder.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
-    if is_snapshot:
-        return model / BLOBS
-    return None

@@ -10,7 +10,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import Manifest, TensorRecords
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
-from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.plan import Contiguous, DroppedTensor
 from prepcli.planning.state_names import (
     OPT_STATE,
     OPT_STATE_RULE,
@@ -70,6 +70,8 @@ class StoredLeaf:
         )
 
 
+# Location of a tensor without elements: no byte of it is read.
+NO_BYTES = (Contiguous(0, 0),)
 Leaves = Mapping[str, StoredLeaf]  # by dotted name
 # Leaf path, its row, tensor name, stacked indices.
 LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]
@@ -141,7 +143,28 @@ def tensors_from_manifest(
     for name, leaf in leaves.items():
         if name not in matched:
             state.append(_leaf_as_tensor(name, leaf, manifest.others))
-    return tuple(slot_tensors(PARAMS)), tuple(state)
+    return (*slot_tensors(PARAMS), *_empty_tensors(names, manifest)), tuple(state)
+
+
+def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTensor]:
+    """Yield the tensors without elements of a verbatim tree. Only the manifest has them."""
+    if not names.family.is_verbatim:
+        return
+    for name, record in manifest.tensors.items():
+        # `recorded_family` has checked dtype and shape.
+        dtype = record.get("dtype", "")
+        shape = tuple(record.get("shape", ()))
+        if 0 in shape:
+            digests = recorded_digests(manifest.tensors, name)
+            yield SourceTensor(name, dtype, shape, NO_BYTES, digests)
+
+
+def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:
+    """Return each leaf of a tree as a tensor of its own name and shape."""
+    tensors: list[SourceTensor] = []
+    for name, leaf in leaves.items():
+        tensors.append(replace(_leaf_as_tensor(name, leaf, {}), name=name))
+    return tuple(tensors)
 
 
 def _state_leaf_tensors(

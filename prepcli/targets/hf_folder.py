@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,25 +85,25 @@ def copied_files(
     Raises:
         PrepError: A file is a link that leaves the checkpoint.
     """
-    return tuple(_copied_file(path, root, manifest or NO_MANIFEST, path_prefix) for path in paths)
+    files: list[SmallFile] = []
+    for path in paths:
+        real_path = resolve_small_file(path, root)
+        file_stat = real_path.stat()
+        file = SmallFile(
+            path_prefix + path.name,
+            copied_from=str(real_path),
+            # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
+            stamp=(file_stat.st_size, file_stat.st_mtime_ns),
+            xxh3=recorded_xxh3(path, root, manifest or NO_MANIFEST),
+        )
+        files.append(file)
+    return tuple(files)
 
 
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the small files of a source, to copy them. See `copied_files`."""
     return copied_files(
         source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
-    )
-
-
-def _copied_file(path: Path, root: Path, manifest: Manifest, path_prefix: str) -> SmallFile:
-    real_path = resolve_small_file(path, root)
-    file_stat = real_path.stat()
-    return SmallFile(
-        path_prefix + path.name,
-        copied_from=str(real_path),
-        # A resume compares the plans. A tokenizer that was edited in between has another stamp, so another plan.
-        stamp=(file_stat.st_size, file_stat.st_mtime_ns),
-        xxh3=recorded_xxh3(path, root, manifest),
     )
 
 
@@ -119,6 +120,27 @@ def settings_files(
         *index_files(layouts),
         *extra_files,
     )
+
+
+def config_files(
+    source: Source, config: Mapping[str, Any], path_prefix: str = ""
+) -> tuple[SmallFile, ...]:
+    """Return the config.json of an output.
+
+    A verbatim output has a byte-for-byte copy, as long as its content is the source's.
+
+    Args:
+        source: The opened source.
+        config: Content of the output's config.json.
+        path_prefix: Put before the name in the output.
+    """
+    path = source.config_path
+    if not source.family.is_verbatim or (path is not None and config != source.config):
+        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
+    if path is None:
+        return ()
+    (copy,) = copied_files([path], source.root, manifest=source.manifest)
+    return (replace(copy, path=path_prefix + CONFIG),)
 
 
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
@@ -138,7 +160,12 @@ def output_config(
     source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
 ) -> dict[str, Any]:
     """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
-    config = with_vocabulary(source.config, vocabulary)
+    if source.family.is_verbatim:
+        if source.config_path is None or dtype is None:
+            return dict(source.config)
+        config = dict(source.config)
+    else:
+        config = with_vocabulary(source.config, vocabulary)
     # Transformers 5 and 4.
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.errors import Command, Option, PrepError, text
-from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
+from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
@@ -111,7 +111,7 @@ def make_item(
     source: Source,
     match: TensorMatch,
     *,
-    table: Mapping[str, ParsedAxisMap],
+    axis_maps: Mapping[str, ParsedAxisMap],
     vocab_size: int,
     partitioning: Partitioning,
     dtype: str | None = None,
@@ -121,7 +121,7 @@ def make_item(
     Args:
         source: The opened source.
         match: The matches between tensors and axis-map rows.
-        table: Rows of the model's leaves, by path.
+        axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
         dtype: Dtype of the parameters, or None keeps their dtypes.
@@ -139,7 +139,7 @@ def make_item(
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
-    for use in _leaf_uses(source, match, table, vocab_size):
+    for use in _leaf_uses(source, match, axis_maps, vocab_size):
         tensor = use.tensor
         name = use.name
         if name not in leaves:
@@ -148,13 +148,18 @@ def make_item(
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
             raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
+        # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
+        first_placement = tensor.placement[0]
+        source_offset = 0
+        if isinstance(first_placement, Contiguous):
+            source_offset = first_placement.offset
         piece = LeafPiece(
             name,
             use.axis_map,
             use.stacked_indices,
             leaf.grid,
             itemsize(leaf.dtype),
-            _source_offset(tensor),
+            source_offset,
         )
         pieces.append((tensor.name, piece))
     layout = place_chunks(piece for _, piece in pieces)
@@ -164,8 +169,15 @@ def make_item(
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
-    output_leaves = tuple(_leaves(layout, leaves))
-    return OrbaxItemLayout(output_leaves, _data_files(layout), regions, specs, dtypes)
+    output_leaves: list[OutputLeaf] = []
+    # In the flat tree of a verbatim family, the path below `params` is one key.
+    max_splits = 1 if source.family.is_verbatim else -1
+    for name, leaf in leaves.items():
+        placed_chunks = tuple(layout.placed_chunks[name])
+        path = tuple(name.split(".", max_splits))
+        output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
+    files = _data_files(layout.file_sizes)
+    return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
 
 
 def item_streams(
@@ -179,10 +191,16 @@ def item_streams(
     """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
-    for name, regions in item.regions.items():
-        targets[name] = TensorTarget(regions, sizes[name], item.dtypes[name])
+    # A tensor without elements has no region, and its record in the manifest is all that is written.
+    for name in (*item.regions, *_unplaced_tensors(match)):
+        targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
+
+
+def _unplaced_tensors(match: TensorMatch) -> list[str]:
+    """Return the names of the tensors that are kept without a leaf."""
+    return [name for name, uses in match.uses.items() if not uses]
 
 
 def _mixed_dtypes_error(
@@ -226,11 +244,14 @@ class _LeafUse:
 
 
 def _leaf_uses(
-    source: Source, match: TensorMatch, table: Mapping[str, ParsedAxisMap], vocab_size: int
+    source: Source,
+    match: TensorMatch,
+    axis_maps: Mapping[str, ParsedAxisMap],
+    vocab_size: int,
 ) -> Iterator[_LeafUse]:
-    """Yield each tensor with its leaf. Moments use the axis-map rows of their parameters, other state is unchanged."""
+    """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
-    bound = {path: bind_row(row, sizes) for path, row in table.items()}
+    bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -242,16 +263,17 @@ def _leaf_uses(
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
             continue
         if is_leaf_path(name):
-            path, row, indices = leaf_by_name[name]
-            axis_map = state_axis_map(path, row, shape_in_leaf(row, tensor.shape))
-            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, row)
+            path, parameter_map, indices = leaf_by_name[name]
+            state_shape = shape_in_leaf(parameter_map, tensor.shape)
+            axis_map = state_axis_map(path, parameter_map, state_shape)
+            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, parameter_map)
         for use in match.uses.get(name, ()):
             leaf = f"{slot}.{use.path}"
             yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
-    row = use.axis_map
+    axis_map = use.axis_map
     dtype = use.tensor.dtype
     if ITEM_BITS[dtype] % 8:
         raise PrepError(
@@ -262,7 +284,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
     spec = None
     if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
-        parameter = use.parameter_map or row
+        parameter = use.parameter_map or axis_map
         parameter_spec = leaf_spec(
             use.path,
             _dim_names(parameter),
@@ -273,17 +295,17 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
         # the other axes are split as in the parameter.
-        reduced = reduced_axes(row.leaf_shape, parameter.leaf_shape)
+        reduced = reduced_axes(axis_map.leaf_shape, parameter.leaf_shape)
         spec = parameter_spec.without_axes(reduced or ())
     chunk = chunk_shape(
-        _dim_names(row),
-        row.leaf_shape,
+        _dim_names(axis_map),
+        axis_map.leaf_shape,
         spec=spec,
         itemsize=itemsize(dtype),
         min_split_bytes=partitioning.min_split_nbytes,
     )
     # zarr has no chunk of extent 0: a leaf [0, 8] has chunks [1, 8].
-    grid = ChunkGrid(row.leaf_shape, tuple(max(1, length) for length in chunk))
+    grid = ChunkGrid(axis_map.leaf_shape, tuple(max(1, length) for length in chunk))
     return _LeafLayout(dtype, grid, spec)
 
 
@@ -295,25 +317,11 @@ def _dim_names(axis_map: AxisMap) -> list[tuple[str, ...]]:
     return names
 
 
-def _source_offset(tensor: SourceTensor) -> int:
-    # Only a contiguous tensor is copied in whole pages, for which source and output need equal page offsets.
-    first = tensor.placement[0]
-    if isinstance(first, Contiguous):
-        return first.offset
-    return 0
-
-
-def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[OutputLeaf]:
-    for name, leaf in leaves.items():
-        placed_chunks = tuple(layout.placed_chunks[name])
-        yield OutputLeaf(tuple(name.split(".")), leaf.dtype, leaf.grid, placed_chunks)
-
-
-def _data_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
+def _data_files(file_sizes: Sequence[int]) -> tuple[OutputFile, ...]:
     """Return the data files. OCDBT names them by 32 hexadecimal digits, here derived from the file's number."""
     # Names are fixed, so that equal plans write equal bytes.
     files: list[OutputFile] = []
-    for number, size in enumerate(layout.file_sizes):
+    for number, size in enumerate(file_sizes):
         name = hashlib.md5(f"prep data file {number}".encode(), usedforsecurity=False)
         files.append(OutputFile(f"d/{name.hexdigest()}", size))
     return tuple(files)

@@ -109,20 +109,18 @@ def build_streams(
         if tensor.name in resize.tensors:
             streams += _vocab_streams(tensor, target, resize)
         else:
-            streams.append(_whole_stream(tensor, target))
+            streams.append(
+                Stream(
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape,
+                    (0, _num_rows(tensor)),
+                    tensor.placement,
+                    target.writes,
+                    cast_to=target.cast_dtype(tensor),
+                )
+            )
     return tuple(streams)
-
-
-def _whole_stream(tensor: SourceTensor, target: TensorTarget) -> Stream:
-    return Stream(
-        tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        (0, _num_rows(tensor)),
-        tensor.placement,
-        target.writes,
-        cast_to=target.cast_dtype(tensor),
-    )
 
 
 def _vocab_streams(

@@ -87,7 +87,7 @@ def plan_training_step(
         mesh = parse_mesh(start_manifest["mesh"])
     partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
     item = make_item(
-        source, match, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
+        source, match, axis_maps=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
     )
     # The state has the padded vocabulary of the start already, so no row is filled.
     resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))

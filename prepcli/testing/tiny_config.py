@@ -231,7 +231,11 @@ def _replace_large_defaults(
 def _sets_size(family: Family, config: HFConfig, axis: str, name: str, value: int) -> bool:
     """Return whether a field changes the size of an axis. Families read fields of others to reject them."""
     changed = _axis_size(family, {**config, name: value}, axis)
-    return changed is not None and changed != _axis_size(family, config, axis)
+    unchanged = _axis_size(family, config, axis)
+    # Another field has to change first.
+    if changed is None and unchanged is None:
+        return name in fields_read(family)
+    return changed is not None and changed != unchanged
 
 
 def _axis_size(family: Family, config: HFConfig, axis: str) -> int | None:
@@ -250,9 +254,12 @@ def _has_shrunk(
     wanted: Mapping[str, int],
 ) -> bool:
     try:
-        size = family.sizes(config).get(axis, 0)
+        sizes = family.sizes(config)
     # The default does not agree with the sizes that were set.
     except PrepError:
+        return False
+    size = sizes.get(axis, 0)
+    if axis == "kv_heads" and size and sizes["heads"] % size:
         return False
     return size <= wanted[axis] or size < original[axis]
 

@@ -140,7 +140,7 @@ def random_tensors(
             case "scale":
                 # An rms_offset norm multiplies by 1 + scale, so its scales are around 0. Other
                 # scales are around 1.
-                values = (arch_config.norm != "rms_offset") + 0.2 * values
+                values = 1.0 - arch_config.norm_scale_offset + 0.2 * values
             case "bias":
                 values = 0.1 * values
             case "embedding":

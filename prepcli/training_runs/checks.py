@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
 from prepcli.engine.machine import cgroup_memory_limit, system_memory
-from prepcli.errors import Key, Option, PrepError, join_texts, text
+from prepcli.errors import Key, Option, PrepError, text
 from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.planning.tensors import itemsize
 from prepcli.training_runs.run import Run
@@ -152,17 +152,12 @@ def check_memory(
     why = f"{format_bytes(available_nbytes)} are available"
     hint = text("more or larger devices, or a shorter {}", Key("data.seq_length"))
     if change is not None:
-        keys = [
-            text("{}", Key(key, value, is_override=True)) for key, value in change.values.items()
-        ]
-        hint = text(
-            "with {} about {}", join_texts(" ", [*keys]), format_bytes(change.plan.memory.peak)
-        )
+        hint = text("with {} about {}", change.overrides, format_bytes(change.plan.memory.peak))
     if not force:
         raise PrepError(
             what, why, text("{}; {} starts the run all the same", hint, Option("force", True))
         )
-    observer.warn(f"{what}, {why}: {hint}")
+    observer.warn(text("{}, {}: {}", what, why, hint))
 
 
 def device_memory_nbytes(

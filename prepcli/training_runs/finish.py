@@ -67,7 +67,7 @@ def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
     if has_saved_step:
         why = f"step {step} is saved"
     what = text("stopped: {}", reason)
-    # Other reasons are texts, e.g. the limit of `--stop-after`.
+    # Other reasons are texts, e.g. the limit of `stop_after`.
     if reason.startswith("SIG"):
         what = text("stopped by {}", reason)
     return PrepError(what, why, RESUME_HINT, code)

@@ -67,7 +67,7 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         NO_LOG,
         MetricsLogs,
         MetricsWriter,
-        metrics_file,
+        metrics_file_name,
         remove_other_metrics,
         repeated_lines,
     )
@@ -84,7 +84,7 @@ def open_metrics(run: Run, step: int) -> Iterator[MetricsLog]:
         run.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise io_error(run.folder, error) from error
-    name = metrics_file(index)
+    name = metrics_file_name(index)
     run.storage.fetch_file(name, run.folder)
     repeated = frozenset["LogKey"]()
     if run.recipe.log.wandb is not None:

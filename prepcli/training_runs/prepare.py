@@ -22,7 +22,7 @@ from prepcli.training_runs.environment import (
 from prepcli.training_runs.observe import tokenize_progress
 from prepcli.training_runs.remote_data import DataFinder
 from prepcli.training_runs.run import PreparedRun, Run
-from prepcli.training_runs.start import StartCheckpoint, frozen_dtypes
+from prepcli.training_runs.start import StartCheckpoint, choose_base_dtypes
 from prepcli.training_runs.storage import changed_keys
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
@@ -76,7 +76,7 @@ def prepare_run(
     datasets = _tokenize(run, build, _token_folders(run, start, scratch_dir))
     base_dtypes: Mapping[str, str] = {}
     if start.lora is not None:
-        base_dtypes = frozen_dtypes(start, model, recipe.lora.base_dtype)
+        base_dtypes = choose_base_dtypes(start, model, recipe.lora.base_dtype)
     loop = setup.build_loop_config(
         recipe,
         model,
@@ -87,7 +87,7 @@ def prepare_run(
         manifest_fields=_manifest_fields(run.loaded, sharding),
         token_functions=run.request.token_functions,
         stop_after=run.request.stop_after,
-        frozen_dtypes=base_dtypes,
+        base_dtypes=base_dtypes,
         sampler=sampler,
     )
     prepared = PreparedRun(
@@ -233,5 +233,5 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
         run.observer.warn(warning)
     if run.storage.is_on_disk:
         steps_left = loop.steps - step
-        for warning in disk_warnings(run.folder, run.recipe, model.trained_leaves, steps_left):
+        for warning in disk_warnings(run.folder, run.recipe, model.saved_leaves, steps_left):
             run.observer.warn(warning)

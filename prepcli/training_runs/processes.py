@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from prepcli.console.observer import Observer, RunObserver
 from prepcli.console.unexpected import as_prep_error
 from prepcli.engine.digest import digest
-from prepcli.errors import FAILED, INTERRUPTED, STOPPED, PrepError
+from prepcli.errors import FAILED, INTERRUPTED, STOPPED, Option, PrepError
 from prepcli.execution.signals import Interrupted, Stopped, note_durable_work, raise_on_signal
 from trainer.models.process_address import process_address
 from trainer.recipe import Recipe
@@ -33,6 +33,14 @@ COMPARED_PACKAGES = ("prepcli", "jax", "jaxlib", "numpy")
 # Only these keys of `cluster` must be equal in all processes.
 SHARED_CLUSTER_KEYS = ("cluster.dcn_mesh",)
 CHECKPOINT_CONTENTS = ("config", "tensors", "slots", "others", "step")  # keys of a manifest
+# Options of `train` that all processes of a run share, as an error names them.
+SHARED_OPTIONS = {
+    "restart": Option("restart", True),
+    "stop_after": Option("stop_after"),
+    "dry_run": Option("dry_run", True),
+    "stream": Option("stream", True),
+    "no_verify": Option("verify", False),
+}
 START_HINT = "start every process with the same prep, recipe and options"
 FILES_HINT = "every process must read the same files, for example from a shared file system"
 INTERRUPT = "SIGINT"
@@ -96,7 +104,7 @@ def compare_settings(
     facts = _versions() | _recipe_values(recipe)
     for name, value in options.items():
         facts[name] = str(value)
-    check_agreement(group, facts, hint=START_HINT, warn=observer.warn)
+    check_agreement(group, facts, hint=START_HINT, options=SHARED_OPTIONS, warn=observer.warn)
 
 
 def compare_start(
@@ -278,7 +286,7 @@ def _end_process(
     timer = threading.Timer(PRINT_S, os._exit, (FAILED,))
     timer.daemon = True
     timer.start()
-    os._exit(observer.end_process(_job_error(end, has_saved_step, hint=hint)))
+    os._exit(observer.show_peer_error(_job_error(end, has_saved_step, hint=hint)))
 
 
 def _job_error(

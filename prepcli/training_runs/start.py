@@ -372,12 +372,12 @@ def with_adapters(
     return replace(start, lora=asdict(lora), adapters=reader)
 
 
-def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
-    """Return the dtype of each frozen parameter in device memory, by path."""
+def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
+    """Return the dtype in device memory of each parameter of the base of adapters, by path."""
     if base_dtype != "stored":
-        return dict.fromkeys(model.frozen_paths, base_dtype)
+        return dict.fromkeys(model.base_paths, base_dtype)
     dtypes: dict[str, str] = {}
-    for path in model.frozen_paths:
+    for path in model.base_paths:
         dtype = start.reader.leaves[f"params.{path}"].dtype
         # Devices do not compute in float8.
         if dtype not in FLOAT_DTYPES:
@@ -402,10 +402,10 @@ def base_facts(
         of the checkpoint, with which `prep merge` recognizes it.
     """
     from trainer.models.param_tree import flatten_tree
-    from trainer.training.base_digest import frozen_digest
+    from trainer.training.base_digest import digest_base_params
 
     leaves = flatten_tree(state["params"])
-    digest = frozen_digest({path: leaves[path] for path in model.frozen_paths})
+    digest = digest_base_params({path: leaves[path] for path in model.base_paths})
     return {BASE_KEY: {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}}
 
 

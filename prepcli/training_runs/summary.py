@@ -89,7 +89,7 @@ def adapters_text(model: ModelSpec) -> str:
     if model.adapters is None:
         return ""
     lora = model.adapters.config
-    trained = sum(math.prod(leaf.shape) for leaf in model.trained_leaves.values())
+    trained = sum(math.prod(leaf.shape) for leaf in model.saved_leaves.values())
     total = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
     share = f"{trained:,} of {total:,} parameters are trained"
     return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"

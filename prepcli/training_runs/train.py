@@ -135,13 +135,13 @@ def _describe_durable(run: Run) -> str:
 def _shared_options(request: TrainRequest) -> dict[str, object]:
     """Return the options that all processes of a run must share."""
     # A process with another value would leave the others alone in a collective, e.g. a dry run ends
-    # before the first step. The names are those of `prep train`, for the error of `compare_settings`.
+    # before the first step.
     return {
-        "--restart": request.restart,
-        "--stop-after": request.stop_after,
-        "--dry-run": request.dry_run,
-        "--stream": request.stream,
-        "--no-verify": not request.verify,
+        "restart": request.restart,
+        "stop_after": request.stop_after,
+        "dry_run": request.dry_run,
+        "stream": request.stream,
+        "no_verify": not request.verify,
         **request.token_functions.manifest_fields,
     }
 
@@ -264,7 +264,7 @@ def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
         check_restart_source(start, run.storage, recipe)
     # The rules of the checkpoint apply if the recipe has none. They are known only now.
     sharding = make_sharding_context(
-        parse_mesh(recipe.mesh, "mesh"),
+        parse_mesh(recipe.mesh, Key("mesh")),
         partition_rules(recipe, start.manifest),
         slices=parse_slice_counts(recipe.cluster.dcn_mesh),
     )
@@ -283,9 +283,9 @@ def _recipe_sharding(run: Run) -> ShardingContext:
     from trainer.models.slices import parse_slice_counts
 
     recipe = run.recipe
-    mesh = parse_mesh(recipe.mesh, "mesh")
+    mesh = parse_mesh(recipe.mesh, Key("mesh"))
     slices = parse_slice_counts(recipe.cluster.dcn_mesh)
-    rules = merge_rules(recipe.rules or (), origin="rules")
+    rules = merge_rules(recipe.rules or (), origin=Key("rules"))
     try:
         return make_sharding_context(mesh, rules, slices=slices)
     except UsageError as error:

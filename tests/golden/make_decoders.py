@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 from prepcli.testing.tiny_transformers import has_encoder, random_batch, random_tensors
-from tests.helpers.tiny_configs import GOLDEN
+from tests.helpers.tiny_configs import DENSE_FAMILIES, GOLDEN
 from trainer.models.parameters import HFConfig
 
 FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # lengths of the rows of `short`
+# Length of the row of `long`: more than the positions of pretraining, 64, and than all windows.
+LONG_LENGTH = 80
+FIRST_LONG_LENGTH = 300  # of the first families
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class Golden:
     gradients: Mapping[str, np.ndarray]
 
 
-def compute(config: HFConfig) -> Golden:
-    """Compute the content of a file with transformers."""
+def compute(config: HFConfig, long_length: int = FIRST_LONG_LENGTH) -> Golden:
+    """Compute the content of a file with transformers, with a row of `long_length` tokens in `long`."""
     from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
 
     tensors, shape = (
@@ -48,12 +51,12 @@ def compute(config: HFConfig) -> Golden:
     )
     short, long = (
         random_batch(rows=2, length=7, seed=1, **shape),
-        random_batch(rows=1, length=300, seed=2, **shape),
+        random_batch(rows=1, length=long_length, seed=2, **shape),
     )
     short = {name: array for name, array in short.items() if name not in ("targets", "weights")}
     model = torch_model(config, tensors)
     loss, gradients = torch_gradients(model, long)
-    long_logits = torch_logits(model, long, (300,))
+    long_logits = torch_logits(model, long, (long_length,))
     return Golden(
         config,
         tensors,
@@ -64,6 +67,11 @@ def compute(config: HFConfig) -> Golden:
         loss,
         gradients,
     )
+
+
+def long_length(name: str) -> int:
+    """Return the number of tokens of `long` in the file of a config."""
+    return LONG_LENGTH if name in DENSE_FAMILIES else FIRST_LONG_LENGTH
 
 
 def save(golden: Golden, path: Path) -> None:
@@ -105,7 +113,7 @@ def main() -> None:
     """Write the files of the configs that the command line names, or of all."""
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or GOLDEN:
-        save(compute(GOLDEN[name]), FOLDER / f"{name}.npz")
+        save(compute(GOLDEN[name], long_length(name)), FOLDER / f"{name}.npz")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.testing.torch_transformers import tensor_shapes
-from tests.helpers.tiny_configs import NEWER_FAMILIES, NEWER_FAMILY_VARIANTS
+from tests.helpers.tiny_configs import DENSE_FAMILIES, NEWER_FAMILIES, NEWER_FAMILY_VARIANTS
 
 FOLDER = Path(__file__).parent / "families"
 GPT_NEO = {
@@ -48,6 +48,12 @@ PLAIN = (
     "gemma3_text",
     "phi3",
 )
+# Fields without which a model of transformers with only default values cannot be built.
+WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
+    "ministral": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,
     "gpt2-untied-wide": GPT2 | {"tie_word_embeddings": False, "n_inner": 17},
@@ -70,11 +76,18 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama-defaults": {"model_type": "llama", "num_hidden_layers": 1},
     **NEWER_FAMILIES,
     **NEWER_FAMILY_VARIANTS,
+    **DENSE_FAMILIES,
     "gptj-defaults": {"model_type": "gptj", "n_layer": 1},
     **{
         f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1}
         for name in NEWER_FAMILIES
         if name in PLAIN
+    },
+    **{
+        f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1}
+        | WITHOUT_DEFAULT.get(name, {})
+        for name, config in DENSE_FAMILIES.items()
+        if name == config["model_type"]
     },
     "t5-defaults": {"model_type": "t5"},
     "deepseek_v3-defaults": {

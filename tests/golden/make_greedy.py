@@ -1,13 +1,14 @@
 """Script that writes greedy.json beside this file: greedy output of transformers for the models of decoders/*.npz.
 
-Run it by hand with the `parity` extra installed: `python -m tests.golden.make_greedy`. For each model the file has
-prompts of several lengths (sources, if it has an encoder) and the new tokens. Of a few random prompts per length it
+Run it by hand with the `parity` extra installed: `python -m tests.golden.make_greedy [NAME …]`. For each model the file
+has prompts of several lengths (sources, if it has an encoder) and the new tokens. Of a few random prompts per length it
 keeps the one with the most varied output.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,16 +44,18 @@ def greedy_entry(name: str) -> dict[str, list[list[int]]]:
 
 
 def main() -> None:
-    """Write the entries of all models."""
+    """Write the entries of the models that the command line names, or of all, and keep the others."""
     import torch
 
     from tests.helpers.tiny_configs import GOLDEN
 
     torch.set_num_threads(1)
-    lines = (
-        f"{json.dumps(name)}: {json.dumps(greedy_entry(name), separators=(',', ':'))}"
-        for name in GOLDEN
-    )
+    entries = json.loads(FILE.read_text())
+    for name in sys.argv[1:] or GOLDEN:
+        entries[name] = greedy_entry(name)
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(entries[name], separators=(',', ':'))}" for name in GOLDEN
+    ]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

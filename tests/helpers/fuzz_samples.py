@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA, NEWER_FAMILIES
+from tests.helpers.tiny_configs import DENSE_FAMILIES, GPT2, GPT_NEO, LLAMA, NEWER_FAMILIES
 from trainer.models.architecture import LAYER_TYPES, SEMANTIC_FIELDS
 from trainer.models.registry import FAMILIES
 
@@ -25,7 +25,7 @@ LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = (
 )  # probabilities per change, and per sample for the last one
 
 BASE_CONFIGS: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
-    name: NEWER_FAMILIES[name] for name in FAMILIES if name in NEWER_FAMILIES
+    name: config for name, config in (NEWER_FAMILIES | DENSE_FAMILIES).items() if name in FAMILIES
 }
 ACTIVATIONS = (
     "gelu",
@@ -91,6 +91,21 @@ def layer_types(*names: str) -> ValueSampler:
         return rng.choice(([rng.choice(names) for _ in range(count)], [names[0]] * count, None))
 
     return sample
+
+
+def random_attn_config(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return `attn_config` of MPT."""
+    optional = {
+        "clip_qkv": (0.5, 6, 0, None), "softmax_scale": (0.3, None), "attn_pdrop": (0, 0), "prefix_lm": (False,),
+        "alibi": (True, True, False), "qk_ln": (False, True), "attn_impl": ("torch", "flash"), "alibi_bias_max": (8, 5),
+    }  # fmt: skip
+    keys = rng.sample(sorted(optional), rng.choice((0, 1, 2)))
+    return rng.choice(({key: rng.choice(optional[key]) for key in keys}, None))
+
+
+def random_flags(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return a list with 0 or 1 for each layer."""
+    return rng.choice(([rng.randrange(2) for _ in range(layer_count(config))], None))
 
 
 def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
@@ -162,9 +177,13 @@ EPS, WINDOW, ACT = (
 INNER, SOFTCAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
 
 VALUES: Mapping[str, ValueSampler] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), COUNT),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), one_of(1, 2, 2, 4, 3)),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed", "word_embed_proj_dim"), WIDTH),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), COUNT
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads"), one_of(1, 2, 2, 4, 3)
+    ),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER
     ),
@@ -172,7 +191,25 @@ VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(
         ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"), ACT
     ),
-    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), EPS),
+    **dict.fromkeys(
+        ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps", "norm_eps", "norm_epsilon"), EPS
+    ),
+    **dict.fromkeys(("attention_multiplier", "residual_multiplier"), one_of(0.3, 0.5, 1.0, 2)),
+    **dict.fromkeys(("embedding_multiplier", "logits_scaling"), one_of(0.5, 1.0, 4, 12.0)),
+    "attn_config": random_attn_config,
+    "expansion_ratio": one_of(4, 4, 4, 2),
+    "no_bias": one_of(True, True, True, False),
+    "embedding_fraction": one_of(1.0, 1.0, 0.5),
+    "norm_type": one_of("low_precision_layernorm", "layernorm", "rmsnorm"),
+    "max_seq_len": one_of(20, 64, 300),
+    "num_ln_in_parallel_attn": one_of(None, 1, 2),
+    "num_kv_heads": one_of(1, 3, None),
+    "activation": ACT,
+    "ffn_hidden_size": INNER,
+    "logit_scale": one_of(0.25, 0.5, 1.0, 1),
+    "clip_qkv": one_of(0.5, 1.0, 8, None),
+    "no_rope_layers": random_flags,
+    "no_rope_layer_interval": one_of(1, 2, 3, 4),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), THETA),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), one_of(0.25, 0.5, 0.75, 1.0, None)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), random_rope),
@@ -225,6 +262,7 @@ ROPE_FIELDS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
+ROTARY_FAMILIES = [name for name, config in DENSE_FAMILIES.items() if name == config["model_type"]]
 EXTRA_FIELDS: Mapping[
     str, Sequence[str]
 ] = {  # config fields that the config class lacks or names differently
@@ -249,7 +287,8 @@ EXTRA_FIELDS: Mapping[
     "phi3": (*ROPE_FIELDS, "layer_types", "head_dim"),
     "qwen2": (*ROPE_FIELDS, "head_dim"),
     **dict.fromkeys(
-        ("llama", "qwen3", "gemma", "gemma2"), (*ROPE_FIELDS, "original_max_position_embeddings")
+        ("llama", "qwen3", "gemma", "gemma2", *ROTARY_FAMILIES),
+        (*ROPE_FIELDS, "original_max_position_embeddings"),
     ),
 }
 SIZE_FIELD_PARTS = (  # parts of the names of fields whose default makes a large model
@@ -307,7 +346,7 @@ def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) 
         config.pop(name, None)
     elif rng.random() < WRONG_TYPE_SHARE:
         config[name] = copy.deepcopy(rng.choice(INVALID_VALUES))
-    elif name == "rope_parameters" and family == "gemma3_text":
+    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3"):
         config[name] = random_nested_rope(rng, config)
     else:
         config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

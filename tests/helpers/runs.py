@@ -27,12 +27,12 @@ from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.run_tables import Checkpoint, Eval, Log
 from trainer.recipe.tables import Recipe, Train
+from trainer.training.loading import round_params
 from trainer.training.loop import LoopConfig
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
-from trainer.training.param_rounding import round_params
 from trainer.training.samples import Sample
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 

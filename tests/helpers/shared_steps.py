@@ -20,8 +20,7 @@ from trainer.generation.generator import _CompiledFunction as CompiledFunction
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import evaluation, loop
 from trainer.training.evaluation import jit_eval_step, jit_row_eval_step
-from trainer.training.step import StepSetup
-from trainer.training.step_compilation import jit_train_step
+from trainer.training.step import StepSetup, jit_train_step
 
 PLAIN = ForwardConfig()
 

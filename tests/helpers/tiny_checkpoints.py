@@ -12,6 +12,7 @@ import numpy as np
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.tensors import itemsize
 from prepcli.testing.checkpoints import write_checkpoint
+from tests.helpers.tiny_configs import DENSE_FAMILIES
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
@@ -100,6 +101,12 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
     "ernie4_5_moe": SMALL | {
         "num_key_value_heads": 2, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 24,
     },
+    "olmoe": SMALL | {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2},
+    "flex_olmo": SMALL | {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2},
+    "granitemoe": SMALL | {"num_key_value_heads": 2, "num_local_experts": 3},
+    "granitemoeshared": SMALL | {
+        "num_key_value_heads": 2, "num_local_experts": 3, "shared_intermediate_size": 16,
+    },
     "gemma": GROUPED_QUERY,
     "gemma2": GROUPED_QUERY | {"sliding_window": 8},
     "gemma3_text": GROUPED_QUERY | {"sliding_window": 8, "sliding_window_pattern": 2},
@@ -110,8 +117,19 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
         "decoder_start_token_id": 0, "pad_token_id": 0,
     },
 }  # fmt: skip
+# Families with golden files of their own, with sizes that meshes divide. Most tests of conversions leave them out.
+DENSE_SIZES = GROUPED_QUERY | {"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4}
+DENSE_CONFIGS: dict[str, dict[str, Any]] = {
+    name: config | {
+        key: value for key, value in DENSE_SIZES.items() if key in config and key != "num_hidden_layers"
+    }
+    for name, config in DENSE_FAMILIES.items()
+    if name == config["model_type"]
+}  # fmt: skip
 ARCHITECTURES = {
     "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "gpt_oss": "GptOssForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "dots1": "Dots1ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -146,7 +164,8 @@ LEGACY_BUFFERS = {
     ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3", "qwen2_moe"), INV_FREQ_BUFFER),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), INV_FREQ_BUFFER),
-    **dict.fromkeys(("dots1", "ernie4_5_moe"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "flex_olmo"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), INV_FREQ_BUFFER),
     "gpt_oss": {},
 }
 

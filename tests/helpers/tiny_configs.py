@@ -121,6 +121,17 @@ ERNIE4_5_MOE = SMALL | {
     "intermediate_size": 12, "moe_num_experts": 5, "moe_k": 2, "moe_layer_interval": 2, "moe_layer_start_index": 1,
     "rms_norm_eps": 1e-3,
 }  # fmt: skip
+OLMOE = SMALL | {
+    "model_type": "olmoe", "num_key_value_heads": 1, "intermediate_size": 7, "num_experts": 5,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+FLEX_OLMO = OLMOE | {"model_type": "flex_olmo", "norm_topk_prob": True}
+GRANITEMOE = SMALL | {
+    "model_type": "granitemoe", "num_key_value_heads": 1, "intermediate_size": 7, "num_local_experts": 5,
+    "rms_norm_eps": 1e-3, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+}  # fmt: skip
+GRANITEMOESHARED = GRANITEMOE | {"model_type": "granitemoeshared", "shared_intermediate_size": 10}
 T5 = {
     "model_type": "t5", "vocab_size": 29, "d_model": 16, "d_kv": 6, "d_ff": 12, "num_layers": 2,
     "num_decoder_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 40,
@@ -151,11 +162,112 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "glm4_moe_lite": GLM4_MOE_LITE,
     "dots1": DOTS1,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "olmoe": OLMOE,
+    "flex_olmo": FLEX_OLMO,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
     "t5": T5,
     "t5-gated": T5_GATED,
     "phi3-longrope": PHI3 | {
         "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
     },
+}  # fmt: skip
+# Families whose matrices and norms have LLaMA's names. Sizes are those of GROUPED_QUERY.
+LLAMA_LIKE = GROUPED_QUERY | {"head_dim": 8, "num_attention_heads": 3}
+LAYER_NORM = {key: value for key, value in LLAMA_LIKE.items() if key != "rms_norm_eps"} | {
+    "layer_norm_eps": 1e-3
+}
+SMALL_GPT = TOKEN_FIELDS | {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+GPT_NAMES = TOKEN_FIELDS | {
+    "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "n_inner": 20, "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+    "olmo2": LLAMA_LIKE | {"model_type": "olmo2"},
+    "olmo3": LLAMA_LIKE | {
+        "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 5, "rope_theta": 2e4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    },
+    "smollm3": LLAMA_LIKE | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "granite": LLAMA_LIKE | {
+        "model_type": "granite", "embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "glm4": LLAMA_LIKE | {"model_type": "glm4"},
+    "glm": LLAMA_LIKE | {"model_type": "glm"},
+    "starcoder2": SMALL | {
+        "model_type": "starcoder2", "num_key_value_heads": 1, "norm_epsilon": 1e-3, "sliding_window": 5,
+    },
+    "stablelm": LAYER_NORM | {"model_type": "stablelm", "partial_rotary_factor": 0.5},
+    "stablelm-parallel": LAYER_NORM | {
+        "model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True,
+    },
+    "phi": SMALL | {"model_type": "phi", "layer_norm_eps": 1e-3},
+    "exaone4": LLAMA_LIKE | {"model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": 2},
+    "ernie4_5": LLAMA_LIKE | {"model_type": "ernie4_5", "use_bias": True},
+    "ministral": LLAMA_LIKE | {
+        "model_type": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "seed_oss": LLAMA_LIKE | {"model_type": "seed_oss", "attention_out_bias": True},
+    "olmo": SMALL | {"model_type": "olmo", "num_key_value_heads": 1, "clip_qkv": 0.8},
+    "cohere": LAYER_NORM | {"model_type": "cohere", "logit_scale": 0.4, "use_qk_norm": True},
+    "cohere2": LAYER_NORM | {
+        "model_type": "cohere2", "logit_scale": 0.4, "sliding_window": 5, "sliding_window_pattern": 2,
+    },
+    "helium": LLAMA_LIKE | {"model_type": "helium"},
+    "arcee": LLAMA_LIKE | {"model_type": "arcee"},
+    "hunyuan_v1_dense": LLAMA_LIKE | {
+        "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+    },
+    "nemotron": SMALL | {"model_type": "nemotron", "num_key_value_heads": 1, "norm_eps": 1e-3},
+    "jais2": LAYER_NORM | {"model_type": "jais2"},
+    "cwm": LLAMA_LIKE | {"model_type": "cwm", "sliding_window": 5},
+    "falcon": SMALL_GPT | {"model_type": "falcon"},
+    "falcon-serial": SMALL_GPT | {"model_type": "falcon", "parallel_attn": False, "bias": True},
+    "gpt_bigcode": GPT_NAMES | {"model_type": "gpt_bigcode"},
+    "gpt_bigcode-heads": GPT_NAMES | {"model_type": "gpt_bigcode", "multi_query": False},
+    "bloom": SMALL_GPT | {"model_type": "bloom"},
+    "mpt": TOKEN_FIELDS | {
+        "model_type": "mpt", "d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 300,
+        "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
+    },
+    "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
+    "vaultgemma": GEMMA | {
+        "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+    },
+}  # fmt: skip
+DENSE = DENSE_FAMILIES
+TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+    "olmo2-biases": DENSE["olmo2"] | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None},
+    "olmo3-listed": DENSE["olmo3"] | TWO_KINDS | {"num_hidden_layers": 2, "rope_scaling": None},
+    "olmo3-version-5": DENSE["olmo3"] | {
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e4}},
+    },
+    "smollm3-listed": DENSE["smollm3"] | {"no_rope_layers": [0, 1, 1], "mlp_bias": True, "attention_bias": True},
+    "smollm3-sliding": DENSE["smollm3"] | {"use_sliding_window": True, "sliding_window": 4},
+    "granite-plain": {key: value for key, value in DENSE["granite"].items() if "multiplier" not in key},
+    "glm-whole": DENSE["glm"] | {"partial_rotary_factor": 1.0, "attention_bias": False},
+    "starcoder2-bare": DENSE["starcoder2"] | {"use_bias": False, "sliding_window": None},
+    "stablelm-qk-norms": DENSE["stablelm"] | {"qk_layernorm": True, "num_key_value_heads": 3},
+    "phi-qk-norms": DENSE["phi"] | {"qk_layernorm": True, "partial_rotary_factor": 0.25, "num_key_value_heads": 1},
+    "exaone4-no-window": DENSE["exaone4"] | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4-listed": DENSE["exaone4"] | TWO_KINDS,
+    "ernie4_5-yarn": DENSE["ernie4_5"] | {"use_bias": False, "rope_scaling": ROPES["yarn"]},
+    "ministral-default": {key: value for key, value in DENSE["ministral"].items() if key != "layer_types"},
+    "seed_oss-bare": DENSE["seed_oss"] | {"attention_bias": False, "attention_out_bias": False, "mlp_bias": True},
+    "olmo-plain": DENSE["olmo"] | {"clip_qkv": None, "attention_bias": True},
+    "cohere-plain": DENSE["cohere"] | {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False},
+    "cohere2-listed": DENSE["cohere2"] | TWO_KINDS,
+    "hunyuan_v1_dense-plain": DENSE["hunyuan_v1_dense"] | {"rope_scaling": None, "attention_bias": True},
+    "nemotron-biases": DENSE["nemotron"] | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    "cwm-listed": DENSE["cwm"] | TWO_KINDS | {"mlp_bias": True, "rope_theta": 500.0},
+    "falcon-linear": DENSE["falcon"] | {"rope_scaling": {"type": "linear", "factor": 3.0}, "ffn_hidden_size": 20},
+    "mpt-plain": DENSE["mpt"] | {"attn_config": {"softmax_scale": 0.5}},
+    "biogpt-unscaled": DENSE["biogpt"] | {"scale_embedding": False, "tie_word_embeddings": False},
+    "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -206,6 +318,8 @@ NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
         "moe_norm_min": 0.5, "moe_num_shared_experts": 0, "moe_layer_interval": 1, "moe_layer_end_index": 2,
         "tie_word_embeddings": False,
     },
+    "olmoe-biases": OLMOE | {"attention_bias": True, "num_key_value_heads": 3, "norm_topk_prob": True},
+    "granitemoeshared-plain": GRANITEMOESHARED | {"shared_intermediate_size": 0, "attention_bias": True},
     "qwen3_moe-sliding": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4},
     "gemma-legacy": GEMMA1 | {"hidden_act": "gelu", "hidden_activation": None},
     "gemma-biases": GEMMA1 | {"attention_bias": True, "tie_word_embeddings": False},
@@ -285,7 +399,7 @@ FIRST_FAMILIES: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
     **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
 }
-GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # configs with a golden file
+GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES | DENSE_FAMILIES  # configs with a golden file
 GPT2_VARIANTS: dict[str, dict[str, Any]] = {
     "odd-heads": {"n_embd": 24, "n_head": 3},
     "names": {
@@ -336,6 +450,7 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
 LIVE: dict[str, dict[str, Any]] = {  # all configs that are compared with transformers live
     **GOLDEN,
     **NEWER_FAMILY_VARIANTS,
+    **DENSE_FAMILY_VARIANTS,
     **AMBIGUOUS,
     **{f"gpt2-{name}": GPT2 | changes for name, changes in GPT2_VARIANTS.items()},
     **{f"gpt_neo-{name}": GPT_NEO | changes for name, changes in GPT_NEO_VARIANTS.items()},
@@ -343,5 +458,9 @@ LIVE: dict[str, dict[str, Any]] = {  # all configs that are compared with transf
 }
 ODD_HEADS = {  # one config with an odd number of heads per family
     **{name: LIVE[f"{name}-odd-heads"] for name in ("gpt2", "gpt_neo", "llama")},
-    **{name: config for name, config in NEWER_FAMILIES.items() if name == config["model_type"]},
+    **{
+        name: config
+        for name, config in (NEWER_FAMILIES | DENSE_FAMILIES).items()
+        if name == config["model_type"]
+    },
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.distributed.process_group import ProcessGroup
 from trainer.distributed.rendezvous import index_ranges
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, Text, join_texts, text
 
 # Larger differences make file times and logs of several hosts misleading.
 MAX_CLOCK_DIFFERENCE_S = 5.0
@@ -23,6 +23,7 @@ def check_agreement(
     facts: Mapping[str, str],
     *,
     hint: str,
+    options: Mapping[str, Option] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> None:
     """Compare facts between all processes. Every process raises the same error if one differs.
@@ -33,6 +34,7 @@ def check_agreement(
         group: Processes of the run.
         facts: Values by name.
         hint: Advice in the error.
+        options: Options that the error names instead of the facts with their values.
         warn: Receives a warning on process 0 about clocks that differ. None skips the comparison.
 
     Raises:
@@ -40,12 +42,12 @@ def check_agreement(
     """
     if group.count == 1:
         return
-    text = json.dumps(dict(facts), sort_keys=True)
+    facts_text = json.dumps(dict(facts), sort_keys=True)
     # Processes arrive at different times. After the barrier they read their clocks at nearly the
     # same moment.
     group.barrier("clock")
     reports = group.gather(
-        "agreement", f"{hashlib.sha256(text.encode()).hexdigest()} {time.time()}"
+        "agreement", f"{hashlib.sha256(facts_text.encode()).hexdigest()} {time.time()}"
     )
     if reports and warn is not None:
         _warn_of_clocks([float(report.split()[1]) for report in reports], warn)
@@ -54,9 +56,8 @@ def check_agreement(
     if group.broadcast("agreement", str(is_equal)) == str(True):
         return
     texts = group.gather("facts", json.dumps({"host": socket.gethostname(), "facts": dict(facts)}))
-    what, why = json.loads(
-        group.broadcast("facts", json.dumps(_describe_differences(texts) if texts else []))
-    )
+    differences = json.loads(group.broadcast("facts", json.dumps(_find_differences(texts))))
+    what, why = _describe_differences(differences, options or {})
     raise PrepError(what, why, hint)
 
 
@@ -71,26 +72,37 @@ def _warn_of_clocks(times: list[float], warn: Callable[[str], None]) -> None:
         )
 
 
-def _describe_differences(texts: list[str]) -> tuple[str, str]:
-    """Return a summary of the facts that differ, and their values by process.
+def _find_differences(texts: list[str]) -> dict[str, str]:
+    """Return the facts that differ, each with its values by process.
 
     Args:
-        texts: Host and facts of each process, as JSON.
+        texts: Host and facts of each process, as JSON. Empty except on process 0.
     """
-    reports = [json.loads(text) for text in texts]
+    reports = [json.loads(report) for report in texts]
     # A fact may be missing in some processes. A dict keeps the order of the first report of each.
     names: dict[str, None] = {}
     for report in reports:
         names |= dict.fromkeys(report["facts"])
-    lines: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name in names:
         if line := _values_by_process(name, reports):
-            lines[name] = line
-    shown = list(lines)[:MAX_NAMED_FACTS]
-    what = f"the processes differ in {', '.join(f'`{name}`' for name in shown)}"
-    if len(lines) > len(shown):
-        what += f" and {len(lines) - len(shown)} more"
-    return what, "\n".join(f"{name}: {lines[name]}" for name in shown)
+            values[name] = line
+    return values
+
+
+def _describe_differences(
+    differences: Mapping[str, str], options: Mapping[str, Option]
+) -> tuple[Text, Text]:
+    """Return a summary of the facts that differ, and a line for each."""
+    labels: list[str] = []
+    lines: list[str] = []
+    for name in list(differences)[:MAX_NAMED_FACTS]:
+        labels.append(text("{}", options.get(name, f"`{name}`")))
+        lines.append(text("{}: {}", options.get(name, name), differences[name]))
+    what = text("the processes differ in {}", join_texts(", ", labels))
+    if len(differences) > len(labels):
+        what = text("{} and {} more", what, len(differences) - len(labels))
+    return what, join_texts("\n", lines)
 
 
 def _values_by_process(name: str, reports: list[dict[str, dict[str, str]]]) -> str:

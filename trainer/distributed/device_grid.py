@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.mesh import Mesh
 from trainer.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
 
@@ -80,9 +80,8 @@ def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
     if len(by_index) == 1 or devices[0].platform != "tpu":
         return _devices_by_hosts(devices, count)
     what = f"`{DCN_KEY}` has {count} slice{'s' if count > 1 else ''}"
-    raise usage_error(
-        what, f"the devices are in {len(by_index)}", f"`--set {DCN_KEY}=dp:{len(by_index)}`"
-    )
+    hint = text("{}", Key(DCN_KEY, f"dp:{len(by_index)}", is_override=True))
+    raise usage_error(what, f"the devices are in {len(by_index)}", hint)
 
 
 def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:

@@ -175,7 +175,7 @@ def _refuse(meeting: _Meeting, peer: _Peer) -> None:
     address = meeting.address
     what = f"process 0 at {address.coordinator} belongs to another job"
     why = f"it is of {_job_text(address.job)} on {process_place()}; this process is of {_job_text(peer.job)}"
-    hint = "give each job a port of its own with `--set cluster.host0_port=PORT`"
+    hint = "give each job a port of its own with `cluster.host0_port`"
     _send_verdict(peer, PrepError(what, why, hint))
     peer.connection.close()
     meeting.refused.append(f"process {peer.index} of {_job_text(peer.job)} ({peer.place})")
@@ -197,7 +197,7 @@ def _listen(address: ProcessAddress) -> socket.socket:
         )
     except OSError as error:
         why = error.strerror or str(error)
-        hint = "another port with `--set cluster.host0_port=PORT`"
+        hint = "another port with `cluster.host0_port`"
         raise PrepError(f"process 0 cannot listen on port {port}", why, hint) from error
 
 
@@ -295,7 +295,7 @@ def _missing_error(meeting: _Meeting, timeout_s: float) -> PrepError:
     if meeting.refused:
         why += f"; it refused {', '.join(meeting.refused[:MAX_NAMED])}"
     host, port = split_host_port(address.coordinator)
-    hint = "see the logs of these processes; `--set cluster.start_timeout=SECONDS` waits longer"
+    hint = "see the logs of these processes; a larger `cluster.start_timeout` waits longer"
     if is_loopback(host):
         hint = f"{host} reaches only this host; elsewhere `cluster.host0_address` is needed; {hint}"
     else:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from trainer.distributed.device_grid import arrange_devices
 from trainer.distributed.devices import all_devices, local_devices
 from trainer.models import mesh as meshes
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, Option, PrepError, text, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import (
@@ -184,9 +184,8 @@ class ShardingContext:
             memory.kind for memory in device.addressable_memories()
         }:
             what = f"`model.offload` is not supported on {device.platform} devices"
-            raise usage_error(
-                what, "they have no host memory beside their own", "`--set model.offload=none`"
-            )
+            hint = text("{}", Key("model.offload", "none", is_override=True))
+            raise usage_error(what, "they have no host memory beside their own", hint)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -225,6 +224,7 @@ def make_sharding_context(
     *,
     devices: Sequence[Any] | None = None,
     slices: SliceCounts = ONE_SLICE,
+    origin: Option | Key = meshes.MESH_KEY,
 ) -> ShardingContext:
     """Create the mesh on the devices of all processes, or on devices to compile for.
 
@@ -233,6 +233,7 @@ def make_sharding_context(
         rules: Partition rules.
         devices: Devices of the mesh. None for all devices of JAX.
         slices: Number of slices along each axis of the mesh.
+        origin: Option or recipe key of the mesh, for the error.
 
     Returns:
         The context with its device mesh.
@@ -247,7 +248,7 @@ def make_sharding_context(
     hardware = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
         hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
-    resolved = meshes.resolve_mesh(mesh, len(devices), hardware)
+    resolved = meshes.resolve_mesh(mesh, len(devices), hardware, origin=origin)
     check_slices(resolved, slices)
     grid = arrange_devices(resolved, devices, slices)
     axis_types = (AxisType.Auto,) * len(resolved.names)

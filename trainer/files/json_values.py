@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
+
+# A value of a JSON text. A reader narrows it: a text of a user or of another program may hold any value.
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+JsonObject: TypeAlias = dict[str, JsonValue]
 
 # Nested objects and lists. Python's recursion limit of 1,000 frames stops recursive code at about
 # 900.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Option, text, usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention_mask import EncoderOutput
@@ -38,7 +38,8 @@ class Computation:
         # columns of a batch (`zigzag_order`). A caller of a module does not.
         if sharding.sequence_parallel_size > 1:
             why = "Flax modules take the tokens of a sequence in their order"
-            raise usage_error(f"`--mesh {sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")
+            what = text("{} has sp", Option("mesh", str(sharding.mesh)))
+            raise usage_error(what, why, text("{} with fsdp or mp", Option("mesh")))
 
     def logits(
         self,

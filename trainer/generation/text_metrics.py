@@ -55,7 +55,7 @@ def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise _missing_package("rouge", "rouge-score") from error
+        raise _missing_package_error("rouge", "rouge-score") from error
     # The summarization examples of transformers stem words too, so that scores are comparable.
     # rougeLsum takes each line of a text as a sentence.
     scorer: Any = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
@@ -72,7 +72,7 @@ def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     try:
         import sacrebleu
     except ImportError as error:
-        raise _missing_package("bleu", "sacrebleu") from error
+        raise _missing_package_error("bleu", "sacrebleu") from error
     if not texts:
         return {"bleu": math.nan}
     # sacrebleu takes one list per set of references. Each of its lists has an entry per text.
@@ -93,7 +93,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _missing_package(metric: str, package: str) -> PrepError:
+def _missing_package_error(metric: str, package: str) -> PrepError:
     return PrepError(
         f"metric `{metric}` needs {package}",
         "it is not installed",

@@ -23,12 +23,16 @@ ACTIVATIONS = (
     "silu",
     "swish",
     "relu",
+    "relu2",
 )
 # A sliding window without a limit.
 FULL_ATTENTION = 0
 # Wider windows fit no int32 and no sequence is that long.
 MAX_WINDOW = 1 << 30
 NO_SOFTCAP = 0.0
+NO_CLIP = 0.0
+# Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
+BlockType = Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich", "output_norm"]
 # Longer than any sequence. Bounds the memory that an invalid config can ask for.
 MAX_RELATIVE_DISTANCE = 1 << 20
 # Values in `layer_types`.
@@ -105,6 +109,32 @@ class RelativePositionBias:
             raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
 
 
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention with linear biases (Press et al. 2022, https://arxiv.org/abs/2108.12409, section 3).
+
+    The scores of head h get the bias slope_h * (key position - query position).
+
+    Attributes:
+        slopes: Slope of each head.
+    """
+
+    slopes: tuple[float, ...]
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return ALiBi's slopes: 2^(-8 i / n) for i = 1 to n, where n is the number of heads.
+
+    If n is not a power of two, the slopes of the next lower power come first. The odd ones of the next
+    higher power follow.
+    """
+    # E.g. 3 heads: 2^-4 and 2^-8 of n = 2, and 2^-2 of n = 4.
+    lower = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    between = [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * lower, 2)]
+    return (*slopes, *between[: num_heads - lower])
+
+
 class LayerKind(NamedTuple):
     """The choices that differ between the layers of a stack.
 
@@ -122,19 +152,18 @@ class ArchConfig:
     """The architecture of a decoder, or of the encoder before it.
 
     Attributes:
-        norm: Type of the norms. "rms_offset" scales by 1 + weight, all of it in float32.
+        norm: Type of the norms. The "offset" types scale by 1 + weight, all of it in float32.
         norm_eps: Epsilon of the norms.
         activation: Activation of the MLP, one of ACTIVATIONS.
         has_gated_mlp: Whether the MLP has a gate matrix.
         attn_scale: Factor of the query-key products.
         sliding_windows: Window of each layer: a number of positions, that of the token included, or
             FULL_ATTENTION.
-        rope: Rotary embedding. If it and `relative_position_bias` are None, the model has learned
+        rope: Rotary embedding. If it and `score_bias` are None, the model has learned
             positions.
         max_positions: Number of learned positions.
         init_std: Standard deviation of the initial matrices and embeddings.
-        block_type: Residual connections and norms of a layer. `trainer.nn.block` has a function for
-            each.
+        block_type: Residual connections and norms of a layer.
         has_final_norm: Whether a norm follows the last layer.
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
         layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
@@ -143,6 +172,12 @@ class ArchConfig:
             neighbouring elements.
         position_offset: Row of the first learned position.
         embed_scale: Factor of the token embeddings.
+        residual_scale: Factor of the outputs of attention and MLP before they are added to the
+            residual stream.
+        qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
+            or those of all heads together.
+        rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
+        qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
@@ -155,14 +190,14 @@ class ArchConfig:
         has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
-        relative_position_bias: Bias of attention scores by relative position.
+        score_bias: Bias of attention scores by relative position.
         lm_head_input_scale: Factor of the hidden states before the head.
         encoder: Architecture of the encoder. The layers attend to its output. Its attention is
             bidirectional.
         leaf_init_stds: End of a leaf's path -> its standard deviation, for leaves with another one.
     """
 
-    norm: Literal["layer", "rms", "rms_offset"]
+    norm: Literal["layer", "layer_offset", "rms", "rms_offset"]
     norm_eps: float
     activation: str
     has_gated_mlp: bool
@@ -171,13 +206,17 @@ class ArchConfig:
     rope: Rope | None
     max_positions: int
     init_std: float
-    block_type: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
+    block_type: BlockType = "pre"
     has_final_norm: bool = True
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     position_offset: int = 0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    qk_norm_axes: Literal["head", "all_heads"] = "head"
+    rotates_before_qk_norm: bool = False
+    qkv_clip: float = NO_CLIP
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
@@ -188,7 +227,7 @@ class ArchConfig:
     latent_norm_eps: float = 1e-6
     has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
-    relative_position_bias: RelativePositionBias | None = None
+    score_bias: RelativePositionBias | Alibi | None = None
     lm_head_input_scale: float = 1.0
     encoder: ArchConfig | None = None
     leaf_init_stds: tuple[tuple[str, float], ...] = ()
@@ -196,7 +235,12 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.relative_position_bias is None
+        return self.rope is None and self.score_bias is None
+
+    @property
+    def norm_scale_offset(self) -> float:
+        """Number added to the scale of a norm before its multiplication."""
+        return 1.0 if self.norm in ("layer_offset", "rms_offset") else 0.0
 
     def leaf_init_std(self, path: str) -> float:
         """Return the standard deviation of the initial values of a matrix or an embedding."""

@@ -80,7 +80,7 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
             AttentionFeature.KEY_PADDING,
         )
         yield from _arch_features(arch_config.encoder)
-    if arch_config.relative_position_bias is not None:
+    if arch_config.score_bias is not None:
         yield AttentionFeature.SCORE_BIAS
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
         yield AttentionFeature.SOFTCAP

@@ -67,6 +67,15 @@ def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
     return None
 
 
+def escape_path(path: str) -> str:
+    """Return a path as a template of `str.format`. The paths of a family's rows are such templates.
+
+    >>> escape_path("{a}.b").format()
+    '{a}.b'
+    """
+    return path.replace("{", "{{").replace("}", "}}")
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """An atom in a merged dim or in braces.
@@ -100,8 +109,8 @@ class NamePattern:
     Attributes:
         terms: Atoms that form one merged index.
         index_list: Name of the list of the numbers in the tensor names, or "".
-        numbers: Number in the tensor names for each index of the atom. Empty if the index is the
-            number itself.
+        numbers: The numbers themselves, for an axis map with a list of its own. The sizes then have no entry for its
+            atom.
     """
 
     terms: tuple[Term, ...]
@@ -320,7 +329,7 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
         index = _tensor_index(part, lookup)
         name_parts.append(index)
         # `sizes` has no entry for an atom with an index list. Its size is the length of the list.
-        if part.index_list:
+        if index.listed_indices:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
@@ -379,15 +388,17 @@ class _SizeLookup:
 
 def _uses_index_list(row: ParsedAxisMap, atom: str) -> bool:
     for part in row.name_parts:
-        if isinstance(part, NamePattern) and part.index_list and part.terms[0].atom == atom:
+        if not isinstance(part, NamePattern):
+            continue
+        if (part.index_list or part.numbers) and part.terms[0].atom == atom:
             return True
     return False
 
 
 def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
-    if not pattern.index_list:
-        return TensorIndex(lookup.factors(pattern.terms), pattern.numbers)
-    indices = lookup.index_list(pattern.index_list)
+    if not (pattern.index_list or pattern.numbers):
+        return TensorIndex(lookup.factors(pattern.terms))
+    indices = pattern.numbers or lookup.index_list(pattern.index_list)
     return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 
 

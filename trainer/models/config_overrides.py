@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.models.dropout_config import DROPOUT_SITES
-from trainer.models.errors import INVALID_CONFIG, PrepError, usage_error
+from trainer.models.errors import INVALID_CONFIG, PrepError, text, usage_error
 from trainer.models.parameters import Family, HFConfig
 from trainer.models.presets import PRESETS
 from trainer.models.registry import family_of, fields_read
@@ -59,7 +59,9 @@ def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
     except PrepError as error:
         # An error here belongs to the config, not to the overrides, and replaces the one above.
         read_architecture(config)
-        why = error.why if error.what == INVALID_CONFIG else f"{error.what}: {error.why}"
+        why = error.why
+        if error.what != INVALID_CONFIG:
+            why = text("{}: {}", error.what, error.why)
         raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, error.hint) from error
 
 

@@ -19,7 +19,7 @@ import shlex
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, SupportsIndex
 
 OK = 0
 FAILED = 1
@@ -108,8 +108,8 @@ class Option:
 
     Attributes:
         name: Name of the argument in Python, e.g. `keep_padding`.
-        value: Its value, or a placeholder in capitals, e.g. `FOLDER`. True and False are flags. A list of lists is
-            given by repeating the option, each time with one list.
+        value: Its value, or a placeholder in capitals, e.g. `FOLDER`. True and False are flags. A list is given by
+            repeating the option, each time with one item.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Option:
         if self.value is True or self.value is NO_VALUE:
             return f"--{flag}"
         if isinstance(self.value, list):
-            return " ".join(f"--{flag} {','.join(map(str, items))}" for items in self.value)
+            return " ".join(Option(self.name, _item_text(item)).words(style) for item in self.value)
         value = str(self.value)
         if self.name == "overrides":
             # `--set data.fields='[a], b'`, with the key outside of the quotes
@@ -223,6 +223,13 @@ class Text(str):
     def __reduce__(self) -> tuple[type[Self], tuple[str | Reference, ...]]:
         # pickle and copy make the text again from its parts
         return type(self), self.parts
+
+    def replace(self, old: str, new: str, /, count: SupportsIndex = -1) -> Text:
+        """Return the text with other words in its pieces. The references stay as they are."""
+        pieces: list[str | Reference] = []
+        for part in self.parts:
+            pieces.append(part.replace(old, new, count) if isinstance(part, str) else part)
+        return Text(*pieces)
 
     def render(self, style: Style) -> str:
         """Return the text for the readers of `style`."""
@@ -385,10 +392,19 @@ def _render(parts: tuple[str | Reference, ...], style: Style) -> str:
     return "".join(words)
 
 
+def _item_text(item: object) -> str:
+    """Return one value of a repeated option. Token ids have commas between them."""
+    if isinstance(item, list):
+        return ",".join(map(str, item))
+    return str(item)
+
+
 def _literal(value: object) -> str:
     """Return a value as Python writes it, with texts in double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
     return str(value)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
 from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
@@ -34,10 +34,13 @@ ACTIVATION_ARRAYS = {
     "silu": 4,
     "swish": 4,
     "relu": 3,
+    "relu2": 3,
 }
 # Norms of a layer by `block_type`, and how many of them follow a projection.
-NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}
-OUTPUT_NORMS_PER_BLOCK = {"post": 2, "sandwich": 2}
+NORMS_PER_BLOCK: Mapping[BlockType, int] = {
+    "pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4, "output_norm": 2,
+}  # fmt: skip
+OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {"post": 2, "sandwich": 2, "output_norm": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def _matches(pattern: str, path: str) -> bool:
     return path == pattern or path.startswith(f"{pattern}.")
 
 
-def check_expressions(patterns: Iterable[str], key: str) -> None:
+def check_regular_expressions(patterns: Iterable[str], key: str) -> None:
     """Check the regular expressions of patterns.
 
     Args:

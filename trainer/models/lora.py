@@ -31,6 +31,7 @@ from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import (
     EMBEDDING_PATH_PARTS,
     MAX_AXIS_SIZE,
+    VERBATIM,
     Family,
     HFConfig,
     Parameter,
@@ -39,6 +40,7 @@ from trainer.models.parameters import (
 from trainer.models.registry import family_of
 from trainer.models.rows import atoms_in, split_dims, split_row
 from trainer.models.suggest import suggest
+from trainer.models.verbatim import recorded_family
 
 RANK_ATOM = "lora_rank"
 # Last path parts of the leaves.
@@ -112,7 +114,9 @@ def _is_settings(value: Any) -> bool:
 
 
 def manifest_family(manifest: Mapping[str, Any]) -> Family:
-    """Return the family of a checkpoint's parameters: the model's, or the adapters'."""
+    """Return the family of a checkpoint's parameters: the model's, the adapters', or the verbatim one."""
+    if manifest.get("family") == VERBATIM:
+        return recorded_family(manifest)
     config = manifest["config"]
     lora = lora_from_manifest(manifest)
     family = family_of(config)

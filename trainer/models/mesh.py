@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer.models.errors import Key, text, usage_error
+from trainer.models.errors import NO_VALUE, Key, Option, Text, text, usage_error
 from trainer.models.suggest import did_you_mean
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
 # Above the size of any machine. Rejects typing errors early.
 MAX_DEVICES = 1 << 20
+MESH_OPTION = Option("mesh")
+MESH_KEY = Key("mesh", is_override=True)
 
 MeshAxes = tuple[str, ...]
 
@@ -55,15 +57,15 @@ class Mesh:
         return math.prod(map(self.size, self.names))
 
 
-def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
+def parse_mesh(mesh_text: str, origin: Option | Key = MESH_OPTION) -> Mesh:
     """Parse `1,64,4` (dp,fsdp,mp) or named axes such as `dp:1,fsdp:-1,mp:4,sp:2`.
 
     Axes of size 1 do not affect the device order, so they are moved to their usual place (and sp is
     removed). All spellings of a mesh therefore give equal objects.
 
     Args:
-        text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects the
-            plain order.
+        mesh_text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects
+            the plain order.
         origin: Option or recipe key of the text, for the error.
 
     Returns:
@@ -72,25 +74,31 @@ def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
     Raises:
         UsageError: The text is not a valid mesh.
     """
-    body = text.strip()
+    body = mesh_text.strip()
     entries = [entry.strip() for entry in body.removeprefix("!").split(",")]
-    option = f"`{origin} {truncate(text)}`"
     if entries == [""]:
+        example = text("{}", replace(origin, value="1,64,4"))
         raise usage_error(
-            f"`{origin}` is empty", "it takes dp,fsdp,mp, or names", f"`{origin} 1,64,4`"
+            text("{} is empty", replace(origin, value=NO_VALUE)),
+            "it takes dp,fsdp,mp, or names",
+            example,
         )
+    option = text("{}", replace(origin, value=truncate(mesh_text)))
     sizes = _parse_named(entries, option) if ":" in body else _parse_positional(entries, option)
     _check_sizes(sizes, option)
     return _normalize_mesh(sizes, body.startswith("!"))
 
 
-def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
+def resolve_mesh(
+    mesh: Mesh, n_devices: int, hardware: str = "", *, origin: Option | Key = MESH_KEY
+) -> Mesh:
     """Replace the -1 of a mesh by the number of remaining devices.
 
     Args:
         mesh: The mesh.
         n_devices: Number of devices.
         hardware: Description of the devices (`1 host with 8 × H100`), for the error.
+        origin: Option or recipe key of the mesh, for the error.
 
     Returns:
         A mesh of `n_devices` devices.
@@ -99,7 +107,7 @@ def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
         UsageError: The sizes do not match the number of devices.
     """
     known_devices = math.prod(size for size in mesh.sizes if size != -1)
-    hint = text("{}", Key("mesh", f"1,{n_devices},1", is_override=True))
+    hint = text("{}", replace(origin, value=f"1,{n_devices},1"))
     is_open = -1 in mesh.sizes
     if (
         n_devices < known_devices
@@ -127,7 +135,7 @@ def folder_suffix(mesh: Mesh) -> str:
     return "-".join(parts + ["plain"] * mesh.plain_order)
 
 
-def _parse_positional(entries: list[str], option: str) -> dict[str, int]:
+def _parse_positional(entries: list[str], option: Text) -> dict[str, int]:
     if len(entries) == 3:
         return {
             axis: _parse_axis_size(axis, entry, option) for axis, entry in zip(MESH_AXES, entries)
@@ -143,24 +151,26 @@ def _parse_positional(entries: list[str], option: str) -> dict[str, int]:
         hint = "three sizes, as in `1,64,4`"
     count = "1 axis" if len(entries) == 1 else f"{len(entries)} axes"
     raise usage_error(
-        f"{option} has {count}", "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`", hint
+        text("{} has {}", option, count),
+        "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`",
+        hint,
     )
 
 
-def _parse_named(entries: list[str], option: str) -> dict[str, int]:
+def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for entry in entries:
         axis, colon, number = (part.strip() for part in entry.partition(":"))
         if not colon:
             raise usage_error(
-                f"{option} mixes names and bare numbers",
+                text("{} mixes names and bare numbers", option),
                 f"`{truncate(entry)}` has no name",
                 "name every axis",
             )
         check_axis_name(axis, option)
         if axis in sizes:
             raise usage_error(
-                f"{option} names {axis} twice",
+                text("{} names {} twice", option, axis),
                 f"{sizes[axis]} and {truncate(number)}",
                 "each axis at most once",
             )
@@ -168,35 +178,39 @@ def _parse_named(entries: list[str], option: str) -> dict[str, int]:
     return sizes
 
 
-def _parse_axis_size(axis: str, text: str, option: str) -> int:
-    if text == "-1":
+def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
+    if size_text == "-1":
         return -1
-    number = re.fullmatch(r"0*([1-9][0-9]*)", text)
+    number = re.fullmatch(r"0*([1-9][0-9]*)", size_text)
     if not number:
         why = "a size is a number of devices, or -1 for all remaining devices"
         raise usage_error(
-            f"{option}: {axis} is `{truncate(text)}`",
+            text("{}: {} is `{}`", option, axis, truncate(size_text)),
             why,
             f"{axis} 1 if nothing is to be split over it",
         )
     # MAX_DEVICES has 7 digits. The limit keeps `int` away from texts of thousands of digits.
     if len(number[1]) > 7:
         raise usage_error(
-            f"{option}: {axis} is {truncate(number[1])}",
+            text("{}: {} is {}", option, axis, truncate(number[1])),
             f"a mesh has at most {MAX_DEVICES:,} devices",
+            f"a smaller {axis}",
         )
     return int(number[1])
 
 
-def _check_sizes(sizes: Mapping[str, int], option: str) -> None:
+def _check_sizes(sizes: Mapping[str, int], option: Text) -> None:
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
-        raise usage_error(f"{option} has {len(open_axes)} axes of -1", why, "-1 at most once")
+        what = text("{} has {} axes of -1", option, len(open_axes))
+        raise usage_error(what, why, "-1 at most once")
     # `abs`: one size may be -1, which turns the sign of the product.
     if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
         raise usage_error(
-            f"{option} has {n_devices:,} devices", f"a mesh has at most {MAX_DEVICES:,}"
+            text("{} has {:,} devices", option, n_devices),
+            f"a mesh has at most {MAX_DEVICES:,}",
+            "smaller sizes",
         )
 
 
@@ -213,7 +227,7 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
     return Mesh(tuple(names), tuple(sizes.get(axis, 1) for axis in names), plain_order)
 
 
-def check_axis_name(axis: str, option: str) -> None:
+def check_axis_name(axis: str, option: Text) -> None:
     """Raise UsageError for an unknown mesh axis, with the standard name if there is one."""
     standard_names = {
         "tp": "mp",
@@ -230,7 +244,7 @@ def check_axis_name(axis: str, option: str) -> None:
         else:
             hint = did_you_mean(axis, MESH_AXES)
         raise usage_error(
-            f"{option}: unknown mesh axis `{truncate(axis)}`",
+            text("{}: unknown mesh axis `{}`", option, truncate(axis)),
             f"the axes are {', '.join(MESH_AXES)}",
             hint,
         )

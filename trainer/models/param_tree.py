@@ -99,7 +99,7 @@ def _atoms(dim: Iterable[SizedAxis]) -> tuple[str, ...]:
 def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
     dims = tuple(_atoms(dim) for dim in row.leaf_dims)
     if not row.unscanned_factors:
-        return [ParamLeaf(path, path, shape=row.leaf_shape, dims=dims)]
+        return [ParamLeaf(path.format(), path, shape=row.leaf_shape, dims=dims)]
     # Only a layer atom can lack a dim of the leaf, so it is the atom of the path's placeholder.
     layers = row.unscanned_factors[0]
     return [

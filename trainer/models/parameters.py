@@ -15,9 +15,11 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import (
     LAYER_ATOMS,
     LAYERS,
+    NamePattern,
     ParsedAxisMap,
     Sizes,
     bind_row,
+    escape_path,
     number_tensors,
     parse_row,
     stack_axis,
@@ -36,6 +38,8 @@ NEVER = None
 # Path parts of a model with both.
 ENCODER = "encoder"
 DECODER = "decoder"
+# Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
+VERBATIM = "verbatim"
 MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
 # Path parts of token, position and relative position embeddings.
@@ -68,12 +72,16 @@ class Parameter:
             tensors exist is used.
         else_row: Row if the condition does not hold. If it is "", the parameter then does not
             exist.
+        parsed_row: The row of a verbatim tensor. It lists its layers, and has no text.
+        layer_path: Path of the leaf of one of these layers, with a placeholder for its number.
     """
 
     row: str
     condition: Condition = ALWAYS
     alternate: str = ""
     else_row: str = ""
+    parsed_row: ParsedAxisMap | None = None
+    layer_path: str = ""
 
     def resolve(self, config: HFConfig) -> Parameter | None:
         """Return the parameter of a model with this config, or None if the model does not have it."""
@@ -132,7 +140,7 @@ class Family:
     """A model family: its parameters and its architecture, as functions of a Hugging Face config.
 
     Attributes:
-        name: `model_type` of its config.json.
+        name: `model_type` of its config.json, or VERBATIM.
         prefix: Prefix of tensor names in a file of the model with its head.
         unprefixed: Tensors without the prefix.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
@@ -162,8 +170,16 @@ class Family:
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
     prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: ()
 
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether the parameters are the tensors of one checkpoint under their own names."""
+        return self.name == VERBATIM
+
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
         """Return whether the head is the token embedding, for a config and the tensors of its file."""
+        # Without a known head, every tensor is a parameter of its own.
+        if self.is_verbatim:
+            return False
         tie_word_embeddings = config.get("tie_word_embeddings")
         tied = bool(
             self.tying.tied_by_default if tie_word_embeddings is None else tie_word_embeddings
@@ -215,13 +231,44 @@ def parameter_rows(
     """
     sizes = family.sizes(config)
     numbers = family.layer_numbers(config)
-    rows = {
-        path: _select_form(parameter, sizes, numbers, tensors)
-        for path, parameter in active_parameters(family.parameters, config)
-    }
-    if not scan:
-        return dict(_unstack_row(path, row) for path, row in rows.items())
-    return {path: _move_stack_axis(row, scan_axis) for path, row in rows.items()}
+    rows: dict[str, ParsedAxisMap] = {}
+    for path, parameter in active_parameters(family.parameters, config):
+        row = _select_form(parameter, sizes, numbers, tensors)
+        if scan:
+            rows[path] = _move_stack_axis(row, scan_axis)
+        elif parameter.parsed_row is not None:
+            rows |= _rows_of_layers(path, row, parameter.layer_path)
+        else:
+            layer_path, layer_row = _unstack_row(path, row)
+            rows[layer_path] = layer_row
+    return rows
+
+
+def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str, ParsedAxisMap]:
+    """Return one row per listed layer of a row, by path."""
+    axis = stack_axis(row.leaf_dims)
+    if axis is None:
+        return {path: row}
+    leaf_dims = (*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :])
+    position = next(
+        position
+        for position, part in enumerate(row.name_parts)
+        if isinstance(part, NamePattern) and part.terms[0].atom == row.leaf_dims[axis][0]
+    )
+    pattern = row.name_parts[position]
+    assert isinstance(pattern, NamePattern)
+    rows: dict[str, ParsedAxisMap] = {}
+    for number in pattern.numbers:
+        name_parts = (
+            *row.name_parts[:position],
+            str(number),
+            *row.name_parts[position + 1 :],
+        )
+        path_of_layer = escape_path(layer_path.format(number))
+        rows[path_of_layer] = dataclasses.replace(
+            row, text=path_of_layer, leaf_dims=leaf_dims, name_parts=name_parts
+        )
+    return rows
 
 
 def layout_rows(
@@ -283,6 +330,8 @@ def _select_form(
     numbers: Mapping[str, Sequence[int]],
     tensors: Collection[str],
 ) -> ParsedAxisMap:
+    if parameter.parsed_row is not None:
+        return parameter.parsed_row
     row = number_tensors(parse_row(parameter.row), numbers)
     if not parameter.alternate:
         return row

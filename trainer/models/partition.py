@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trainer.models.boxes import Box
-from trainer.models.errors import Command, Option, PrepError, text, usage_error
+from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
 from trainer.models.mesh import Mesh, MeshAxes, format_sizes
 from trainer.models.rules import (
     ACTIVATION_PREFIX,
@@ -389,7 +389,13 @@ def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
 
 
 def _whole_hint(dim: _SplitDim, rule: str, name: str) -> str:
-    return f"a mesh that divides {dim.extent}, or `--rule '{rule}'` (in recipes `rules`) to keep {name} whole"
+    return text(
+        "a mesh that divides {}, or {} (in recipes {}) to keep {} whole",
+        dim.extent,
+        Option("rules", rule),
+        Key("rules"),
+        name,
+    )
 
 
 def _leaf_hint(dim: _SplitDim, axes: MeshAxes, *, rule: LeafRule) -> str:

@@ -107,12 +107,19 @@ def attention(
         bias: When queries, keys and values have a bias.
         out_bias: When the output projection has one.
     """
+    row = f"embed heads head_dim <- {name_pattern.format(out_name)}.weight: embed (heads head_dim)"
+    return separate_qkv(name_pattern, kv_heads, bias) | linear("attn.o", row, out_bias)
+
+
+def separate_qkv(
+    name_pattern: str, kv_heads: str = "heads", bias: Condition | None = NEVER
+) -> Parameters:
+    """Return the parameters of queries, keys and values stored apart. The arguments are those of `attention`."""
     parameters: Parameters = {}
     for projection, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
         row = f"{heads} head_dim embed <- {name_pattern.format(projection)}.weight: ({heads} head_dim) embed"
         parameters |= linear(f"attn.{projection}", row, bias)
-    row = f"embed heads head_dim <- {name_pattern.format(out_name)}.weight: embed (heads head_dim)"
-    return parameters | linear("attn.o", row, out_bias)
+    return parameters
 
 
 def fused_qkv(name: str, dims: str, bias: Condition = ALWAYS) -> Parameters:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Key, Option, PrepError, Text, text, usage_error
 from trainer.models.mesh import MeshAxes, check_axis_name, truncate
 from trainer.models.rule_presets import AUTO, PRESETS
 from trainer.models.rules import (
@@ -30,6 +30,7 @@ from trainer.models.rules import (
 )
 from trainer.models.suggest import did_you_mean
 
+RULES_OPTION = Option("rules")
 GRAMMAR = "a rule is DIM=AXIS[+AXIS][|…|none], `act:` before it, re:PATTERN=AXIS,AXIS, or a preset"
 
 
@@ -69,31 +70,30 @@ class Preset:
 Rule = DimRule | LeafRule | Preset
 
 
-def parse_rule(text: str, *, origin: str = "--rule") -> Rule:
+def parse_rule(rule_text: str, *, origin: Option | Key = RULES_OPTION) -> Rule:
     """Parse a sharding rule. Its text is the rule again.
 
     Args:
-        text: The rule.
+        rule_text: The rule.
         origin: Option or recipe key of the text, for the error.
 
     Raises:
         UsageError: The text is not a valid rule.
     """
-    option = f"`{origin} {truncate(text)}`"
-    text = text.strip()
-    if text in PRESETS:
-        return Preset(text)
-    if text.startswith(LEAF_PREFIX):
-        return _parse_leaf_rule(text.removeprefix(LEAF_PREFIX), option)
-    dim, equals, right = (part.strip() for part in text.partition("="))
-    if not equals and ":" in text and not text.startswith(ACTIVATION_PREFIX):
-        raise usage_error(f"{option}: unknown preset", f"the presets are {', '.join(PRESETS)}")
+    option = _rule_reference(origin, truncate(rule_text))
+    rule_text = rule_text.strip()
+    if rule_text in PRESETS:
+        return Preset(rule_text)
+    if rule_text.startswith(LEAF_PREFIX):
+        return _parse_leaf_rule(rule_text.removeprefix(LEAF_PREFIX), option)
+    dim, equals, right = (part.strip() for part in rule_text.partition("="))
+    if not equals and ":" in rule_text and not rule_text.startswith(ACTIVATION_PREFIX):
+        why = f"the presets are {', '.join(PRESETS)}"
+        hint = did_you_mean(rule_text, PRESETS)
+        raise usage_error(text("{}: unknown preset", option), why, hint)
     if not equals or not right:
-        if origin.startswith("-"):
-            example = f"{origin} 'kv_heads=mp|none'"
-        else:
-            example = f'{origin} = ["kv_heads=mp|none"]'
-        raise usage_error(f"{option} is invalid", GRAMMAR, f"`{example}`")
+        hint = _rule_reference(origin, "kv_heads=mp|none")
+        raise usage_error(text("{} is invalid", option), GRAMMAR, hint)
     of_activations = dim.startswith(ACTIVATION_PREFIX)
     rule = DimRule(
         dim.removeprefix(ACTIVATION_PREFIX).strip(), _parse_choices(right, option), of_activations
@@ -102,7 +102,13 @@ def parse_rule(text: str, *, origin: str = "--rule") -> Rule:
     return rule
 
 
-def _check_dim(rule: DimRule, option: str) -> None:
+def _rule_reference(origin: Option | Key, rule_text: str) -> Text:
+    """Return the option or the recipe key with one rule. The key takes a list of rules."""
+    value = [rule_text] if isinstance(origin, Key) else rule_text
+    return text("{}", replace(origin, value=value))
+
+
+def _check_dim(rule: DimRule, option: Text) -> None:
     """Raise UsageError for an unknown dim, and for a batch that may be split in several ways."""
     dims: Collection[str] = ACTIVATION_DIMS if rule.of_activations else tuple(PARAM_RULES)
     if rule.dim not in dims:
@@ -110,48 +116,48 @@ def _check_dim(rule: DimRule, option: str) -> None:
         hint = did_you_mean(rule.dim, dims)
         if not rule.of_activations and rule.dim in ACTIVATION_DIMS:
             hint = f"did you mean `{ACTIVATION_PREFIX}{rule.dim}`?"
-        what = f"{option}: unknown dim{kind} `{truncate(rule.dim)}`"
+        what = text("{}: unknown dim{} `{}`", option, kind, truncate(rule.dim))
         raise usage_error(what, f"the dims{kind} are {', '.join(dims)}", hint)
     if rule.of_activations and rule.dim == "batch" and len(rule.choices) > 1:
         why = "the number of sequences of a device must not depend on the batch size"
         first_choice = DimRule(rule.dim, rule.choices[:1], of_activations=True)
-        raise usage_error(f"{option} has several choices", why, f"`{first_choice}`")
+        raise usage_error(text("{} has several choices", option), why, f"`{first_choice}`")
 
 
-def _parse_choices(text: str, option: str) -> AxisChoices:
-    choices = tuple(_parse_choice(part.strip(), option) for part in text.split("|"))
+def _parse_choices(choices_text: str, option: Text) -> AxisChoices:
+    choices = tuple(_parse_choice(part.strip(), option) for part in choices_text.split("|"))
     if () in choices[:-1]:
         why = "none always fits, so later choices are never used"
-        raise usage_error(f"{option} has choices after none", why, "put none last")
+        raise usage_error(text("{} has choices after none", option), why, "put none last")
     return choices
 
 
-def _parse_choice(text: str, option: str) -> MeshAxes:
-    if text == "none":
+def _parse_choice(choice_text: str, option: Text) -> MeshAxes:
+    if choice_text == "none":
         return ()
-    axes = tuple(axis.strip() for axis in text.split("+"))
+    axes = tuple(axis.strip() for axis in choice_text.split("+"))
     for axis in axes:
         check_axis_name(axis, option)
     if len(set(axes)) < len(axes):
-        raise usage_error(
-            f"{option} names an axis twice", f"`{truncate(text)}`", "each axis at most once"
-        )
+        what = text("{} names an axis twice", option)
+        raise usage_error(what, f"`{truncate(choice_text)}`", "each axis at most once")
     return axes
 
 
-def _parse_leaf_rule(text: str, option: str) -> LeafRule:
+def _parse_leaf_rule(rule_text: str, option: Text) -> LeafRule:
     """Parse PATTERN=CHOICES,CHOICES. The pattern ends at the last `=`."""
-    pattern, equals, right = text.rpartition("=")
+    pattern, equals, right = rule_text.rpartition("=")
     if not equals or not pattern or not right.strip():
         why = "a rule of leaves is re:PATTERN=CHOICES,CHOICES, with one entry per dim"
-        raise usage_error(f"{option} is invalid", why, r"`re:^head\.weight$=mp,fsdp`")
+        raise usage_error(text("{} is invalid", option), why, r"`re:^head\.weight$=mp,fsdp`")
     try:
         re.compile(pattern)
     # `re.compile` raises OverflowError for a huge number of repeats, e.g. `a{99999999999}`, and
     # RecursionError for many nested groups.
     except (re.error, OverflowError, RecursionError) as error:
         hint = r"a regular expression, such as `^head\.weight$`"
-        raise usage_error(f"{option} has an invalid pattern", str(error), hint) from error
+        what = text("{} has an invalid pattern", option)
+        raise usage_error(what, str(error), hint) from error
     choices = tuple(_parse_choices(part.strip(), option) for part in right.split(","))
     # Axes of a dim with several choices are not certain: the mesh decides between them.
     certain_axes: list[str] = []
@@ -161,11 +167,11 @@ def _parse_leaf_rule(text: str, option: str) -> LeafRule:
     if twice := next((axis for axis in certain_axes if certain_axes.count(axis) > 1), None):
         why = "a mesh axis splits one dim of a leaf"
         hint = "`none` for one of the dims"
-        raise usage_error(f"{option} splits two dims over {twice}", why, hint)
+        raise usage_error(text("{} splits two dims over {}", option, twice), why, hint)
     return LeafRule(pattern, choices)
 
 
-def merge_rules(texts: Iterable[str], *, origin: str = "--rule") -> Rules:
+def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) -> Rules:
     """Return a preset, or else the default rules, with other rules in place of those for the same dims.
 
     Args:
@@ -175,7 +181,7 @@ def merge_rules(texts: Iterable[str], *, origin: str = "--rule") -> Rules:
     Raises:
         UsageError: A rule is invalid, or two rules contradict each other.
     """
-    rules = [parse_rule(text, origin=origin) for text in texts]
+    rules = [parse_rule(rule_text, origin=origin) for rule_text in texts]
     _check_unique(rules)
     base = next((PRESETS[rule.name] for rule in rules if isinstance(rule, Preset)), DEFAULT_RULES)
     dim_rules = [rule for rule in rules if isinstance(rule, DimRule)]
@@ -195,6 +201,18 @@ def merge_rules(texts: Iterable[str], *, origin: str = "--rule") -> Rules:
         leaves=tuple(rule for rule in rules if isinstance(rule, LeafRule)),
         by_size=base.by_size,
     )
+
+
+def with_default_preset(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return rules with the preset AUTO before them, unless they have a preset.
+
+    >>> with_default_preset(["re:gate=none"])
+    ('auto', 're:gate=none')
+    """
+    rules = tuple(texts)
+    if any(rule.strip() in PRESETS for rule in rules):
+        return rules
+    return (AUTO, *rules)
 
 
 def _check_unique(rules: Iterable[Rule]) -> None:

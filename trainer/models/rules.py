@@ -157,10 +157,9 @@ DEFAULT_RULES = Rules()
 
 
 def path_without_layers(path: str) -> str:
-    """Return a dotted path without layer numbers and without placeholders of them."""
-    return ".".join(
-        part for part in path.split(".") if not part.isdecimal() and not part.startswith("{")
-    )
+    """Return a dotted path without layer numbers, their placeholders, and the `*` of stacked numbers."""
+    kept = [part for part in path.split(".") if not part.isdecimal() and part != "*"]
+    return ".".join(part for part in kept if not part.startswith("{"))
 
 
 def find_leaf_rule(rules: Rules, path: str) -> LeafRule | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainer.models.errors import usage_error
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 
 DCN_KEY = "cluster.dcn_mesh"
@@ -18,11 +18,11 @@ SliceCounts = Mapping[str, int]
 ONE_SLICE: SliceCounts = {}
 
 
-def parse_slice_counts(text: str | None) -> SliceCounts:
+def parse_slice_counts(counts_text: str | None) -> SliceCounts:
     """Parse the number of slices per mesh axis, such as `dp:2` or `2,1,1`.
 
     Args:
-        text: Axes in the notation of a mesh, or None for one slice.
+        counts_text: Axes in the notation of a mesh, or None for one slice.
 
     Returns:
         The number of slices of each axis that has several.
@@ -30,13 +30,14 @@ def parse_slice_counts(text: str | None) -> SliceCounts:
     Raises:
         UsageError: The text is invalid, or a number is -1.
     """
-    if text is None:
+    if counts_text is None:
         return ONE_SLICE
-    grid = parse_mesh(text, DCN_KEY)
+    grid = parse_mesh(counts_text, Key(DCN_KEY))
     if -1 in grid.sizes:
-        what = f"`{DCN_KEY} {text}` has a size of -1"
+        what = text("{} has a size of -1", Key(DCN_KEY, counts_text))
         why = "a number of slices cannot be derived from the devices"
-        raise usage_error(what, why, f"`--set {DCN_KEY}=dp:2`")
+        hint = text("{}", Key(DCN_KEY, "dp:2", is_override=True))
+        raise usage_error(what, why, hint)
     return {axis: size for axis, size in zip(grid.names, grid.sizes) if size > 1}
 
 

@@ -53,7 +53,6 @@ MECHANISMS = (
         "arctic dbrx doge jetmoe llama4 llama4_text longcat_flash nllb-moe phimoe switch_transformers",
         "ffn_config",
     ),
-    _mechanism("ALiBi position biases", "bloom mpt", "alibi"),
     _mechanism(
         "an encoder without a decoder",
         "albert bert big_bird camembert convbert deberta deberta-v2 distilbert electra ernie esm eurobert fnet funnel "

@@ -1,8 +1,9 @@
 """Multi-head attention with grouped key and value heads (arXiv:1706.03762, arXiv:2305.13245).
 
-q = rotate(norm(x W_q)), k = rotate(norm(x W_k)), v = x W_v    norm and rotation are optional
+q = rotate(norm(clip(x W_q))), k = rotate(norm(clip(x W_k))), v = clip(x W_v)
 attention(x) = attend(q, k, v) W_o
 
+Clipping (MPT, OLMo), norms (arXiv:2010.04245) and rotation are optional. The norm may follow the rotation.
 `trainer.nn.latent_attention` has the form of DeepSeek.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
+from trainer.models.architecture import NO_CLIP
 from trainer.nn.attention_mask import KV, CosSin
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
@@ -92,6 +95,12 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     arch_config = context.arch_config
     sharding = context.sharding
     is_interleaved = arch_config.rotary_pairs == "interleaved"
+    norm_axes = (-2, -1) if arch_config.qk_norm_axes == "all_heads" else (-1,)
+
+    def norm_heads(heads: Array, weights: Mapping[str, Array] | None) -> Array:
+        if weights is None:
+            return heads
+        return norm(heads, weights, arch_config, norm_axes)
 
     def project_chunk(x: Array, weights: Mapping[str, Any], cos_sin: CosSin | None) -> list[Array]:
         if INPUT_NORM in weights:
@@ -102,10 +111,15 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
             heads = linear(x, weights[name], num_devices=sharding.num_devices)
             head_axis = "heads" if name == "q" else "kv_heads"
             heads = sharding.constrain(heads, "batch", "seq", head_axis, "head_dim")
-            if f"{name}_norm" in weights:
-                heads = norm(heads, weights[f"{name}_norm"], arch_config)
+            if arch_config.qkv_clip != NO_CLIP:
+                heads = jnp.clip(heads, -arch_config.qkv_clip, arch_config.qkv_clip)
+            norm_weights = weights.get(f"{name}_norm")
+            if not arch_config.rotates_before_qk_norm:
+                heads = norm_heads(heads, norm_weights)
             if name != "v" and cos_sin is not None:
                 heads = apply_rotary(heads, *cos_sin, is_interleaved=is_interleaved)
+            if arch_config.rotates_before_qk_norm:
+                heads = norm_heads(heads, norm_weights)
             projected.append(heads)
         return projected
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import BlockType
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext
@@ -43,14 +44,14 @@ def pre_norm_block(
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
-    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:
         crossed = _cross_attention(x, weights, context, context.encoder_output)
         x = shard_residual(x + crossed, context.sharding)
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
-    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + output, context.sharding), kv_cache
 
 
@@ -64,11 +65,11 @@ def post_norm_block(
     """
     arch_config = context.arch_config
     attended, kv_cache = attention(x, weights["attn"], context)
-    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = norm(x + attended, weights.get("attn_norm", NO_PARAMETERS), arch_config)
     x = shard_residual(x, context.sharding)
     output = feed_forward(x, weights["mlp"], context)
-    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     x = norm(x + output, weights.get("mlp_norm", NO_PARAMETERS), arch_config)
     return shard_residual(x, context.sharding), kv_cache
 
@@ -99,11 +100,11 @@ def _parallel(
     """Add attention and MLP of the same input. `mlp_norm` names the norm of the MLP's input."""
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
-    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     output = feed_forward(
         x, weights["mlp"], context, input_norm=weights.get(mlp_norm, NO_PARAMETERS)
     )
-    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + attended + output, context.sharding), kv_cache
 
 
@@ -119,21 +120,41 @@ def sandwich_block(
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)
-    attended = context.drop_residual(attended, DropoutSite.ATTENTION_RESIDUAL)
+    attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = norm(output, weights.get("mlp_post_norm", NO_PARAMETERS), arch_config)
-    output = context.drop_residual(output, DropoutSite.MLP_RESIDUAL)
+    output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + output, context.sharding), kv_cache
 
 
-BLOCKS: Mapping[str, Block] = {
+def output_norm_block(
+    x: Array, weights: Mapping[str, Any], context: LayerContext
+) -> tuple[Array, KVCache | None]:
+    """Normalize the output of each sublayer, but not its input (OLMo 2, arXiv:2501.00656, section 2.1).
+
+    x = x + norm(attention(x))
+    x = x + norm(mlp(x))
+    """
+    arch_config = context.arch_config
+    attended, kv_cache = attention(x, weights["attn"], context)
+    attended = norm(attended, weights.get("attn_post_norm", NO_PARAMETERS), arch_config)
+    attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
+    x = shard_residual(x + attended, context.sharding)
+    output = feed_forward(x, weights["mlp"], context)
+    output = norm(output, weights.get("mlp_post_norm", NO_PARAMETERS), arch_config)
+    output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
+    return shard_residual(x + output, context.sharding), kv_cache
+
+
+BLOCKS: Mapping[BlockType, Block] = {
     "pre": pre_norm_block,
     "post": post_norm_block,
     "parallel": parallel_block,
     "parallel_one_norm": parallel_one_norm_block,
     "sandwich": sandwich_block,
+    "output_norm": output_norm_block,
 }
 
 
@@ -152,7 +173,7 @@ def _cross_attention(
         input_norm=weights.get("cross_norm", NO_PARAMETERS),
         encoder_states=encoder_output.states,
     )
-    return context.drop_residual(output, DropoutSite.CROSS_RESIDUAL)
+    return context.residual_update(output, DropoutSite.CROSS_RESIDUAL)
 
 
 def _cross_mask(encoder_output: EncoderOutput, context: LayerContext) -> AttentionMask:

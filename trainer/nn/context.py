@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig, LayerKind
+from trainer.models.architecture import Alibi, ArchConfig, LayerKind, RelativePositionBias
 from trainer.models.param_tree import Tree
 from trainer.models.rope_config import Rope
 from trainer.nn.attention_mask import AttentionMask, CosSin, EncoderOutput
@@ -54,11 +55,13 @@ class LayerContext:
     ffn_chunk_size: int = -1
     dropout: LayerDropout | None = None
 
-    def drop_residual(self, x: Array, site: DropoutSite) -> Array:
-        """Drop elements of the output [B, T, D] of attention or MLP, if there is dropout."""
+    def residual_update(self, output: Array, site: DropoutSite) -> Array:
+        """Scale the output [B, T, D] of attention or MLP, and drop elements of it, if there is dropout."""
+        if self.arch_config.residual_scale != 1.0:
+            output = output * jnp.asarray(self.arch_config.residual_scale, output.dtype)
         if self.dropout is None:
-            return x
-        return self.dropout.drop_residual(x, site)
+            return output
+        return self.dropout.drop_residual(output, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +131,14 @@ def with_score_bias(
         arch_config: The choices of its layers.
         forward_config: Execution options.
     """
-    if arch_config.relative_position_bias is None:
-        return mask
-    table = stack["relative_positions"]["weight"]
-    bias = ScoreBias(table, arch_config.relative_position_bias, forward_config.sharding)
+    match arch_config.score_bias:
+        case None:
+            return mask
+        case Alibi(slopes):
+            table = jnp.asarray([slopes], jnp.float32)
+        case RelativePositionBias():
+            table = stack["relative_positions"]["weight"]
+    bias = ScoreBias(table, arch_config.score_bias, forward_config.sharding)
     mask = dataclasses.replace(mask, bias=bias)
     if forward_config.attention_options.kernel != "reference":
         return mask

@@ -16,6 +16,7 @@ from trainer.models.param_tree import Tree
 from trainer.nn.block import shard_residual
 from trainer.nn.linear import linear
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.nn.norms import norm
 
 
 def embed_tokens(
@@ -35,7 +36,7 @@ def embed_tokens(
         positions: int32 [B, T]. None means the `zigzag_order` of the mesh. Used only with learned positions.
 
     Returns:
-        Token embeddings, plus learned position embeddings if the model has them.
+        Token embeddings, plus learned position embeddings if the model has them. Normalized if it has `embed_norm`.
     """
     arch_config = model.arch_config
     x = jnp.take(
@@ -55,6 +56,8 @@ def embed_tokens(
         else:
             rows = _rows_to_take(positions, "embed.positions", model, forward_config.sharding)
             x = x + table[offset + rows]
+    if "embed_norm" in params:
+        x = norm(x, params["embed_norm"], arch_config)
     return shard_residual(x, forward_config.sharding)
 
 

@@ -58,11 +58,8 @@ def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Arra
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
     if leaf.role in ("scale", "bias"):
-        return jnp.full(
-            leaf.shape,
-            float(leaf.role == "scale" and arch_config.norm != "rms_offset"),
-            jnp.float32,
-        )
+        identity = 1.0 - arch_config.norm_scale_offset
+        return jnp.full(leaf.shape, identity if leaf.role == "scale" else 0.0, jnp.float32)
     std = arch_config.leaf_init_std(leaf.path_pattern)
     return _random_leaf(
         leaf, key, lambda layer_key, shape: jax.random.normal(layer_key, shape) * std

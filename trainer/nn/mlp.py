@@ -30,6 +30,8 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
     "swish": nn.silu,
     "relu": nn.relu,
+    # max(x, 0)^2 (Primer, arXiv:2109.08668, section 4.2).
+    "relu2": lambda x: jnp.square(nn.relu(x)),
 }
 
 

@@ -45,14 +45,14 @@ class ModelSpec:
     adapters: Adapters | None = None
 
     @property
-    def trained_leaves(self) -> Mapping[str, ParamLeaf]:
-        """Parameters that adapters do not freeze, by path. `optimizer.freeze` may freeze some of them."""
+    def saved_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters that a training checkpoint has, by path: the adapters, or all without LoRA."""
         return self.leaves if self.adapters is None else self.adapters.leaves
 
     @property
-    def frozen_paths(self) -> list[str]:
-        """Paths of the parameters that adapters freeze. Those of `optimizer.freeze` are not among them."""
-        return [path for path in self.leaves if path not in self.trained_leaves]
+    def base_paths(self) -> list[str]:
+        """Paths of the base of adapters, which no training changes. Empty without LoRA."""
+        return [path for path in self.leaves if path not in self.saved_leaves]
 
     @property
     def has_stacked_layers(self) -> bool:

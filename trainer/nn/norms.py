@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last axis, computed in float32."""
+"""Layer norm and RMS norm, computed in float32."""
 
 from __future__ import annotations
 
@@ -9,44 +9,58 @@ from jax import Array, lax
 
 from trainer.models.architecture import ArchConfig
 
+LAST_AXIS = (-1,)
 
-def norm(x: Array, weights: Mapping[str, Array], arch_config: ArchConfig) -> Array:
+
+def norm(
+    x: Array,
+    weights: Mapping[str, Array],
+    arch_config: ArchConfig,
+    axes: tuple[int, ...] = LAST_AXIS,
+) -> Array:
     """Normalize [..., D] by the family's norm, in the dtype of `x`.
 
     Args:
         x: [..., D].
-        weights: `scale` [D] and `bias` [D]. A layer norm may have neither.
+        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A norm may have neither.
         arch_config: Selects the norm and its epsilon.
+        axes: Axes of the mean.
 
     Returns:
         [..., D] in the dtype of `x`.
     """
+    eps = arch_config.norm_eps
+    scale = weights.get("scale", 1.0)
     match arch_config.norm:
         case "layer":
-            return _layer_norm(
-                x, weights.get("scale", 1.0), weights.get("bias", 0.0), arch_config.norm_eps
-            )
+            return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
+        case "layer_offset":
+            # As in transformers' NemotronLayerNorm1P.
+            scale = 1.0 + weights["scale"].astype(jnp.float32)
+            return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "rms":
             # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
-            return _rms_normalize(x, arch_config.norm_eps).astype(x.dtype) * weights["scale"]
+            return _rms_normalize(x, eps, axes).astype(x.dtype) * scale
         case "rms_offset":
             # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)
-            return (_rms_normalize(x, arch_config.norm_eps) * scale).astype(x.dtype)
+            return (_rms_normalize(x, eps, axes) * scale).astype(x.dtype)
 
 
-def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float) -> Array:
+def _layer_norm(
+    x: Array, scale: Array | float, bias: Array | float, *, eps: float, axes: tuple[int, ...]
+) -> Array:
     """Compute (x - mean) / sqrt(var + eps) * scale + bias (arXiv:1607.06450), as torch's LayerNorm.
 
     The variance is the biased one: the mean of the squared differences.
     """
     x_float32 = x.astype(jnp.float32)
-    centered = x_float32 - x_float32.mean(-1, keepdims=True)
-    normalized = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + eps)
+    centered = x_float32 - x_float32.mean(axes, keepdims=True)
+    normalized = centered * lax.rsqrt(jnp.square(centered).mean(axes, keepdims=True) + eps)
     return (normalized * scale + bias).astype(x.dtype)
 
 
-def _rms_normalize(x: Array, eps: float) -> Array:
+def _rms_normalize(x: Array, eps: float, axes: tuple[int, ...]) -> Array:
     """Compute x / sqrt(mean(x^2) + eps) in float32 (RMSNorm, arXiv:1910.07467)."""
     x_float32 = x.astype(jnp.float32)
-    return x_float32 * lax.rsqrt(jnp.square(x_float32).mean(-1, keepdims=True) + eps)
+    return x_float32 * lax.rsqrt(jnp.square(x_float32).mean(axes, keepdims=True) + eps)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and the relative position biases of T5.
+"""Rotary position embeddings, the relative position biases of T5, and ALiBi.
 
 Frequencies are computed in float32 in the order of operations of transformers (`modeling_rope_utils.py`).
 
@@ -144,6 +144,24 @@ def relative_position_bias(
     maximum = bias_config.max_distance
     distance = jnp.clip(kv_positions[..., None, :] - q_positions[..., :, None], -maximum, maximum)
     return jnp.moveaxis(by_distance[distance + maximum], -1, -3)
+
+
+def alibi_bias(slopes: Array, q_positions: Array, kv_positions: Array) -> Array:
+    """Compute slope * (key position - query position) for each head (ALiBi, arXiv:2108.12409).
+
+    The softmax cancels the terms that depend on the query only, so that slope * key position is the
+    same bias. The difference is smaller and rounds less.
+
+    Args:
+        slopes: float32 [H].
+        q_positions: [T], or [B, T] if rows differ.
+        kv_positions: [S], or [B, S] if rows differ.
+
+    Returns:
+        float32 [H, T, S], or [B, H, T, S].
+    """
+    distance = kv_positions[..., None, None, :] - q_positions[..., None, :, None]
+    return slopes[:, None, None] * distance.astype(jnp.float32)
 
 
 def relative_position_buckets(bias_config: RelativePositionBias) -> np.ndarray:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import RelativePositionBias
-from trainer.nn.position_encoding import relative_position_bias
+from trainer.models.architecture import Alibi, RelativePositionBias
+from trainer.nn.position_encoding import alibi_bias, relative_position_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class ScoreBias:
     """A bias that depends on the positions of a query and a key.
 
     Attributes:
-        table: Bias by bucket [buckets, H].
-        config: Buckets of distances.
+        table: Bias by bucket [buckets, H], a parameter, or ALiBi's slopes [1, H], constants.
+        config: The kind of the bias.
         sharding: The device mesh and its rules.
         precomputed: Bias of all queries and keys, computed once for all layers. None computes it from positions.
     """
 
     table: Array
-    config: RelativePositionBias
+    config: RelativePositionBias | Alibi
     sharding: ShardingContext = field(default_factory=ShardingContext)
     precomputed: Array | None = None
 
@@ -38,5 +38,8 @@ class ScoreBias:
         """
         if self.precomputed is not None:
             return self.precomputed
-        bias = relative_position_bias(self.table, q_positions, kv_positions, self.config)
+        if isinstance(self.config, Alibi):
+            bias = alibi_bias(self.table[0], q_positions, kv_positions)
+        else:
+            bias = relative_position_bias(self.table, q_positions, kv_positions, self.config)
         return self.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")

@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass
 
 from trainer.models.attention_kernels import DeviceKind
-from trainer.models.errors import usage_error
+from trainer.models.errors import Option, text, usage_error
 from trainer.models.mesh import MAX_DEVICES
 from trainer.models.suggest import did_you_mean_start
 
@@ -114,7 +114,7 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     return None
 
 
-def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
+def parse_devices(devices: str) -> tuple[Accelerator | None, int | None]:
     """Parse `KIND`, `KIND:NUMBER` or `NUMBER`, such as `v5p:256`.
 
     Returns:
@@ -123,15 +123,17 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
     Raises:
         UsageError: The kind is unknown, or the number is not an integer from 1 to MAX_DEVICES.
     """
-    is_number = text.isdecimal()
-    name, colon, number = ("", ":", text) if is_number else text.partition(":")
+    option = Option("devices", f"{devices:.60}")
+    is_number = devices.isdecimal()
+    name, colon, number = ("", ":", devices) if is_number else devices.partition(":")
     kinds = {known.lower(): known for known in ACCELERATORS}
     if not is_number and name.lower() not in kinds:
         why = f"known: {', '.join(ACCELERATORS)}"
         hint = did_you_mean_start(name, ACCELERATORS)
-        raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
+        raise usage_error(text("{}: unknown kind `{:.60}`", option, name), why, hint)
     # `isdecimal` above accepts numbers of any length and digits of other scripts. `int` must get neither.
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
         why = f"it takes KIND, KIND:NUMBER or NUMBER, at most {MAX_DEVICES:,} devices"
-        raise usage_error(f"`--devices {text:.60}` is invalid", why, "`--devices v5p:256`")
+        hint = text("{}", Option("devices", "v5p:256"))
+        raise usage_error(text("{} is invalid", option), why, hint)
     return None if is_number else ACCELERATORS[kinds[name.lower()]], int(number) if colon else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.models.chunk_sizes import chunk_length
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, override_text
 from trainer.models.mesh import parse_mesh
 from trainer.models.remat import SAVES_ALL
 from trainer.models.rules import Rules
@@ -36,9 +36,10 @@ class MemoryChange:
     plan: TrainingPlan
 
     @property
-    def options(self) -> str:
-        """The changes as options of `prep train`."""
-        return " ".join(f"--set {key}={value}" for key, value in self.values.items())
+    def overrides(self) -> Option:
+        """The changes as overrides of a recipe."""
+        items = self.values.items()
+        return Option("overrides", [f"{key}={override_text(value)}" for key, value in items])
 
 
 # The plan with changed values. None if it is not valid.

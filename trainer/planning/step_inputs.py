@@ -19,7 +19,7 @@ from trainer.models.attention_needs import AttentionNeeds, model_features, run_f
 from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
-from trainer.models.errors import UsageError, usage_error
+from trainer.models.errors import UsageError, text, usage_error
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
@@ -163,9 +163,8 @@ def check_token_split(recipe: Recipe, num_shards: int) -> None:
         try:
             check_ring_blocks(length, num_shards)
         except UsageError as error:
-            raise usage_error(
-                f"`data.{key}` is {length}: {error.what}", error.why, error.hint
-            ) from error
+            what = text("`data.{}` is {}: {}", key, length, error.what)
+            raise usage_error(what, error.why, error.hint) from error
 
 
 def attention_needs(

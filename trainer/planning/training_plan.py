@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from trainer.models.errors import Key
 from trainer.models.lora import build_adapters
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
@@ -107,7 +108,7 @@ def plan_training(
         UsageError: The mesh has an open axis, does not divide a parameter or is not divided by the
             slices, or the batch does not divide among the devices.
     """
-    mesh = parse_mesh(recipe.mesh, "mesh")
+    mesh = parse_mesh(recipe.mesh, Key("mesh"))
     slices = parse_slice_counts(recipe.cluster.dcn_mesh)
     check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)

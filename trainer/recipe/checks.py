@@ -10,11 +10,13 @@ from typing import Any
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
-from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
+from trainer.models.errors import Key, text, usage_error
+from trainer.models.leaf_patterns import PATTERN_KEYS, check_regular_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
+from trainer.models.suggest import did_you_mean
 from trainer.recipe.data_sources import (
     DATASET_KEYS,
     EVAL_KEYS,
@@ -25,7 +27,6 @@ from trainer.recipe.data_sources import (
 )
 from trainer.recipe.field_checks import chat_problems, field_problems
 from trainer.recipe.formatting import example_value, format_value
-from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
@@ -52,13 +53,18 @@ EPOCH_KEYS = {
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every",
 }
+WANDB_KEY = "log.wandb"
+TEXT_KEYS = ("project", "entity", "group", "name", "notes", "job_type")
+WANDB_KEYS = (*TEXT_KEYS, "tags", "offline")
 
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
-    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, Key("mesh")), "mesh")
     yield from problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
-    yield from problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from problem_if_raised(
+        lambda: merge_rules(recipe.rules or (), origin=Key("rules")), "rules"
+    )
     yield from problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
@@ -75,14 +81,16 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _cooldown_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
-        yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
+        yield from problem_if_raised(
+            partial(check_regular_expressions, value_of(recipe, key), key), key
+        )
     yield from _save_problems(recipe)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
     """Raise UsageError if the slices are invalid, or do not divide the mesh of the recipe."""
     if slices := parse_slice_counts(recipe.cluster.dcn_mesh):
-        check_slices(mesh.parse_mesh(recipe.mesh, origin="mesh"), slices)
+        check_slices(mesh.parse_mesh(recipe.mesh, Key("mesh")), slices)
 
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -230,9 +238,8 @@ def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
     for source in parse_sources(recipe.data):
         part = recipe.model_copy(update={"data": source_data(recipe.data, source)})
         for problem in field_problems(part):
-            yield Problem(
-                (SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint
-            )
+            what = text("source `{}`: {}", source.name, problem.what)
+            yield Problem((SOURCES_KEY,), what, problem.why, problem.hint)
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -375,3 +382,37 @@ def _invalid_profile(profile: Mapping[str, Any]) -> str:
     if invalid:
         return f"{invalid[0]} is {format_value(profile[invalid[0]])}, not a positive integer"
     return ""
+
+
+def check_wandb_table(table: Mapping[str, Any] | None) -> None:
+    """Check the keys of `log.wandb`, which are arguments of `wandb.init`, and `offline`.
+
+    Raises:
+        UsageError: A key is unknown, `project` is missing, or a value has another type.
+    """
+    if table is None:
+        return
+    # JSON schemas of a recipe describe two levels, e.g. `log.wandb`. The third level is checked here.
+    for key, value in table.items():
+        if key not in WANDB_KEYS:
+            hint = did_you_mean(key, WANDB_KEYS)
+            raise usage_error(
+                f"unknown key `{key}` in `{WANDB_KEY}`", f"known: {', '.join(WANDB_KEYS)}", hint
+            )
+        if not _is_valid(key, value):
+            kind = {"tags": "a list of texts", "offline": "true or false"}.get(key, "text")
+            raise usage_error(
+                f"`{key}` in `{WANDB_KEY}` is {value!r:.60}", f"it takes {kind}", f"change `{key}`"
+            )
+    if "project" not in table:
+        raise usage_error(
+            f"`{WANDB_KEY}` has no `project`", "W&B groups runs by project", '`project = "NAME"`'
+        )
+
+
+def _is_valid(key: str, value: object) -> bool:
+    if key == "offline":
+        return isinstance(value, bool)
+    if key == "tags":
+        return isinstance(value, list) and all(isinstance(tag, str) for tag in value)
+    return isinstance(value, str) and bool(value)

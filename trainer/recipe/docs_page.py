@@ -136,7 +136,7 @@ def _optimizer_rows() -> Iterator[str]:
             if key in common - {"type"}
             and _default(item) != _default(KEY_SCHEMAS[f"optimizer.{key}"])
         )
-        yield f"| `{name}` | {keys} | {', '.join(differing)} |\n"
+        yield _row(f"`{name}`", keys, ", ".join(differing))
 
 
 def _default(key_schema: Mapping[str, Any]) -> str:
@@ -155,7 +155,7 @@ def _sources_section() -> Iterator[str]:
         default = key_schema.get("absent") or (
             "that of `[data]`" if "default" in key_schema else "required"
         )
-        yield f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
+        yield _row(f"`{name}`", describe_type(key_schema), default, key_schema["description"])
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
@@ -167,13 +167,19 @@ def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
 
 def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     key, names = entry
-    return f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |\n"
+    return _row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
 
 
 def _key_row(name: str, key_schema: Mapping[str, Any]) -> str:
     default = _default(key_schema)
     shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
-    return f"| `{name}` | {describe_type(key_schema)} | {shown} | {key_schema['description']} |\n"
+    return _row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])
+
+
+def _row(*cells: str) -> str:
+    """Return a row of a Markdown table. A `|` would end a cell, also inside backticks."""
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |\n"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class LoadedRecipe:
 
     Attributes:
         recipe: The recipe.
-        origins: `default` or `--set KEY` by dotted key. Keys of the file are absent.
+        origins: `default` or `override` by dotted key. Keys of the file are absent.
     """
 
     recipe: Recipe
@@ -138,7 +138,7 @@ def _origins(raw: RawRecipe) -> dict[str, str]:
         if not raw.has(key):
             origins[key] = "default"
     for key in raw.overridden_keys:
-        origins[key] = f"--set {key}"
+        origins[key] = "override"
     return origins
 
 

@@ -42,11 +42,12 @@ class Diagnostic:
     """One error of a recipe, with its place.
 
     Attributes:
-        place: `FILE:LINE`, `--set`, or the file for a missing key.
+        place: `FILE:LINE`, the option for overrides, or the file for a missing key.
         what: What is wrong, as in `PrepError`.
         why: The value that causes it.
         hint: How to fix it.
-        line: The line in the file, or 0 for `--set` and missing keys.
+        line: The line in the file, or 0 for overrides and missing keys.
+        is_override: Whether the place is an override.
     """
 
     place: str
@@ -54,6 +55,7 @@ class Diagnostic:
     why: str = ""
     hint: str = ""
     line: int = 0
+    is_override: bool = False
 
     @property
     def text(self) -> Text:
@@ -65,20 +67,17 @@ class Diagnostic:
 def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
     """Return one UsageError that reports all diagnostics.
 
-    The order is: diagnostics of the file by line, of `--set`, of missing keys.
+    The order is: diagnostics of the file by line, of overrides, of missing keys.
 
     Args:
         path: The recipe.
         diagnostics: At least one diagnostic.
     """
-    # False sorts before True. Lines of the file come first. `--set` and missing keys both have line 0,
-    # and only the place of `--set` begins with dashes.
-    ordered = sorted(
-        diagnostics, key=lambda item: (not item.line, item.line, not item.place.startswith("--"))
-    )
+    # False sorts before True. Lines of the file come first. Overrides and missing keys both have line 0.
+    ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.is_override))
     if len(ordered) == 1:
         only = ordered[0]
-        return usage_error(f"{only.place}: {only.what}", only.why, only.hint)
+        return usage_error(text("{}: {}", only.place, only.what), only.why, only.hint)
     lines: list[str] = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
     if len(ordered) > MAX_SHOWN:
         lines.append(f"and {len(ordered) - MAX_SHOWN:,} more")

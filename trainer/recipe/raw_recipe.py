@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.models.errors import Command, Option, PrepError, text, usage_error
 from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
-from trainer.recipe.line_numbers import KeyPath, key_line_numbers
 from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.problems import Diagnostic
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
@@ -60,7 +59,18 @@ _YAML_WORDS = {
     "off": "false",
 }
 JSON_HINT = text("{} lists recipes in TOML", Command("recipes"))
+OVERRIDES = Option("overrides")
 RECIPES_HINT = text("{} lists recipes", Command("recipes"))
+KeyPath = tuple[str, ...]
+
+# What can end, begin or continue a statement. Strings of several lines come first: `""` begins them too.
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""(?:"{0,2})'''
+    r"""|'''(?:.)*?'''(?:'{0,2})"""
+    r"""|"(?:\\.|[^"\\\n])*"|'[^'\n]*'"""
+    r"|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,7 @@ class RawRecipe:
         return self.line_numbers.get(path) or self.line_numbers.get(path[:1], 0)
 
     def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
-        """Return a diagnostic for a key, at its place: `--set`, file:line, or the file.
+        """Return a diagnostic for a key, at its place: the override, file:line, or the file.
 
         Args:
             key: Dotted key.
@@ -120,13 +130,10 @@ class RawRecipe:
             why: The value that causes it.
             hint: How to fix it.
         """
-        line = self.line_number(key)
         if key in self.overridden_keys:
-            place = "--set"
-        elif line:
-            place = f"{self.path}:{line}"
-        else:
-            place = f"{self.path}"
+            return _override_diagnostic(OVERRIDES, what, why, hint)
+        line = self.line_number(key)
+        place = f"{self.path}:{line}" if line else f"{self.path}"
         return Diagnostic(place, what, why, hint, line)
 
     def set_hint(self, key: str, value: str) -> str:
@@ -261,21 +268,27 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
     return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 
-def _parse_override(text: str) -> tuple[str, Any] | Diagnostic:
-    key, equals, value_text = (part.strip(" \t") for part in text.partition("="))
-    option = f"--set {format_text(text)}"
+def _parse_override(override: str) -> tuple[str, Any] | Diagnostic:
+    key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
+    option = replace(OVERRIDES, value=format_text(override))
     if not equals:
-        return Diagnostic(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
+        hint = text("{}", replace(OVERRIDES, value="optimizer.lr=1e-4"))
+        return _override_diagnostic(option, "no value", "it takes KEY=VALUE", hint)
     if key in TABLE_NAMES:
-        return Diagnostic(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
+        hint = text("{}", replace(OVERRIDES, value=f"{key}.KEY=VALUE"))
+        return _override_diagnostic(option, "a whole table", "it sets one key", hint)
     if key not in KEY_SCHEMAS:
         hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
-        return Diagnostic("--set", f"unknown key `{key}`", hint=hint)
+        return _override_diagnostic(OVERRIDES, f"unknown key `{key}`", hint=hint)
     if INVALID_VALUE_CHARS.search(value_text):
-        return Diagnostic(
-            option, "invalid value", "a value is one line of UTF-8 text without control characters"
-        )
+        why = "a value is one line of UTF-8 text without control characters"
+        return _override_diagnostic(option, "invalid value", why, "remove the character")
     return key, parse_override_value(value_text, KEY_SCHEMAS[key])
+
+
+def _override_diagnostic(option: Option, what: str, why: str = "", hint: str = "") -> Diagnostic:
+    """Return a diagnostic of an override."""
+    return Diagnostic(text("{}", option), what, why, hint, is_override=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,3 +357,48 @@ def _as_toml(match: re.Match[str]) -> str:
     except (ValueError, RecursionError, KeyError):
         parsed = value
     return f"{key} = {format_value(parsed)}"
+
+
+def key_line_numbers(text: str) -> dict[KeyPath, int]:
+    """Return the line, from 1, of the first occurrence of each key and table.
+
+    Keys inside a value of several lines get the line on which the value begins.
+
+    Args:
+        text: A valid TOML document without carriage returns.
+    """
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, statement, values in _statements(text):
+        if statement.lstrip().startswith("["):
+            # `[a.b]` parses to {"a": {"b": {}}} with the paths (a) and (a, b). The longest is the
+            # table.
+            table = max(_key_paths(values), key=len)
+            lines.setdefault(table, number)
+        else:
+            for key in _key_paths(values):
+                lines.setdefault(table + key, number)
+    return lines
+
+
+def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yield (first line, text, parsed values) of each statement: the lines up to the end of its strings and lists."""
+    start = 0
+    depth = 0
+    line = 1
+    for token in _TOKEN.finditer(f"{text}\n"):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        # A line break within brackets does not end a statement. Brackets within strings and
+        # comments are part of those tokens.
+        if token[0] == "\n" and depth == 0:
+            statement = text[start : token.start()]
+            yield line, statement, tomllib.loads(statement)
+            start = token.end()
+            line += statement.count("\n") + 1
+
+
+def _key_paths(tree: Mapping[str, Any], parent: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, value in tree.items():
+        yield (*parent, name)
+        if isinstance(value, dict):
+            yield from _key_paths(value, (*parent, name))

@@ -117,7 +117,7 @@ class Log(BaseModel):
         default=None,
         description="prompts to generate texts from during the run, with the most likely token at each position; an "
         "encoder-decoder model reads them with its encoder. They are written to `samples.jsonl` in the run's folder, "
-        "and shown by `prep report`",
+        "and shown in its report",
         examples=[["Once upon a time"]],
         json_schema_extra=if_absent("no texts are generated"),
     )

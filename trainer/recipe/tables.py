@@ -163,8 +163,9 @@ class Recipe(BaseModel):
     )
     rules: RuleTexts | None = Field(
         default=None,
-        description="partition rules in the notation of `--rule` of `prep save-init`, instead of the checkpoint's: of "
-        "dims, of activations (`act:`), of leaves (`re:`), or a preset; other dims have the default rules",
+        description="partition rules instead of the checkpoint's: of dims (`embed=fsdp`), of activations "
+        "(`act:seq=sp`), of leaves (`re:PATTERN=mp,fsdp`), or a preset (`flaxlm:1,1`). Other dims have the default "
+        "rules",
         examples=[["embed=fsdp", "kv_heads=mp|none"]],
         json_schema_extra=if_absent("the checkpoint's"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trainer.distributed.device_kind import device_kind
+from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
 from trainer.models.attention_needs import AttentionNeeds

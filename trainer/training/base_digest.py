@@ -18,7 +18,7 @@ UINT_BY_ITEMSIZE = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 SEEDS = (0x9E3779B9, 0x85EBCA6B)  # of the two halves of a digest
 
 
-def frozen_digest(leaves: Mapping[str, Array]) -> str:
+def digest_base_params(leaves: Mapping[str, Array]) -> str:
     """Return the digest of parameters by path, as 16 hexadecimal digits.
 
     All processes of a job call it together.

@@ -7,10 +7,14 @@ this machine has, and no training state is ever allocated in it.
 from __future__ import annotations
 
 import json
+import resource
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
+
+import jax
 
 from trainer.data.packed_documents import document_columns
 from trainer.data.packing import ColumnSpecs
@@ -22,12 +26,12 @@ from trainer.distributed.compile_process import (
     report_phase,
     run_compile_process,
 )
-from trainer.distributed.device_kind import device_kind
-from trainer.distributed.sharding import make_sharding_context
+from trainer.distributed.mesh_devices import device_kind
+from trainer.distributed.sharding import catch_out_of_memory, make_sharding_context
 from trainer.distributed.topology import tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
-from trainer.models.compiled_plan import CompiledPlan
-from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
+from trainer.models.compiled_plan import CompiledPlan, read_collectives
+from trainer.models.errors import USAGE, Key, Option, PrepError, UsageError, text, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import has_segments, run_dropout
@@ -41,7 +45,7 @@ from trainer.training.setup import (
     model_from_manifest,
     partition_rules,
 )
-from trainer.training.step_compilation import compile_plan
+from trainer.training.step import StepSetup, jit_train_step, state_shapes
 
 MANIFEST_KEYS = ("config", "tied", "scan", "scan_axis", "rules")
 
@@ -129,6 +133,47 @@ def _compile(
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
+def compile_plan(
+    setup: StepSetup,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    target: str,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> CompiledPlan:
+    """Compile the training step for the devices of its mesh, and return the compiler's plan.
+
+    Args:
+        setup: The static parts of the step.
+        batch: Shape, dtype and sharding of each array of a batch.
+        target: Name of the devices.
+        on_phase: Receives the name of each phase when it begins.
+
+    Raises:
+        PrepError: The step does not fit the memory of the devices.
+    """
+    assert setup.sharding.device_mesh is not None
+    start_s = time.perf_counter()
+    with catch_out_of_memory():
+        on_phase("JAX traces the step")
+        lowered = jit_train_step(setup).lower(state_shapes(setup), batch)
+        on_phase("XLA compiles it")
+        compiled = lowered.compile()
+    compile_s = time.perf_counter() - start_s
+    on_phase("the program is read")
+    memory: Any = compiled.memory_analysis()
+    return CompiledPlan(
+        target=target,
+        kernel=setup.forward_config.attention_options.kernel,
+        is_upper_bound=setup.sharding.device_mesh.devices.flat[0].platform == "cpu",
+        temp_nbytes=memory.temp_size_in_bytes,
+        argument_nbytes=memory.argument_size_in_bytes,
+        output_nbytes=memory.output_size_in_bytes,
+        alias_nbytes=memory.alias_size_in_bytes,
+        compile_s=compile_s,
+        host_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        collectives=read_collectives(compiled.as_text()),
+    )
+
+
 def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     """Return the manifest's entry for the adapters of a recipe.
 
@@ -137,7 +182,8 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     if recipe.lora.path is not None:
         why = "the rank is in the adapter's files, which are not read"
         hint = "`lora.rank` instead of `lora.path`"
-        raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
+        what = text("{} is not supported for {}", Key("lora.path"), Option("compile", True))
+        raise usage_error(what, why, hint)
     lora = recipe.lora.new_adapters
     if lora is None:
         return {}

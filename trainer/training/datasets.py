@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
-from trainer.data.files import Note
+from trainer.data.files import Note, io_error
 from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
@@ -19,8 +19,15 @@ from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.span_corruption import SpanCorruptionDataset, SpanCorruptionTokenIds, sentinel_ids
 from trainer.data.store import MappedTokens
-from trainer.data.tokenize import TokenizeConfig
+from trainer.data.store_writer import make_cache
+from trainer.data.tokenize import (
+    TokenizeConfig,
+    TokenizeProgress,
+    open_tokens,
+    tokenize_files,
+)
 from trainer.data.tokenizer import load_tokenizer
+from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import Key, PrepError, text, usage_error
 from trainer.nn.model_spec import ModelSpec
@@ -29,7 +36,6 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
-from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.source_datasets import (
     Datasets,
     build_mixture,
@@ -381,3 +387,61 @@ def _special_id(config: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, int):
         return value
     return None
+
+
+def tokenize_in_group(
+    config: TokenizeConfig, group: ProcessGroup, *, progress: TokenizeProgress, note: Note
+) -> MappedTokens:
+    """Return the tokens of the configured files.
+
+    All processes call it together. Process 0 makes the tokens, and the first process of each host
+    that does not see its cache. All other processes wait, then open the tokens without reading the data
+    files. With a scratch folder, each process makes the tokens that are missing in the cache.
+
+    Args:
+        config: Files, tokenizer and cache.
+        group: The processes of the job.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens cannot be made, or the hosts have different data files.
+    """
+    if group.count == 1 or config.scratch_dir is not None:
+        return tokenize_files(config, progress=progress, note=note)
+    if group.index == 0:
+        _make_cache(config)
+    tokens = None
+    if writes_shared_folder(config.cache, group):
+        tokens = tokenize_files(config, progress=progress, note=note)
+    # Process 0 waits here until all tokens are complete. Other processes wait in the broadcast below.
+    identities = group.gather("tokens", tokens.identity if tokens else "")
+    if group.index == 0:
+        _check_equal(identities)
+    identity = group.broadcast("identity of the tokens", tokens.identity if tokens else "")
+    return tokens or open_tokens(config, identity, note=note)
+
+
+def _make_cache(config: TokenizeConfig) -> None:
+    try:
+        make_cache(config.cache)
+    except OSError as error:
+        raise io_error(config.cache, error) from error
+
+
+def _check_equal(identities: Sequence[str]) -> None:
+    """Raise PrepError if two hosts made different tokens.
+
+    Args:
+        identities: Identity of the tokens by process. Empty for a process that made none.
+    """
+    other = next(
+        (index for index, identity in enumerate(identities) if identity not in ("", identities[0])),
+        None,
+    )
+    if other is not None:
+        what = f"the data of process {other} differs from that of process 0"
+        why = f"its tokens are {identities[other]}, those of process 0 {identities[0]}"
+        raise PrepError(
+            what, why, "the same files in `data.path` on all hosts, or on a shared file system"
+        )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +16,20 @@ from jax import Array
 
 from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
-from trainer.distributed.device_memory import peak_memory_nbytes
+from trainer.distributed.mesh_devices import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
-from trainer.models.errors import PrepError
+from trainer.models.errors import Option, PrepError, text
 from trainer.recipe import Recipe
-from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.intervals import Interval, is_due
 from trainer.training.log_lines import evaluation_line, sample_lines, speed_fields, step_line
 from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
-from trainer.training.samples import Sampler
+from trainer.training.samples import Sample, Sampler
 from trainer.training.source_datasets import tokens_by_source
-from trainer.training.step import StepSetup, TrainState
-from trainer.training.step_compilation import jit_train_step
+from trainer.training.step import StepSetup, TrainState, jit_train_step
 from trainer.training.stop import StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
@@ -39,6 +37,14 @@ METRICS_LAG = 2
 # CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
 CPU_METRICS_LAG = 0
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
+# Steps. 0 means never.
+Interval = int | Fraction
+
+
+def is_due(step: int, every: Interval) -> bool:
+    """Return whether an event happens after a step: the first step that completes a multiple of the interval."""
+    # With every = 5/2, the quotients of steps 1 to 5 are 0 0 1 1 2: it happens after steps 3 and 5.
+    return bool(every) and step // every > (step - 1) // every
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,34 @@ class RunResult:
 
     step: int
     stop_reason: str = ""
+
+
+class Callbacks(Protocol):
+    """Receiver of the progress reports of the loop."""
+
+    def on_compile(self, seconds: float) -> None:
+        """Report the seconds of compiling the step."""
+        ...
+
+    def on_step(self, step: int) -> None:
+        """Report a finished step."""
+        ...
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Report a log line, and an estimate of the remaining seconds."""
+        ...
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Report the log line of an evaluation."""
+        ...
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Report the texts generated after a step."""
+        ...
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Report a durable checkpoint, its step, and the seconds of saving it."""
+        ...
 
 
 class Loop:
@@ -243,7 +277,7 @@ class Loop:
 
     def _stop_reason(self) -> str:
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
-            return f"--stop-after {self.config.stop_after}"
+            return text("{}", Option("stop_after", self.config.stop_after))
         return self.stop_signals.reason()
 
     def _load_batch(self) -> dict[str, Array]:
@@ -384,7 +418,7 @@ class Loop:
         leaves = host_leaves(
             self.state,
             config.recipe.checkpoint.optimizer_state,
-            frozen=config.setup.model.frozen_paths,
+            frozen=config.setup.model.base_paths,
             saved_dtype=config.saved_dtype if "param_cast" in fields else None,
         )
         # The save may go on in the background. `_wait_for_save` above leaves at most one save in
@@ -404,7 +438,7 @@ class Loop:
             fields["eval_loss"] = eval_loss
             self.best_eval_loss = min(self.best_eval_loss, eval_loss)
         if self.config.saved_dtype is not None:
-            frozen = self.config.setup.model.frozen_paths
+            frozen = self.config.setup.model.base_paths
             try:
                 fields["param_cast"] = count_changed_values(
                     self.state["params"], self.config.saved_dtype, frozen

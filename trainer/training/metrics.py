@@ -100,7 +100,7 @@ def _line_step(line: bytes) -> int | None:
     return values["step"]
 
 
-def metrics_file(process: int) -> str:
+def metrics_file_name(process: int) -> str:
     """Return the name of the metrics file of a process."""
     if process:
         return f"metrics.{process}.jsonl"

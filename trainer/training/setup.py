@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.data.order import RowOrder
-from trainer.distributed.device_kind import device_kind
+from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
 from trainer.models.lora import lora_from_manifest
+from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
 from trainer.models.rope_overrides import override_rope
@@ -21,22 +22,22 @@ from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.loss_terms import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
+from trainer.planning.accelerators import accelerator_of
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config
 from trainer.planning.optimizer_state import check_patterns
-from trainer.planning.step_inputs import chunk_sizes
+from trainer.planning.step_flops import count_step_flops
+from trainer.planning.step_inputs import ModelShapes, chunk_sizes, step_inputs, with_adapters
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
-from trainer.training.intervals import Interval
-from trainer.training.loop import LoopConfig
+from trainer.training.loop import Interval, LoopConfig
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
 from trainer.training.samples import Sampler
 from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
-from trainer.training.utilization import peak_step_s
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
@@ -121,7 +122,7 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     """Return the partition rules of a run: the recipe's, or else the start checkpoint's."""
     if recipe.rules is None:
         return rules_from_manifest(manifest)
-    return merge_rules(recipe.rules, origin="rules")
+    return merge_rules(recipe.rules, origin=Key("rules"))
 
 
 def check_seq_length(data: Data, model: ModelSpec) -> None:
@@ -151,7 +152,7 @@ def build_loop_config(
     manifest_fields: Mapping[str, Any],
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
-    frozen_dtypes: Mapping[str, str] | None = None,
+    base_dtypes: Mapping[str, str] | None = None,
     sampler: Sampler | None = None,
 ) -> LoopConfig:
     """Build the configuration of a run.
@@ -166,7 +167,7 @@ def build_loop_config(
         manifest_fields: Extra entries for the manifest of every checkpoint.
         token_functions: A user's loss and metrics.
         stop_after: Steps after which this process stops. 0 means no limit.
-        frozen_dtypes: Dtype of each frozen parameter, by path. None means float32.
+        base_dtypes: Dtype of each parameter of the base of adapters, by path. None means float32.
         sampler: Generates texts from the prompts of the recipe.
 
     Raises:
@@ -174,7 +175,7 @@ def build_loop_config(
             many steps.
     """
     assert sharding.mesh is not None
-    check_patterns(recipe.optimizer, model.trained_leaves)
+    check_patterns(recipe.optimizer, model.saved_leaves)
     shape = batch_shape(
         recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size
     )
@@ -195,7 +196,7 @@ def build_loop_config(
         dropout=dropout,
         token_functions=token_functions,
     )
-    setup = replace(setup, frozen_dtypes=frozen_dtypes or {})
+    setup = replace(setup, base_dtypes=base_dtypes or {})
     return LoopConfig(
         setup=setup,
         recipe=recipe,
@@ -311,3 +312,34 @@ def _loss_scale(recipe: Recipe) -> LossScale | None:
     if isinstance(scale, int | float):
         return LossScale(scale, is_dynamic=False)
     return LossScale()
+
+
+def peak_step_s(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> float | None:
+    """Return the seconds that the model operations of a step take at the devices' dense bfloat16 peak.
+
+    Masked pairs of attention count, as in published figures and in `prep plan`: with packed
+    documents also the pairs between documents, and the padding of sequences. Frozen parameters count
+    without their gradients.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: Mesh and rules of the run.
+
+    Returns:
+        The seconds. None if the peak of the devices is unknown.
+    """
+    if sharding.mesh is None or sharding.device_mesh is None:
+        return None
+    kind = accelerator_of(sharding.device_mesh.devices.flat[0].device_kind)
+    if kind is None:
+        return None
+    adapters: Mapping[str, ParamLeaf] = {}
+    if model.adapters is not None:
+        adapters = model.adapters.leaves
+    base_leaves = {path: leaf for path, leaf in model.leaves.items() if path not in adapters}
+    base = ModelShapes(model.arch_config, base_leaves)
+    inputs = step_inputs(recipe, base, mesh=sharding.mesh, rules=sharding.rules)
+    if model.adapters is not None:
+        inputs = with_adapters(inputs, recipe, adapters)
+    return count_step_flops(inputs).model_full / (sharding.mesh.n_devices * kind.peak_flops)

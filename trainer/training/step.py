@@ -25,11 +25,12 @@ from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.training.exact_reduction import ExactReduction
+from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, widen
+from trainer.training.stop import STOP
 
 # Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`. With a dynamic loss
 # scale also the entries of `LossScale.init`.
@@ -56,10 +57,9 @@ class StepSetup:
         metric_fn: Computes values of each token in evaluation by name. None without metrics.
         reduction_shards: Logical shards of a batch, for gradients that are summed in a fixed order. 0
             sums gradients in the order that is fastest on the mesh.
-        param_dtype: Dtype of the model's trained parameters in the state, "float32" or "bfloat16".
-            Leaves of `Optimizer.freeze` have it too.
-        frozen_dtypes: Dtype of each parameter that adapters leave frozen, by path. The
-            default is float32.
+        param_dtype: Dtype of the saved parameters in the state, "float32" or "bfloat16".
+        base_dtypes: Dtype of each parameter of the base of adapters, by path. The default is
+            float32.
     """
 
     model: ModelSpec
@@ -73,7 +73,7 @@ class StepSetup:
     metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
     param_dtype: str = "float32"
-    frozen_dtypes: Mapping[str, str] = field(default_factory=dict)
+    base_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exact_reduction(self) -> ExactReduction | None:
@@ -89,37 +89,34 @@ class StepSetup:
 
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
-        """Parameters that training changes, by path."""
-        return self.optimizer.trained_leaves(self.model.trained_leaves)
+        """Parameters that training changes, by path: the saved ones without those of `optimizer.freeze`."""
+        return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:
         """Return the dtype of a parameter in the state."""
-        if path in self.model.trained_leaves:
+        if path in self.model.saved_leaves:
             return self.param_dtype
-        return self.frozen_dtypes.get(path, "float32")
+        return self.base_dtypes.get(path, "float32")
 
-    def trained(self, params: Tree) -> Tree:
+    def trained_params(self, params: Tree) -> Tree:
         """Return the parameters that training changes."""
         leaves = flatten_tree(params)
         return unflatten_tree({path: leaves[path] for path in self.trained_leaves})
 
-    def with_trained(self, params: Tree, trained: Tree) -> Tree:
-        """Return all parameters, with new values of the trained ones."""
+    def with_trained_params(self, params: Tree, trained: Tree) -> Tree:
+        """Return all parameters, with new values of the ones that training changes."""
         return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
 
 
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
-    opt_state = setup.optimizer.init(setup.trained(params), setup.trained_leaves)
-    loss_scale: dict[str, Array] = {}
+    opt_state = setup.optimizer.init(setup.trained_params(params), setup.trained_leaves)
+    state: TrainState = {"params": params, "opt_state": opt_state}
+    for counter in ("step", "skipped", "skipped_in_row"):
+        state[counter] = jnp.zeros((), jnp.int32)
     if setup.loss_scale:
-        loss_scale = setup.loss_scale.init()
-    return {"params": params, "opt_state": opt_state, **_zero_counters(), **loss_scale}
-
-
-def _zero_counters() -> dict[str, Array]:
-    """Return the step counters of the state, all 0."""
-    return {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "skipped_in_row")}
+        state |= setup.loss_scale.init()
+    return state
 
 
 def state_shapes(setup: StepSetup) -> TrainState:
@@ -180,6 +177,20 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def jit_train_step(setup: StepSetup) -> Any:
+    """Return the jitted training step, which donates the state and keeps its shardings."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
+    options: dict[str, Any] | None = None
+    if setup.reduction_shards:
+        options = compiler_options()
+    return jax.jit(
+        partial(train_step, setup=setup),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=options,
+    )
+
+
 def train_step(
     state: TrainState, batch: TokenBatch, setup: StepSetup
 ) -> tuple[TrainState, dict[str, Array]]:
@@ -191,19 +202,22 @@ def train_step(
     Args:
         state: The state before the step.
         batch: Input of `transformer.training_sums`. Arrays are [batch, T], and those of a source [batch, S].
+            With several processes also `STOP`, see `StopSignals`.
         setup: The static parts of the step.
 
     Returns:
         The new state, and the metrics of the step as arrays []: `loss`, `weight` and `correct`
-        (sums over tokens), `z_loss` if the loss has this term, `grad_norm`, `lr`, and the counters
-        `skipped` and `in_row` of skipped steps, in total and in a row.
+        (sums over tokens), `z_loss` if the loss has this term, `grad_norm`, `lr`, the counters
+        `skipped` and `in_row` of skipped steps, in total and in a row, and `STOP` if the batch has it.
     """
     params = state["params"]
-    trained = setup.trained(params)
+    trained = setup.trained_params(params)
+    stop_signals = batch.get(STOP)
+    batch = {name: array for name, array in batch.items() if name != STOP}
     if setup.dropout.is_active:
         # A row's masks depend on its index in the step's batch. The index stays with the row when
         # the batch is split into micro-batches and over devices.
-        batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
+        batch[ROW_IDS] = jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)
     factor: Array | None = None
     if setup.loss_scale:
         factor = setup.loss_scale.factor(state, batch["tokens"].size)
@@ -238,7 +252,7 @@ def train_step(
     )
     is_skipped = (~is_valid).astype(jnp.int32)
     new_state = {
-        "params": setup.with_trained(params, _select(is_valid, updated, trained)),
+        "params": setup.with_trained_params(params, _select(is_valid, updated, trained)),
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
@@ -248,13 +262,17 @@ def train_step(
     }
     if setup.loss_scale:
         new_state |= setup.loss_scale.next(state, jnp.isfinite(grad_norm))
-    return new_state, {
+    metrics = {
         **sums,
         "grad_norm": grad_norm,
         "lr": learning_rate,
         "skipped": new_state["skipped"],
         "in_row": new_state["skipped_in_row"],
     }
+    if stop_signals is not None:
+        # The maximum over the processes: one of them that must stop stops all, after the same step.
+        metrics[STOP] = jnp.max(stop_signals)
+    return new_state, metrics
 
 
 def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
@@ -278,7 +296,11 @@ def _sum_gradients(
         forward_config = replace(setup.forward_config, sharding=ShardingContext())
         on_device = replace(setup, forward_config=forward_config)
         value_and_grad = _value_and_grad(step, on_device, factor)
-        gradients, sums, norm = exact.sum_gradients(value_and_grad, params, batch)
+        gradients, sums, norm = exact.sum_gradients(
+            lambda params, rows: value_and_grad(widen(setup.trained_params(params)), params, rows),
+            params,
+            batch,
+        )
     else:
         value_and_grad = _value_and_grad(step, setup, factor)
         gradients, sums = _accumulate_gradients(params, batch, value_and_grad, setup=setup)
@@ -293,18 +315,21 @@ def _sum_gradients(
 
 def _value_and_grad(
     step: Array, setup: StepSetup, factor: Array | None
-) -> Callable[[Tree, TokenBatch], Any]:
-    """Return a function of parameters and rows that computes ((loss, loss sums), gradients of trained parameters).
+) -> Callable[[Tree, Tree, TokenBatch], Any]:
+    """Return a function that computes ((loss, loss sums), gradients).
 
-    The gradients are float32: the parameters are widened to float32 first.
+    Its arguments are the trained parameters, widened so that their gradients are float32, all parameters, and rows.
     With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
     """
 
     def summed_loss(
         trained: Tree, params: Tree, rows: TokenBatch
     ) -> tuple[Array, dict[str, Array]]:
-        params = setup.with_trained(params, trained)
-        dropout = _dropout(rows, step, setup)
+        params = setup.with_trained_params(params, trained)
+        dropout: Dropout | None = None
+        if setup.dropout.is_active:
+            # Rows keep their masks however the batch is divided.
+            dropout = step_dropout(setup.dropout, seed=setup.seed, step=step, row_ids=rows[ROW_IDS])
         sums = transformer.training_sums(
             params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
         )
@@ -313,26 +338,26 @@ def _value_and_grad(
             total = total * factor
         return total, sums.by_name()
 
-    value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
-    return lambda params, rows: value_and_grad(widen(setup.trained(params)), params, rows)
+    return jax.value_and_grad(summed_loss, has_aux=True)
 
 
 def _accumulate_gradients(
     params: Tree,
     batch: TokenBatch,
-    value_and_grad: Callable[[Tree, TokenBatch], Any],
+    value_and_grad: Callable[[Tree, Tree, TokenBatch], Any],
     *,
     setup: StepSetup,
 ) -> tuple[Tree, dict[str, Array]]:
     """Compute the sums over all micro-batches in the order that is fastest on the mesh."""
+    trained = setup.trained_params(params)
     if setup.accumulate == 1:
-        (_, sums), gradients = value_and_grad(params, batch)
+        (_, sums), gradients = value_and_grad(widen(trained), params, batch)
         return _shard_like_params(gradients, setup), sums
 
     def add_micro_batch(
         totals: tuple[Tree, dict[str, Array]], micro_batch: TokenBatch
     ) -> tuple[tuple[Tree, dict[str, Array]], None]:
-        (_, sums), gradients = value_and_grad(params, micro_batch)
+        (_, sums), gradients = value_and_grad(widen(trained), params, micro_batch)
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
@@ -340,23 +365,11 @@ def _accumulate_gradients(
     # sum_m L_m and sum_m grad L_m belong to the whole batch, however many tokens a micro-batch has.
     # A mean of the means of [3, 1] tokens would give the single token the weight of the other three.
     # The sums are float32 and only their order, so their rounding, depends on `accumulate`.
-    zero_gradients = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params)
-    )
+    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
     zero_sums = {name: jnp.float32(0) for name in setup.loss_terms.sum_names}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
     # A scan holds the activations of one micro-batch at a time, and compiles its body once.
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
-
-
-def _dropout(micro_batch: TokenBatch, step: Array, setup: StepSetup) -> Dropout | None:
-    """Return the random masks of a micro-batch.
-
-    Its rows keep their masks however the batch is divided.
-    """
-    if not setup.dropout.is_active:
-        return None
-    return step_dropout(setup.dropout, seed=setup.seed, step=step, row_ids=micro_batch[ROW_IDS])
 
 
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:

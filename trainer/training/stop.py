@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.training.feed import TokenBatch
-from trainer.training.step import StepSetup, TrainState, train_step
 
 STOP = "stop"  # entry of batches and of metrics
 # The index of a reason is its value in a batch. Among several, the largest one wins.
@@ -77,18 +74,3 @@ class StopSignals:
         if self._sharding is None:
             return self._poll()
         return self._agreed
-
-
-def train_step_with_stop(
-    state: TrainState, batch: TokenBatch, setup: StepSetup
-) -> tuple[TrainState, dict[str, Array]]:
-    """Compute `train_step` on a batch that may carry the entry `STOP`.
-
-    Return its maximum in the metrics.
-    """
-    rows = {name: array for name, array in batch.items() if name != STOP}
-    state, metrics = train_step(state, rows, setup)
-    if STOP in batch:
-        # The maximum over the processes: one of them that must stop stops all, after the same step.
-        metrics[STOP] = jnp.max(batch[STOP])
-    return state, metrics

@@ -20,10 +20,23 @@ from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.state_names import PARAMS, TRAINING_STATE_RULE
 from prepcli.planning.strided_copies import ChunkedLocation
-from prepcli.sources.source import Source, SourceTensor, read_config, recorded_digests, small_files
+from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.source import (
+    CONFIG,
+    Source,
+    SourceTensor,
+    read_config,
+    recorded_digests,
+    small_files,
+)
 from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceHints, split_part
-from prepcli.sources.tree_tensors import ForeignTree, StoredLeaf, match_foreign_tree
-from trainer.models.registry import family_of
+from prepcli.sources.tree_tensors import (
+    ForeignTree,
+    StoredLeaf,
+    match_foreign_tree,
+    verbatim_tensors,
+)
 
 # Suffixes of a model's small files. The folder may have files of any name.
 SETTINGS_SUFFIXES = {
@@ -60,23 +73,30 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
         folder = path
     else:
         folder = path.parent
-    config_path = hints.resolve_config_path(folder, display_name)
-    config = read_config(config_path)
+    config_path = find_config_path(hints, folder, display_name)
+    config = read_config(config_path) if config_path else {}
     flax_files = read_flax_files(path, kind)
-    tree = match_foreign_tree(
-        flax_files.stored_leaves(display_name), family_of(config), config, display_name
-    )
-    _check_part(tree, hints, display_name)
+    leaves = flax_files.stored_leaves(display_name)
+    types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
+    family = select_family(config, hints, types)
+    names = TensorNames(family, is_prefixed=False)
+    tree_tensors = verbatim_tensors(leaves) if family.is_verbatim else ()
+    extra_entries: tuple[DroppedTensor, ...] = ()
+    if not family.is_verbatim:
+        tree = match_foreign_tree(leaves, family, config, display_name)
+        _check_part(tree, hints, display_name)
+        names = tree.names
+        tree_tensors = tree.tensors
+        extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
     if path.is_dir():
         manifest = read_manifest(path)
     else:
         manifest = read_manifest_of_file(path)
     records = (manifest or NO_MANIFEST).tensors
     tensors: list[SourceTensor] = []
-    for tensor in sorted(tree.tensors, key=_file_position):
-        digests = recorded_digests(records, tree.names.full_name(tensor.name))
+    for tensor in sorted(tree_tensors, key=_file_position):
+        digests = recorded_digests(records, names.full_name(tensor.name))
         tensors.append(replace(tensor, digests=digests))
-    extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
@@ -87,22 +107,23 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
     return Source(
         display_name=display_name,
         root=folder if path.is_dir() else path,
-        family=tree.names.family,
+        family=family,
         config=config,
-        names=tree.names,
+        names=names,
         tensors=tuple(tensors),
         files=flax_files.files,
         file_stamps=tuple(
             SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
             for document in flax_files.documents
         ),
-        small_files=_settings_files(config_path.parent),
+        small_files=_settings_files((config_path or folder / CONFIG).parent),
         manifest=manifest,
         tensor_file_names=tuple(
             flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors
         ),
         blobs=blobs,
         extra_entries=extra_entries,
+        config_path=config_path,
     )
 
 

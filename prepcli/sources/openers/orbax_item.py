@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
@@ -22,16 +23,29 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
-from prepcli.planning.plan import SourceFile
+from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config, small_files
+from prepcli.sources.model_family import select_family
+from prepcli.sources.source import (
+    CONFIG,
+    HF_FOLDER,
+    Source,
+    SourceTensor,
+    read_config,
+    side_files,
+    small_files,
+)
 from prepcli.sources.source_hints import SourceHints
-from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree, tensors_from_manifest
+from prepcli.sources.tree_tensors import (
+    StoredLeaf,
+    match_foreign_tree,
+    tensors_from_manifest,
+    verbatim_tensors,
+)
 from trainer.models.boxes import strides
 from trainer.models.lora import manifest_family
-from trainer.models.registry import family_of
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
@@ -81,6 +95,8 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     names = TensorNames(manifest_family(manifest.fields), manifest.is_prefixed)
     blobs, leaves = stored_leaves(item)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
+    copied_files, left_files = side_files(folder / HF_FOLDER, hints.copied_files)
+    config_path = folder / HF_FOLDER / CONFIG
     return Source(
         display_name=display_name,
         root=manifest_folder,
@@ -90,10 +106,12 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tuple(sorted(params, key=_file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE)),
-        small_files=small_files(folder / HF_FOLDER),
+        small_files=copied_files,
         manifest=manifest,
         state_tensors=tuple(sorted(state, key=_file_position)),
         blobs=blobs,
+        config_path=config_path if config_path.is_file() else None,
+        left_files=left_files,
     )
 
 
@@ -103,30 +121,47 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         config_path = hints.config_path.expanduser()
     else:
         config_path = find_config(item.folder, path)
-    if config_path is None:
+    if config_path is None and hints.verbatim is False:
         why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"{display_name} was not written by prep", why, hint)
-    if config_path.is_dir():
-        config_path = config_path / CONFIG
-    config = read_config(config_path)
+    settings = b""
+    config: dict[str, Any] = {}
+    copied_files: tuple[Path, ...] = ()
+    if config_path is not None:
+        if config_path.is_dir():
+            config_path = config_path / CONFIG
+        config = read_config(config_path)
+        settings = read_small_file(config_path)
+        copied_files = tuple(
+            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
+        )
     blobs, leaves = stored_leaves(item)
-    tree = match_foreign_tree(leaves, family_of(config), config, display_name)
+    types = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
+    family = select_family(config, hints, types)
+    names = TensorNames(family, is_prefixed=False)
+    extra_entries: tuple[DroppedTensor, ...] = ()
+    if family.is_verbatim:
+        tensors = verbatim_tensors(leaves)
+    else:
+        tree = match_foreign_tree(leaves, family, config, display_name)
+        names = tree.names
+        tensors = tree.tensors
+        extra_entries = tree.extra_entries
     return Source(
         display_name=display_name,
         root=item.folder,
-        family=tree.names.family,
+        family=family,
         config=config,
-        names=tree.names,
-        tensors=tuple(sorted(tree.tensors, key=_file_position)),
+        names=names,
+        tensors=tuple(sorted(tensors, key=_file_position)),
         files=_watched_files(item),
-        file_stamps=_file_stamps(item, read_small_file(config_path)),
-        small_files=tuple(
-            file for file in small_files(config_path.parent) if file.name in MODEL_FILES
-        ),
+        file_stamps=_file_stamps(item, settings),
+        small_files=copied_files,
         manifest=None,
         blobs=blobs,
-        extra_entries=tree.extra_entries,
+        extra_entries=extra_entries,
+        config_path=config_path,
     )
 
 
@@ -216,11 +251,13 @@ def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> Stride
 def _file_position(tensor: SourceTensor) -> tuple[int, int]:
     """Return file number and offset of the tensor's first chunk."""
     region = tensor.placement[0]
+    if isinstance(region, Contiguous):
+        return region.file, region.offset
     assert isinstance(region, ChunkedLocation)
     placement = region.placement
     if isinstance(placement, StridedPlacement):
         return placement.file, placement.offset
-    return min(placement.chunks.values())
+    return min(placement.chunks.values(), default=(0, 0))
 
 
 def _chunk_places(item: OrbaxItem, array_number: int, piece: LeafPiece) -> Placement:

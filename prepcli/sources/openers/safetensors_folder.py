@@ -10,6 +10,7 @@ from prepcli.formats.manifest import NO_MANIFEST, TensorRecords, read_manifest
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import FileTensor
+from prepcli.sources.model_family import existing_config, select_family
 from prepcli.sources.source import (
     CONFIG,
     Source,
@@ -17,10 +18,9 @@ from prepcli.sources.source import (
     file_stamps,
     read_config,
     recorded_digests,
-    small_files,
+    side_files,
 )
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.registry import family_of
 
 
 def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Source:
@@ -35,12 +35,14 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
         PrepError: A file is broken or not supported.
     """
     folder = safetensors.read_safetensors_folder(path)
-    config_path = path / CONFIG
+    config_path = existing_config(path / CONFIG, hints)
     if hints.config_path:
         config_path = hints.resolve_config_path(path, display_name)
-    config = read_config(config_path)
-    family = family_of(config)
+    config = read_config(config_path) if config_path else {}
     manifest = read_manifest(path)
+    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
+    family = select_family(config, hints, types, manifest)
+    copied_files, left_files = side_files(path, hints.copied_files)
     names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
     records = (manifest or NO_MANIFEST).tensors
     return Source(
@@ -52,9 +54,11 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
         tensors=file_tensors(folder.tensors, names, records),
         files=tuple(path / header.file_name for header in folder.headers),
         file_stamps=file_stamps(folder.headers),
-        small_files=small_files(path),
+        small_files=copied_files,
         manifest=manifest,
         tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
+        config_path=config_path,
+        left_files=left_files,
     )
 
 

@@ -10,9 +10,9 @@ from prepcli.errors import PrepError
 from prepcli.formats.torch_files import TorchTensor, read_torch_folder
 from prepcli.planning.plan import Contiguous, Strided
 from prepcli.planning.tensor_match import detect_names
-from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config, small_files
+from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config, side_files
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.registry import family_of
 
 # Tensors that may share one byte of a file: the file is opened once for each of them.
 MAX_SHARING_TENSORS = 64
@@ -30,8 +30,11 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         PrepError: A file is broken or not supported.
     """
     folder = read_torch_folder(path)
-    config = read_config(hints.resolve_config_path(path, display_name))
-    family = family_of(config)
+    config_path = find_config_path(hints, path, display_name)
+    config = read_config(config_path) if config_path else {}
+    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
+    family = select_family(config, hints, types)
+    copied_files, left_files = side_files(path, hints.copied_files)
     names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
     blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
     tensors = tuple(
@@ -49,13 +52,15 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensors=tensors,
         files=folder.files,
         file_stamps=file_stamps(folder.headers),
-        small_files=small_files(path),
+        small_files=copied_files,
         manifest=None,
         tensor_file_names=tuple(
             safetensors_file_name(folder.headers[tensor.file].file_name)
             for tensor in folder.tensors
         ),
         blobs=blobs,
+        config_path=config_path,
+        left_files=left_files,
     )
 
 

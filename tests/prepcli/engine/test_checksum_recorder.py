@@ -19,7 +19,7 @@ from prepcli.engine.files import Files
 from prepcli.engine.pipeline import Pipeline
 from prepcli.planning import checksum_blocks
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES
-from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents, leaf_blocks
+from prepcli.planning.chunk_extents import ChunkExtent, chunk_extents
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from prepcli.planning.strided_copies import StridedCopy
@@ -30,7 +30,7 @@ from trainer.models.axis_map import AxisMap
 
 
 def plan_extents(save_plan: SavePlan) -> list[ChunkExtent]:
-    return chunk_extents(save_plan.plan.leaves, leaf_blocks(save_plan.plan.leaves))
+    return chunk_extents(save_plan.plan.leaves)
 
 
 def file_checksums(extents: list[ChunkExtent], paths: list[Path]) -> np.ndarray:
@@ -94,7 +94,7 @@ def recorder(tmp_path: Path) -> ChecksumRecorder:
     shape = (DATA.size,)
     box = PlacedChunks((0,), (1,), StridedPlacement(0, 4096, (0,), (DATA.size,)))
     leaves = [OutputLeaf(("x",), "int8", ChunkGrid(shape, shape), (box,))]
-    return ChecksumRecorder(tmp_path / "sums", chunk_extents(leaves, leaf_blocks(leaves)))
+    return ChecksumRecorder(tmp_path / "sums", chunk_extents(leaves))
 
 
 def record_runs(recorder: ChecksumRecorder, *edges: int) -> None:

@@ -122,8 +122,13 @@ def test_gather_splits_long_copies_over_threads(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ):
     shapes: list[tuple[int, ...]] = []
-    real = permute._assign
-    monkeypatch.setattr(permute, "_assign", lambda part: (shapes.append(part[0].shape), real(part)))
+    real = permute.assign_tiled
+
+    def assign(target: np.ndarray, source: np.ndarray) -> None:
+        shapes.append(target.shape)
+        real(target, source)
+
+    monkeypatch.setattr(permute, "assign_tiled", assign)
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     tensor = np.arange(2000, dtype=np.int32).view(np.uint8)
     out = gather(
@@ -134,7 +139,7 @@ def test_gather_splits_long_copies_over_threads(
 
 
 def test_gather_raises_errors_of_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(permute, "_assign", lambda part: 1 / 0)
+    monkeypatch.setattr(permute, "assign_tiled", lambda target, source: 1 / 0)
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     with pytest.raises(ZeroDivisionError):
         gather(

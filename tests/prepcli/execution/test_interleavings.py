@@ -50,7 +50,12 @@ class Life:
                     return
                 index = self.share.index
                 team = Team(PLAN, stage, str(RUN["plan"]), own_indices=range(index, index + 1))
-                team.complete(lambda: self._move(team), publish=lambda: self._finish(team))
+                with stage.failures.recording_errors():
+                    self._move(team)
+                stage.mark_moved()
+                with team.publishing() as is_needed:
+                    if is_needed:
+                        self._finish(team)
         remove_work_folder(out)
 
     def _move(self, team: Team) -> None:

@@ -39,14 +39,14 @@ def test_open_recreates_a_folder_published_while_joining(
 
 
 def test_open_recreates_a_folder_removed_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
-    real_open, times = locks._open, iter(range(1))
+    real_open, times = locks.open_no_follow, iter(range(1))
 
-    def vanishing(path: Path) -> int:
+    def vanishing(path: Path, flags: int) -> int:
         if next(times, None) is not None:
             shutil.rmtree(path.parent.parent)
-        return real_open(path)
+        return real_open(path, flags)
 
-    monkeypatch.setattr(locks, "_open", vanishing)
+    monkeypatch.setattr(locks, "open_no_follow", vanishing)
     assert open_stage(out).folder.exists()
 
 

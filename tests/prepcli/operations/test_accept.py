@@ -12,7 +12,8 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE, DamagedError
 from prepcli.formats.manifest import NO_MANIFEST, read_manifest
-from tests.helpers.manifests import remove_file_records
+from prepcli.operations.accept import accept_files
+from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.run_cli import run_failing, run_ok
 
 pytestmark = pytest.mark.usefixtures("sources")
@@ -98,6 +99,31 @@ def test_accept_records_nothing_if_tensors_differ(capsys):
 )
 def test_accept_refuses_files_that_are_not_recorded(capsys, checkpoint: str, file: str, text: str):
     assert text in run_failing(capsys, USAGE, "verify", checkpoint, "--accept", file)
+
+
+def record_copies(*folders: str) -> None:
+    """Copy the config of the output `init` into folders of it, and record the copies in its manifest."""
+    with changed_manifest(Path("init")) as manifest:
+        for folder in folders:
+            Path("init", folder).mkdir(exist_ok=True)
+            shutil.copy("init/hf/config.json", Path("init", folder, "config.json"))
+            name = (Path(folder) / "config.json").as_posix()
+            manifest["files"][name] = manifest["files"]["hf/config.json"]
+
+
+def test_accept_of_an_ambiguous_name_lists_the_files():
+    record_copies("other")
+    with pytest.raises(prep.UsageError) as caught:
+        prep.verify("init", accept=["config.json"])
+    assert caught.value.what == "init records several files `config.json`"
+    assert caught.value.why == "they are hf/config.json, other/config.json"
+    assert caught.value.hint == "`accept` with one of these names"
+
+
+def test_accept_of_a_whole_name_is_not_ambiguous():
+    record_copies(".", "other")
+    accepted = accept_files("init", ["config.json"])
+    assert [change["file"] for change in accepted.changes] == ["config.json"]
 
 
 def test_accept_refuses_files_with_tensors(capsys):

@@ -120,7 +120,7 @@ def test_missing_scheduler_is_an_error(
             "mesh 1,2,4 needs 8 devices, there are 16",
         ),
         (["recipe.toml", "--env", "A"], "`--env A` has no value"),
-        (["recipe.toml", "--setup", "a\nb"], "--setup has more than one line"),
+        (["recipe.toml", "--setup", "a\nb"], "`--setup` has more than one line"),
         (["recipe.toml", "--out", "recipe.toml"], "`recipe.toml` already exists"),
     ],
 )
@@ -187,7 +187,7 @@ IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
             "4",
         ],
         "needs 8 devices, there are 16",
-        "`--topology 2x2x2 --nodes 2`",
+        "`--topology 2x2x2` and `--nodes 2`",
     ),
     (
         [

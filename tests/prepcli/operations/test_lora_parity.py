@@ -117,12 +117,12 @@ def adapter_gradients(model: ModelSpec, params: Any) -> tuple[float, dict[str, n
     def mean_loss(trained: Any) -> Any:
         return (
             transformer.loss_sums(
-                setup.with_trained(params, trained), batch, model, ForwardConfig()
+                setup.with_trained_params(params, trained), batch, model, ForwardConfig()
             ).loss
             / 22
         )
 
-    loss, gradients = jax.value_and_grad(mean_loss)(setup.trained(params))
+    loss, gradients = jax.value_and_grad(mean_loss)(setup.trained_params(params))
     return float(loss), {path: np.asarray(leaf) for path, leaf in flatten_tree(gradients).items()}
 
 

@@ -125,9 +125,10 @@ def test_merge_records_the_adapter_and_counts_changes(capsys: pytest.CaptureFixt
         "tensors": 6,
     }
     (entry,) = manifest.casts
-    assert (entry["update"], entry["tensors"], entry["values"]) == ("low-rank", 6, num_values)
-    assert 0 < entry["changed"] <= num_values
-    assert result["accounting"]["changed_values"] == entry["changed"]
+    assert (entry.get("update"), entry["tensors"], entry["values"]) == ("low-rank", 6, num_values)
+    changed = entry.get("changed", 0)
+    assert 0 < changed <= num_values
+    assert result["accounting"]["changed_values"] == changed
 
 
 def test_second_merge_of_another_adapter_is_another_request():
@@ -226,7 +227,7 @@ def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFix
     manifest = read_manifest(Path("merged"))
     assert manifest is not None
     (entry,) = manifest.casts
-    assert (entry["overflowed"], entry["nan"]) == (32, 32)
+    assert (entry.get("overflowed"), entry.get("nan")) == (32, 32)
     merged = read_tensors(Path("merged"))
     assert sum(int(np.isnan(values).sum()) for values in merged.values()) == 32
 

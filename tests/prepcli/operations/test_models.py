@@ -8,11 +8,15 @@ from prepcli.errors import USAGE, PrepError
 from prepcli.operations.models import list_aliases
 from prepcli.rendering.models import aliases_report
 from prepcli.sources.aliases import ALIASES
+from trainer.models.registry import FAMILIES
 
 
 def test_models_lists_all_aliases() -> None:
     report = aliases_report(list_aliases(), None)
-    lines = report.text.splitlines()
+    table, families = report.text.split("\n\n")
+    assert all(name in families for name in FAMILIES)
+    assert report.fields["families"] == [*FAMILIES]
+    lines = table.splitlines()
     assert lines[0].split() == [
         "alias", "hub", "id", "family", "parameters", "size", "vocabulary", "shards", "on", "8", "shards", "on", "128",
     ]  # fmt: skip
@@ -38,7 +42,7 @@ def test_models_fields_are_numbers() -> None:
 
 
 def test_models_selects_a_family() -> None:
-    lines = aliases_report(list_aliases("llama"), None).text.splitlines()[1:]
+    lines = aliases_report(list_aliases("llama"), None).text.split("\n\n")[0].splitlines()[1:]
     assert lines
     assert all(line.split()[2] == "llama" for line in lines)
 

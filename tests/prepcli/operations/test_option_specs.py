@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
+from prepcli.cli import root
+from prepcli.cli.operation_parameters import Omit, typer_parameters
 from prepcli.cli.root import COMMANDS, command_name
+from prepcli.operations.launch_options import LaunchTpuOptions
 from prepcli.operations.option_spec import (
     OptionSpec,
     format_command_line,
@@ -97,6 +101,21 @@ def test_commands_have_the_options_of_their_operation(command: str):
     specs = option_specs(OPTIONS_BY_COMMAND[command])
     parameters = inspect.signature(COMMAND_FUNCTIONS[command]).parameters
     assert specs.keys() - parameters.keys() == ONLY_IN_PYTHON[command]
+
+
+def test_commands_define_no_options_of_their_own():
+    folder = Path(inspect.getfile(root)).parent
+    modules = [path.name for path in folder.glob("*.py") if "typer.Option(" in path.read_text()]
+    # The options of all commands, those made from TypedDicts, and `prep --version`.
+    assert sorted(modules) == ["operation_parameters.py", "options.py", "root.py"]
+
+
+def test_required_option_has_no_default():
+    parameters = {
+        parameter.name: parameter for parameter in typer_parameters([(LaunchTpuOptions, Omit())])
+    }
+    assert parameters["zone"].default is inspect.Parameter.empty
+    assert parameters["project"].default is None
 
 
 def test_new_option_needs_one_definition():

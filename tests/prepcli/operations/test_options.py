@@ -107,7 +107,7 @@ def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
         save_init("./m", "out", mesh="")
     # The operation has a check of its own, for callers whose arguments are not checked first.
     silent = open_ui("save-init", as_json=False, quiet=True, verbose=0, progress="none")
-    with pytest.raises(PrepError, match="`--mesh` is empty"):
+    with pytest.raises(PrepError, match="`mesh` is empty"):
         save_init("./m", "out", progress=silent, mesh="")
 
 
@@ -121,11 +121,11 @@ def test_empty_mesh_in_recipe_is_rejected(
     )
     assert (
         error_lines(capsys, "train", str(recipe), "--set", "mesh=")[0]
-        == "error: --set: `mesh` is empty"
+        == "error: `--set`: `mesh` is empty"
     )
     assert (
         error_lines(capsys, "train", str(recipe), "--set", 'mesh=""')[0]
-        == "error: --set: `mesh` is empty"
+        == "error: `--set`: `mesh` is empty"
     )
 
 

@@ -201,7 +201,7 @@ def test_config_is_found_near_the_item(tmp_path: Path, place: str):
 
 def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
-    run_prep("save-init", "./item", code=1)
+    run_prep("save-init", "./item", "--no-verbatim", code=1)
     assert "--config FOLDER" in capsys.readouterr().err
 
 

@@ -231,7 +231,7 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
         (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
         (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
         (["--config", "none.json"], FAILED, ". has no none.json"),
-        (["--set", "model.ffn_chunk_size=0"], USAGE, "--set: `model.ffn_chunk_size` is 0"),
+        (["--set", "model.ffn_chunk_size=0"], USAGE, "`--set`: `model.ffn_chunk_size` is 0"),
     ],
 )
 def test_invalid_requests_are_errors(

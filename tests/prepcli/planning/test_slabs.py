@@ -203,7 +203,7 @@ def test_slabs_split_contiguous_bytes_at_written_pages():
     )
     slabs = list(split_stream(0, stream, max_nbytes=2 * PAGE))
     check_tiling(slabs, stream, 2 * PAGE)
-    assert all(slab.is_contiguous for slab in slabs)
+    assert all(slab.reads[0].width == slab.writes[0].width == slab.nbytes for slab in slabs)
     assert [slab.writes[0].file_offset for slab in slabs] == [123, 2 * PAGE, 4 * PAGE]
     assert [slab.reads[0].file_offset - slab.writes[0].file_offset for slab in slabs] == [-118] * 3
     assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=9_999)] == [
@@ -372,7 +372,7 @@ def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     for slab in slabs:
         assert slab.nbytes <= limit
         assert slab.written_nbytes <= limit
-        assert slab.is_cast
+        assert slab.changes_values
         assert slab.nbytes * items[1] == slab.written_nbytes * items[0]
         assert [c.nbytes for c in slab.reads] == [slab.nbytes]
         assert [(c.tensor_offset, c.file_offset, c.nbytes) for c in slab.writes] == [

@@ -225,8 +225,8 @@ def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        (["--tree", "--stats"], "--tree and --stats are different views"),
-        (["--shards", "x", "--diff", "y"], "--shards and --diff are different views"),
+        (["--tree", "--stats"], "`--tree` and `--stats` are different views"),
+        (["--shards", "x", "--diff", "y"], "`--shards x` and `--diff y` are different views"),
         (["--mesh", "1,1,1"], "`--mesh` requires `--shards`"),
         (["x.*", "--shards", "x", "--mesh", "1,1,1"], "unexpected argument `x.*`"),
         (["--sort", "age"], "invalid value for '--sort'"),

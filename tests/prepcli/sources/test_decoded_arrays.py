@@ -205,7 +205,7 @@ def test_zstd_window_beyond_the_memory_is_rejected(tmp_path: Path):
     error = read_error(
         write_one_chunk(tmp_path / "item", np.zeros(data.size, np.uint8), frame), 10, 16 << 20
     )
-    assert error.why == "frame: decoding it takes 64.5 MiB, `--memory` leaves 16.0 MiB for it"
+    assert error.why == "frame: decoding it takes 64.5 MiB, the memory limit leaves 16.0 MiB for it"
 
 
 @pytest.mark.parametrize("length", [0, 3, 10, -20])

@@ -53,7 +53,7 @@ def item_of(
     return make_item(
         source,
         counted,
-        table=table,
+        axis_maps=table,
         vocab_size=vocab,
         partitioning=Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES),
     )

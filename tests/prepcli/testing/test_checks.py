@@ -19,7 +19,7 @@ from prepcli.testing.checks import (
 from prepcli.testing.kit import CheckResult, run_checks
 from prepcli.testing.subject import FamilyUnderTest
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
+from tests.helpers.tiny_checkpoints import DENSE_CONFIGS, FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
 from tests.helpers.tiny_configs import ODD_HEADS
 from trainer.models.architecture import ArchConfig
 from trainer.models.parameters import Family, HFConfig, Parameter
@@ -28,6 +28,7 @@ from trainer.models.registry import FAMILIES, family_of
 MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
     name: base | {"num_hidden_layers": 2} for name, base in FAMILY_CONFIGS.items()
 }
+MESH_CONFIGS |= DENSE_CONFIGS
 CONFIGS = {name: [odd_config, MESH_CONFIGS[name]] for name, odd_config in ODD_HEADS.items()}
 BY_NAME = {check.name: check for check in CHECKS}
 

@@ -17,10 +17,13 @@ CONFIGS = {name: published_config(name) for name in PUBLISHED}
 BARE = {name: {"model_type": name} for name in FAMILIES}  # every field has its default
 # Fields of ArchConfig that follow from sizes.
 SCALES = {"attn_scale", "embed_scale", "init_std", "leaf_init_stds", "lm_head_input_scale"}
-OPTIONAL_PARTS = {"encoder", "local_rope", "relative_position_bias", "rope"}
-SIZES = SCALES | OPTIONAL_PARTS | {
-    *("experts_per_token", "max_positions", "sliding_windows", "dense_layers", "latent_key_dim"),
-}  # fmt: skip
+OPTIONAL_PARTS = {"encoder", "local_rope", "score_bias", "rope"}
+SIZES = (
+    SCALES
+    | OPTIONAL_PARTS
+    | {*("experts_per_token", "max_positions", "sliding_windows", "layers_without_rope")}
+    | {"dense_layers", "latent_key_dim"}
+)
 
 
 @pytest.mark.parametrize("num_heads", [3, 4])

@@ -47,10 +47,10 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
     )
     recipe = load_recipe(path, settings).recipe
     group, ui = connect_processes(recipe), open_ui("train", as_json=False, quiet=True, verbose=0)
-    compare_settings(group, recipe, {"--restart": True}, ui)
+    compare_settings(group, recipe, {"restart": True}, ui)
     assert {"python", "prepcli", "jax", "jaxlib", "seed", "train.steps"} <= compared.keys()
     assert compared["optimizer.lr"] == "0.5"
-    assert compared["--restart"] == "True"
+    assert compared["restart"] == "True"
     assert (
         not {"cluster.process_id", "cluster.host0_address", "data.train", "data.cache"}
         & compared.keys()

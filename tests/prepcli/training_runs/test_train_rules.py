@@ -101,7 +101,7 @@ def test_rules_that_do_not_divide_the_model_are_rejected(capsys: pytest.CaptureF
     code, what, *_ = train_error(capsys, "--set", "mesh=1,1,8", "--set", "rules=kv_heads=mp")
     assert (code, what) == (USAGE, "kv_heads 4 cannot be split over mp 8")
     code, what, *_ = train_error(capsys, "--set", "rules=kv_hads=mp")
-    assert (code, what) == (USAGE, "--set: `rules kv_hads=mp`: unknown dim `kv_hads`")
+    assert (code, what) == (USAGE, '`--set`: `rules = ["kv_hads=mp"]`: unknown dim `kv_hads`')
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_dry_run_prints_rules_of_leaves_and_activations(capsys: pytest.CaptureFi
     [
         ("re:^attn=none", "`re:^attn=none` matches no leaf"),
         ("re:^head=mp", "`re:^head=mp` has 1 dim, and head.weight has 2"),
-        ("flaxlm:3,1", "--set: `rules flaxlm:3,1`: unknown preset"),
-        ("act:sq=sp", "--set: `rules act:sq=sp`: unknown dim of activations `sq`"),
+        ("flaxlm:3,1", '`--set`: `rules = ["flaxlm:3,1"]`: unknown preset'),
+        ("act:sq=sp", '`--set`: `rules = ["act:sq=sp"]`: unknown dim of activations `sq`'),
     ],
 )
 def test_rules_that_do_not_fit_the_model_are_rejected(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from tests.helpers.waiting import MAX_S
 from trainer.distributed import agreement
 from trainer.distributed.agreement import check_agreement
 from trainer.distributed.process_group import SingleProcess
-from trainer.models.errors import PrepError
+from trainer.models.errors import PYTHON, TERMINAL, Option, PrepError
 
 
 @dataclass
@@ -64,7 +65,9 @@ class ThreadGroup:
 
 
 def compare(
-    facts: list[dict[str, str]], warnings: list[str] | None = None
+    facts: list[dict[str, str]],
+    warnings: list[str] | None = None,
+    options: Mapping[str, Option] | None = None,
 ) -> tuple[list[PrepError | None], list[str]]:
     """Compare the facts of threads; return the error of each, and the names that the first has gathered."""
     shared, barriers = Shared(len(facts)), threading.Barrier(len(facts))
@@ -73,7 +76,7 @@ def compare(
     def run(group: ThreadGroup) -> PrepError | None:
         try:
             warn = None if warnings is None else warnings.append
-            check_agreement(group, facts[group.index], hint="the hint", warn=warn)
+            check_agreement(group, facts[group.index], hint="the hint", options=options, warn=warn)
         except PrepError as error:
             return error
         return None
@@ -129,3 +132,12 @@ def test_check_agreement_warns_of_clocks(monkeypatch: pytest.MonkeyPatch):
 
 def test_check_agreement_of_one_process_is_silent():
     check_agreement(SingleProcess(), {"jax": "1"}, hint="", warn=pytest.fail)
+
+
+def test_check_agreement_names_the_option_of_a_fact():
+    options = {"no_verify": Option("verify", False)}
+    errors, _ = compare([{"no_verify": "True"}, {"no_verify": "False"}], options=options)
+    for error in errors:
+        assert error is not None
+        assert error.rendered(TERMINAL).what == "the processes differ in `--no-verify`"
+        assert error.rendered(PYTHON).what == "the processes differ in `verify=False`"

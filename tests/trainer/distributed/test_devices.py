@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from trainer.distributed.device_kind import device_kind
 from trainer.distributed.devices import PLATFORM_HINT, all_devices, local_devices
+from trainer.distributed.mesh_devices import device_kind
 from trainer.distributed.sharding import (
     ShardingContext,
     local_device_sharding,

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.meshes import MESHES, error_of, mesh_texts, read
-from trainer.models.errors import USAGE
+from trainer.models.errors import USAGE, Key
 from trainer.models.mesh import MESH_AXES, Mesh, folder_suffix, parse_mesh, resolve_mesh
 
 TAKES = "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
@@ -94,8 +94,13 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
         ("tp:2", ": unknown mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
         ("mp:2,mp:4", " names mp twice", "2 and 4", "each axis at most once"),
         ("1,fsdp:2", " mixes names and bare numbers", "`1` has no name", "name every axis"),
-        ("1,99999999,1", ": fsdp is 99999999", "a mesh has at most 1,048,576 devices", ""),
-        ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", ""),
+        (
+            "1,99999999,1",
+            ": fsdp is 99999999",
+            "a mesh has at most 1,048,576 devices",
+            "a smaller fsdp",
+        ),
+        ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", "smaller sizes"),
     ],
 )
 def test_parse_mesh_rejects_invalid_text(text, what, why, hint):
@@ -110,7 +115,7 @@ def test_parse_mesh_rejects_invalid_text(text, what, why, hint):
 
 def test_parse_mesh_error_names_option_or_recipe_key():
     assert error_of(parse_mesh, " ! ").what == "`--mesh` is empty"
-    assert error_of(parse_mesh, "1,64", origin="mesh").what == "`mesh 1,64` has 2 axes"
+    assert error_of(parse_mesh, "1,64", Key("mesh")).what == '`mesh = "1,64"` has 2 axes'
 
 
 def test_resolve_mesh_fills_open_axis():

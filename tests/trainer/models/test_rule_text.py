@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.meshes import error_of, read
-from trainer.models.errors import USAGE
+from trainer.models.errors import USAGE, Key
 from trainer.models.mesh import MESH_AXES
 from trainer.models.rule_presets import PRESETS
 from trainer.models.rule_text import DimRule, Preset, Rule, merge_rules, parse_rule, rule_texts
@@ -76,18 +76,18 @@ def test_parse_rule_inverts_str(rule: Rule):
         ("embed=", "`--rule embed=` is invalid", "`--rule 'kv_heads=mp|none'`"),
         ("embd=fsdp", "`--rule embd=fsdp`: unknown dim `embd`", "did you mean `embed`?"),
         ("embed=fdsp", "`--rule embed=fdsp`: unknown mesh axis `fdsp`", "did you mean `fsdp`?"),
-        ("embed=|mp", "`--rule embed=|mp`: unknown mesh axis ``", ""),
+        ("embed=|mp", "`--rule 'embed=|mp'`: unknown mesh axis ``", ""),
         ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "each axis at most once"),
-        ("embed=none|mp", "`--rule embed=none|mp` has choices after none", "put none last"),
+        ("embed=none|mp", "`--rule 'embed=none|mp'` has choices after none", "put none last"),
         ("seq=sp", "`--rule seq=sp`: unknown dim `seq`", "did you mean `act:seq`?"),
         ("act:layers=mp", "`--rule act:layers=mp`: unknown dim of activations `layers`", ""),
         ("act:seq", "`--rule act:seq` is invalid", "`--rule 'kv_heads=mp|none'`"),
-        ("act:batch=dp|none", "`--rule act:batch=dp|none` has several choices", "`act:batch=dp`"),
+        ("act:batch=dp|none", "`--rule 'act:batch=dp|none'` has several choices", "`act:batch=dp`"),
         ("re:head", "`--rule re:head` is invalid", r"`re:^head\.weight$=mp,fsdp`"),
         ("re:=mp", "`--rule re:=mp` is invalid", r"`re:^head\.weight$=mp,fsdp`"),
         (
             "re:(=mp",
-            "`--rule re:(=mp` has an invalid pattern",
+            "`--rule 're:(=mp'` has an invalid pattern",
             r"a regular expression, such as `^head\.weight$`",
         ),
         (
@@ -96,8 +96,8 @@ def test_parse_rule_inverts_str(rule: Rule):
             "`none` for one of the dims",
         ),
         ("re:head=mp,,fsdp", "`--rule re:head=mp,,fsdp`: unknown mesh axis ``", ""),
-        ("flaxlm:1,3", "`--rule flaxlm:1,3`: unknown preset", ""),
-        ("t5x:0,0", "`--rule t5x:0,0`: unknown preset", ""),
+        ("flaxlm:1,3", "`--rule flaxlm:1,3`: unknown preset", "did you mean `flaxlm:1,2`?"),
+        ("t5x:0,0", "`--rule t5x:0,0`: unknown preset", "did you mean `t5x:2,2`?"),
     ],
 )
 def test_parse_rule_rejects_invalid_text(text: str, what: str, hint: str):
@@ -106,11 +106,11 @@ def test_parse_rule_rejects_invalid_text(text: str, what: str, hint: str):
 
 
 def test_unknown_preset_error_lists_all_presets():
-    error = error_of(parse_rule, "flaxlm:1,3", origin="rules")
+    error = error_of(parse_rule, "flaxlm:1,3", origin=Key("rules"))
     flaxlm = "flaxlm:0,0, flaxlm:1,0, flaxlm:1,1, flaxlm:2,1, flaxlm:1,2, flaxlm:2,2"
     presets = f"{flaxlm}, t5x:1,1, t5x:2,1, t5x:1,2, t5x:2,2"
     assert (error.what, error.why) == (
-        "`rules flaxlm:1,3`: unknown preset",
+        '`rules = ["flaxlm:1,3"]`: unknown preset',
         f"the presets are auto, {presets}",
     )
 

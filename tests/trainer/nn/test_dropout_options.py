@@ -71,6 +71,9 @@ def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -
         case "post":
             x = normed("attn_norm", x + drop(attend(x), attended))
             return normed("mlp_norm", x + drop(feed_forward(x), fed))
+        case "output_norm":
+            x = x + drop(normed("attn_post_norm", attend(x)), attended)
+            return x + drop(normed("mlp_post_norm", feed_forward(x)), fed)
         case "sandwich":
             x = x + drop(normed("attn_post_norm", attend(normed("attn_norm", x))), attended)
             return x + drop(normed("mlp_post_norm", feed_forward(normed("mlp_norm", x))), fed)
@@ -80,7 +83,7 @@ def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -
             return x + drop(attend(normed("attn_norm", x)), attended) + output
 
 
-@pytest.mark.parametrize("family", ["mistral", "opt-350m", "gemma2", "gpt_neox", "gptj"])
+@pytest.mark.parametrize("family", ["mistral", "opt-350m", "gemma2", "gpt_neox", "gptj", "exaone4"])
 def test_block_drops_outputs_before_residual_additions(family: str):
     tiny, tensors = tiny_transformer(GOLDEN[family]), random_tensors(GOLDEN[family])
     model, arch_config = tiny.model, tiny.model.arch_config

@@ -18,6 +18,7 @@ SILU = X / (1 + np.exp(-X))
 FORMULAS = {
     "gelu": 0.5 * X * (1 + ERF), "gelu_new": TANH, "gelu_pytorch_tanh": TANH, "gelu_fast": TANH,
     "quick_gelu": X / (1 + np.exp(-1.702 * X)), "silu": SILU, "swish": SILU, "relu": np.maximum(X, 0),
+    "relu2": np.maximum(X, 0) ** 2,
 }  # fmt: skip
 
 

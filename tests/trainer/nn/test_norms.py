@@ -49,10 +49,31 @@ def test_norm_of_bfloat16_is_computed_in_float32(kind: Literal["layer", "rms"]):
     np.testing.assert_allclose(np.asarray(output, np.float64), expected, rtol=5e-3, atol=5e-3)
 
 
-def test_rms_offset_adds_one_to_scale():
-    arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=0.5)
-    output = norm(jnp.asarray(X, jnp.float32), {"scale": WEIGHTS["scale"] - 1}, arch_config)
-    np.testing.assert_allclose(output, expected_norm("rms", 0.5), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("kind", "plain"), [("rms_offset", "rms"), ("layer_offset", "layer")])
+def test_offset_norm_adds_one_to_scale(
+    kind: Literal["rms_offset", "layer_offset"], plain: Literal["rms", "layer"]
+):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
+    weights = WEIGHTS | {"scale": WEIGHTS["scale"] - 1}
+    output = norm(jnp.asarray(X, jnp.float32), weights, arch_config)
+    np.testing.assert_allclose(output, expected_norm(plain, 0.5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norm_over_two_axes_is_the_norm_of_both_as_one(kind: Literal["layer", "rms"]):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=0.5)
+    heads = jnp.asarray(X, jnp.float32).reshape(2, 3, 2, 4)
+    weights = {name: weight.reshape(2, 4) for name, weight in WEIGHTS.items()}
+    output = norm(heads, weights, arch_config, axes=(-2, -1)).reshape(X.shape)
+    np.testing.assert_allclose(output, expected_norm(kind, 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_norm_without_weights_only_normalizes():
+    arch_config = dataclasses.replace(make_arch(), norm="layer", norm_eps=0.5)
+    output = norm(jnp.asarray(X, jnp.float32), {}, arch_config)
+    np.testing.assert_allclose(
+        output, (expected_norm("layer", 0.5) - BIAS) / SCALE, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_rms_offset_scales_before_rounding():

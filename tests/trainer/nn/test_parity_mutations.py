@@ -160,14 +160,12 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("t5", "gelu"): change(activation="gelu_new"),
     ("t5-gated", "exact gelu"): change(activation="gelu"),
     ("t5-gated", "exact gelu of the encoder"): change_encoder(activation="gelu"),
-    ("t5", "bidirectional buckets"): change(relative_position_bias=bias_config(40, True)),
+    ("t5", "bidirectional buckets"): change(score_bias=bias_config(40, True)),
     ("t5", "unidirectional buckets of the encoder"): change_encoder(
-        relative_position_bias=bias_config(40, False)
+        score_bias=bias_config(40, False)
     ),
-    ("t5", "smaller maximum of the encoder"): change_encoder(
-        relative_position_bias=bias_config(20, True)
-    ),
-    ("t5-gated", "rope for bias"): change(relative_position_bias=None, rope=Rope(6, 1e4, 9)),
+    ("t5", "smaller maximum of the encoder"): change_encoder(score_bias=bias_config(20, True)),
+    ("t5-gated", "rope for bias"): change(score_bias=None, rope=Rope(6, 1e4, 9)),
     ("phi3", "half of the rotary dim"): change_rope(rotary_dim=2),
     ("phi3-longrope", "another short factor"): change_rope(short_factors=(1.0, 1.5, 2.6, 4.0)),
     ("phi3-longrope", "no attention factor"): change_rope(attention_factor=1.0),
@@ -177,12 +175,10 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("llama-dynamic", "another factor"): change_rope(factor=4.1),
     ("llama-dynamic", "another pretraining length"): change_rope(original_max_positions=65),
     ("llama-dynamic", "unscaled positions"): change_rope(rope_type="default"),
-    ("t5", "one bucket less"): change(relative_position_bias=bias_config(40, False, 8)),
-    ("t5", "smaller maximum distance"): change(relative_position_bias=bias_config(39, False)),
-    ("t5", "larger maximum distance"): change(relative_position_bias=bias_config(41, False)),
-    ("t5-gated", "larger maximum of the encoder"): change_encoder(
-        relative_position_bias=bias_config(44, True)
-    ),
+    ("t5", "one bucket less"): change(score_bias=bias_config(40, False, 8)),
+    ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
+    ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
+    ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }

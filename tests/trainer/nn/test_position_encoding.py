@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from prepcli.testing.torch_transformers import exact_log
-from trainer.models.architecture import RelativePositionBias
+from trainer.models.architecture import RelativePositionBias, alibi_slopes
 from trainer.models.rope_config import Rope
 from trainer.nn.position_encoding import (
+    alibi_bias,
     apply_rotary,
     inverse_frequencies,
     relative_position_bias,
@@ -178,3 +179,35 @@ def test_relative_position_bias_looks_up_bucket_of_distance(bidirectional: bool)
     shifted_q, shifted_kv = (jnp.stack([p, p + 1]) for p in (q_positions, kv_positions))
     per_row = relative_position_bias(table, shifted_q, shifted_kv, config)
     np.testing.assert_array_equal(per_row, np.stack([bias, bias]))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "slopes"),
+    [
+        # The example of the paper, section 3.
+        (8, (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625)),
+        (3, (2**-4, 2**-8, 2**-2)),
+        (1, (2**-8,)),
+    ],
+)
+def test_alibi_slopes_are_geometric_sequences(num_heads: int, slopes: tuple[float, ...]):
+    assert alibi_slopes(num_heads) == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 8, 12, 71])
+def test_alibi_slopes_match_transformers(num_heads: int):
+    pytest.importorskip("torch")
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    expected = bloom._get_alibi_slopes(num_heads, "cpu").numpy()
+    np.testing.assert_allclose(alibi_slopes(num_heads), expected, rtol=1e-6)
+
+
+def test_alibi_bias_is_linear_in_the_distance():
+    slopes, q_positions, kv_positions = jnp.array([0.5, 0.25]), jnp.array([3, 9]), jnp.arange(5)
+    bias = np.asarray(alibi_bias(slopes, q_positions, kv_positions))
+    assert bias.shape == (2, 2, 5)
+    assert bias[1, 0].tolist() == [-0.75, -0.5, -0.25, 0.0, 0.25]
+    assert bias[0, 1].tolist() == [-4.5, -4.0, -3.5, -3.0, -2.5]
+    per_row = alibi_bias(slopes, q_positions[:, None], jnp.stack([kv_positions, kv_positions + 1]))
+    assert per_row.shape == (2, 2, 1, 5)
+    np.testing.assert_array_equal(per_row[0, :, 0], bias[:, 0])

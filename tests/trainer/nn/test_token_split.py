@@ -40,6 +40,12 @@ CONFIGS: dict[str, dict[str, Any]] = {  # vocabulary and heads that mp divides
     "mixtral": GOLDEN["mixtral"]
     | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
     "t5": GOLDEN["t5"] | {"vocab_size": 32, "num_heads": 4},
+    # ALiBi, and norms over the queries and keys of all heads, which mp splits.
+    "bloom": GOLDEN["bloom"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "olmo2": GOLDEN["olmo2"]
+    | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "smollm3": GOLDEN["smollm3"]
+    | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.training_plans import load_text
+from trainer.models.errors import PYTHON, TERMINAL
 from trainer.models.presets import PRESETS
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
@@ -57,9 +58,9 @@ def test_changes_are_sufficient_and_each_is_needed(tmp_path: Path, limit_gb: int
 
 
 def test_remat_is_tried_before_other_changes(tmp_path: Path):
-    assert (
-        find_change(plan_7b(tmp_path), 141).options == "--set model.remat_policy=nothing_saveable"
-    )
+    overrides = find_change(plan_7b(tmp_path), 141).overrides
+    assert overrides.render(TERMINAL) == "`--set model.remat_policy=nothing_saveable`"
+    assert overrides.render(PYTHON) == '`overrides=["model.remat_policy=nothing_saveable"]`'
 
 
 def test_micro_batches_keep_the_batch_size(tmp_path: Path):

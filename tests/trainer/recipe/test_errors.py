@@ -155,7 +155,7 @@ FILES = {
     ),
     "malformed mesh": (
         replaced('mesh = "1,2,4"', 'mesh = "1,64"'),
-        "x.toml:1: `mesh 1,64` has 2 axes - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
+        'x.toml:1: `mesh = "1,64"` has 2 axes - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`'
         " - did you mean `1,64,1`?",
     ),
     "fields with text data": (
@@ -335,54 +335,56 @@ def test_invalid_recipe_has_one_message(case: str):
 SETS = {
     "misspelled key": (
         "optimizer.weight_deacy=0.1",
-        "--set: unknown key `optimizer.weight_deacy` - did you mean `--set optimizer.weight_decay=0.1`?",
+        "`--set`: unknown key `optimizer.weight_deacy` - did you mean `--set optimizer.weight_decay=0.1`?",
     ),
     "6,000 hexadecimal digits": (
         f"seed=0x{SIX_THOUSAND_DIGITS}",
-        f'--set: `seed` is "0x{"f" * 54}... - it takes an integer >= 0 and <= 4294967295: seed of the order of'
+        f'`--set`: `seed` is "0x{"f" * 54}... - it takes an integer >= 0 and <= 4294967295: seed of the order of'
         " sequences and of all other random numbers - `--set seed=42`",
     ),
     "key below a key": (
         "optimizer.lr.x=1",
-        "--set: unknown key `optimizer.lr.x` - did you mean `--set optimizer.lr=1`?",
+        "`--set`: unknown key `optimizer.lr.x` - did you mean `--set optimizer.lr=1`?",
     ),
     "text for a number": (
         "optimizer.lr=abc",
-        '--set: `optimizer.lr` is "abc" - it takes a number > 0: peak learning rate, reached after warm-up'
+        '`--set`: `optimizer.lr` is "abc" - it takes a number > 0: peak learning rate, reached after warm-up'
         " - `--set optimizer.lr=2e-5`",
     ),
     "Python's true": (
         "data.shuffle=True",
-        '--set: `data.shuffle` is "True" - it takes true or false: shuffle the sequences in each epoch'
+        '`--set`: `data.shuffle` is "True" - it takes true or false: shuffle the sequences in each epoch'
         " - `--set data.shuffle=true`",
     ),
     "no value": (
         "optimizer.lr",
-        "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`",
+        "`--set optimizer.lr`: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`",
     ),
     "long text": (
         "a" * 99,
-        f"--set {'a' * 57}...: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`",
+        f"`--set {'a' * 57}...`: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`",
     ),
     "whole table": (
         "optimizer={lr=1}",
-        "--set optimizer={lr=1}: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
+        "`--set optimizer='{lr=1}'`: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
     ),
     "two lines": (
         "seed=1\nname='x'",
-        "--set seed=1\\nname='x': invalid value - a value is one line of UTF-8 text without control characters",
+        "`--set seed='1\\nname='\"'\"'x'\"'\"''`: invalid value - a value is one line of UTF-8 text without control "
+        "characters - remove the character",
     ),
     "bytes of another encoding": (
         "name=\udce9",
-        "--set name=\\udce9: invalid value - a value is one line of UTF-8 text without control characters",
+        "`--set name='\\udce9'`: invalid value - a value is one line of UTF-8 text without control characters - "
+        "remove the character",
     ),
     "malformed mesh": (
         "mesh=8",
-        "--set: `mesh 8` has 1 axis - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2` - did you mean `1,8,1`?",
+        '`--set`: `mesh = "8"` has 1 axis - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2` - did you mean `1,8,1`?',
     ),
     "second run length": (
         "train.epochs=1",
-        "--set: `train.steps` is 20 and `train.epochs` is 1.0 - both set the length of the run - remove one of them",
+        "`--set`: `train.steps` is 20 and `train.epochs` is 1.0 - both set the length of the run - remove one of them",
     ),
 }
 

@@ -88,7 +88,7 @@ def test_override_errors_follow_file_errors():
         replaced("size = 4", "siez = 4"), "optimizer.lr=abc", "learning_rate=1", "seed"
     )
     places = [line.partition(": ")[0] for line in error.why.split("\n")]
-    assert places == ["x.toml:9", "--set", "--set seed", "--set"]
+    assert places == ["x.toml:9", "`--set`", "`--set seed`", "`--set`"]
 
 
 def test_empty_recipe_lists_all_required_keys():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.recipe.formatting import to_toml
-from trainer.recipe.line_numbers import key_line_numbers
+from trainer.recipe.raw_recipe import key_line_numbers
 
 DOCUMENT = '''\
 # a comment with [model] in it
@@ -60,7 +60,7 @@ def test_statements_of_several_lines_are_parsed_once(monkeypatch: pytest.MonkeyP
         parsed.append(text)
         return tomllib.loads(text)
 
-    monkeypatch.setattr("trainer.recipe.line_numbers.tomllib", SimpleNamespace(loads=count))
+    monkeypatch.setattr("trainer.recipe.raw_recipe.tomllib", SimpleNamespace(loads=count))
     lines = "".join(f'  "{number}",\n' for number in range(1000))
     assert key_line_numbers(f"first = [\n{lines}]\nlast = 1\n") == {("first",): 1, ("last",): 1003}
     assert len(parsed) == 3

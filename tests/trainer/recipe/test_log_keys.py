@@ -9,7 +9,7 @@ import pytest
 
 from trainer.models.errors import UsageError
 from trainer.recipe import load_recipe
-from trainer.recipe.log_keys import check_wandb_table
+from trainer.recipe.checks import check_wandb_table
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama-7b.toml"
 

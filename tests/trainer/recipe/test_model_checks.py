@@ -127,11 +127,14 @@ def test_rope_scaling_may_be_a_table_or_an_override():
 
 
 RULE_ERRORS = {
-    "unknown dim": ('"embd=fsdp"', "`rules embd=fsdp`: unknown dim `embd` - the dims are vocab, "),
-    "unknown axis": ('["embed=fdsp"]', "`rules embed=fdsp`: unknown mesh axis `fdsp` - "),
+    "unknown dim": (
+        '"embd=fsdp"',
+        '`rules = ["embd=fsdp"]`: unknown dim `embd` - the dims are vocab, ',
+    ),
+    "unknown axis": ('["embed=fdsp"]', '`rules = ["embed=fdsp"]`: unknown mesh axis `fdsp` - '),
     "no axis": (
         '["embed"]',
-        "`rules embed` is invalid - a rule is DIM=AXIS[+AXIS][|…|none], `act:` before it, re:PATTERN=AXIS,AXIS, "
+        '`rules = ["embed"]` is invalid - a rule is DIM=AXIS[+AXIS][|…|none], `act:` before it, re:PATTERN=AXIS,AXIS, '
         "or a preset - "
         '`rules = ["kv_heads=mp|none"]`',
     ),

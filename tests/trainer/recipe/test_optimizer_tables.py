@@ -52,7 +52,7 @@ def test_unknown_optimizer_is_reported_with_other_errors(tmp_path: Path, value: 
     assert len(lines) == 3
     (line,) = (line for line in lines if "`optimizer.type`" in line)
     assert line.startswith(
-        f'--set: `optimizer.type` is {text} - it takes "adamw", "adafactor", "lion", '
+        f'`--set`: `optimizer.type` is {text} - it takes "adamw", "adafactor", "lion", '
     )
 
 

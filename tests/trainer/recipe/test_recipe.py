@@ -120,7 +120,7 @@ def test_fields_of_json_default_to_text(small: Path):
 def test_override_is_toml_or_text(small: Path, text: str, key: str, value: object):
     loaded = load_recipe(small, [text])
     assert value_of(loaded.recipe, key) == value
-    assert loaded.origins[key] == f"--set {key}"
+    assert loaded.origins[key] == "override"
 
 
 def test_last_override_of_a_key_wins(small: Path):
@@ -204,6 +204,13 @@ def test_docs_page_is_current():
     assert (ROOT / "docs" / "reference" / "recipes.md").read_text() == render_page(), (
         "python -m trainer.recipe.docs_page > docs/recipes.md"
     )
+
+
+def test_docs_page_has_tables_with_equal_rows():
+    for table in re.findall(r"(?:^\|.*\n)+", render_page(), re.MULTILINE):
+        # A `|` inside a cell ends the cell unless it is escaped.
+        counts = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(counts) == 1, table
 
 
 def test_schema_is_strict_json_schema():
@@ -462,8 +469,8 @@ def test_recipe_to_toml_comments_on_origins(small: Path):
         'name = "small"                                  # default',
         "seed = 0                                        # default",
         "# decay_steps: the run's steps                  # default",
-        "lr = 0.5                                        # --set optimizer.lr",
-        'path = ["a", "b"]                               # --set data.path',
+        "lr = 0.5                                        # override",
+        'path = ["a", "b"]                               # override',
     } <= set(lines)
 
 

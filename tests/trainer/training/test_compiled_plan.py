@@ -13,10 +13,9 @@ from trainer.distributed.sharding import make_sharding_context
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.recipe import Recipe
-from trainer.training.compiled_plan import compiled_plan
+from trainer.training.compiled_plan import compile_plan, compiled_plan
 from trainer.training.feed import batch_shapes
 from trainer.training.setup import build_step_setup, model_from_manifest
-from trainer.training.step_compilation import compile_plan
 
 MESH = "1,2,4"
 T5 = {

@@ -15,8 +15,7 @@ import pytest
 from tests.helpers import runs
 from trainer.models.errors import PrepError
 from trainer.training import loop as loop_module
-from trainer.training.intervals import is_due
-from trainer.training.loop import Loop
+from trainer.training.loop import Loop, is_due
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler

@@ -19,7 +19,7 @@ from trainer.models.registry import FAMILIES
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import build_model
 from trainer.training import feed
-from trainer.training.base_digest import frozen_digest
+from trainer.training.base_digest import digest_base_params
 from trainer.training.step import StepSetup, TrainState, init_train_state, state_shapes, train_step
 
 LORA = LoraConfig(4, 8.0, ("attn.*", "mlp.*"))
@@ -33,7 +33,7 @@ def make_setup(
     model = build_model(
         FAMILIES["llama"], runs.LLAMA, is_tied=False, lora=LORA, scan_axis=scan_axis
     )
-    return replace(setup, model=model, frozen_dtypes=dict.fromkeys(model.frozen_paths, dtype))
+    return replace(setup, model=model, base_dtypes=dict.fromkeys(model.base_paths, dtype))
 
 
 def make_state(setup: StepSetup) -> TrainState:
@@ -41,7 +41,7 @@ def make_state(setup: StepSetup) -> TrainState:
     base = build_model(FAMILIES["llama"], runs.LLAMA, is_tied=False)
     leaves = {**flatten_tree(init_params(base, 0)), **flatten_tree(init_adapters(setup.model, 0))}
     cast = {
-        path: leaf.astype(setup.frozen_dtypes.get(path, "float32")) for path, leaf in leaves.items()
+        path: leaf.astype(setup.base_dtypes.get(path, "float32")) for path, leaf in leaves.items()
     }
     state = init_train_state(unflatten_tree(cast), setup)
     if setup.sharding.device_mesh is None:
@@ -70,16 +70,16 @@ def test_lora_step_changes_only_adapters(dtype: str):
     setup = make_setup(dtype=dtype)
     first, last, losses = run_steps(setup)
     before, after = flatten_tree(first["params"]), flatten_tree(last["params"])
-    assert all(np.array_equal(before[path], after[path]) for path in setup.model.frozen_paths)
-    assert {str(after[path].dtype) for path in setup.model.frozen_paths} == {dtype}
-    assert not any(np.array_equal(before[path], after[path]) for path in setup.model.trained_leaves)
+    assert all(np.array_equal(before[path], after[path]) for path in setup.model.base_paths)
+    assert {str(after[path].dtype) for path in setup.model.base_paths} == {dtype}
+    assert not any(np.array_equal(before[path], after[path]) for path in setup.model.saved_leaves)
     assert losses[-1] < losses[0]
 
 
 def test_optimizer_state_has_only_adapters():
     setup = make_setup()
     moments = flatten_tree(state_shapes(setup)["opt_state"]["adam"].mu)
-    assert moments.keys() == setup.model.trained_leaves.keys()
+    assert moments.keys() == setup.model.saved_leaves.keys()
 
 
 def test_first_loss_is_that_of_the_base():
@@ -114,15 +114,15 @@ def test_frozen_digest_does_not_depend_on_the_mesh():
     for mesh in ("", "2,2,2"):
         setup = make_setup(mesh)
         leaves = flatten_tree(make_state(setup)["params"])
-        digests.add(frozen_digest({path: leaves[path] for path in setup.model.frozen_paths}))
+        digests.add(digest_base_params({path: leaves[path] for path in setup.model.base_paths}))
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_digest_changes_with_values_and_order_only(dtype: str):
     leaf = jnp.arange(1, 13, dtype=dtype).reshape(3, 4)
-    digest = frozen_digest({"a": leaf})
-    assert digest != frozen_digest({"a": leaf.at[2, 1].set(0.5)})
-    assert digest != frozen_digest({"a": leaf[::-1]})
-    assert digest != frozen_digest({"a": leaf, "b": leaf})
-    assert digest == frozen_digest({"a": jnp.pad(leaf, ((0, 5), (0, 0)))})
+    digest = digest_base_params({"a": leaf})
+    assert digest != digest_base_params({"a": leaf.at[2, 1].set(0.5)})
+    assert digest != digest_base_params({"a": leaf[::-1]})
+    assert digest != digest_base_params({"a": leaf, "b": leaf})
+    assert digest == digest_base_params({"a": jnp.pad(leaf, ((0, 5), (0, 0)))})

@@ -11,7 +11,7 @@ from trainer.models.errors import PrepError
 from trainer.training.metrics import (
     MetricsWriter,
     StepTimer,
-    metrics_file,
+    metrics_file_name,
     read_metrics,
     remove_other_metrics,
     repeated_lines,
@@ -126,7 +126,7 @@ def test_repeated_lines_are_those_from_the_step_on(tmp_path: Path):
 
 
 def test_remove_other_metrics_keeps_processes_that_log(tmp_path: Path):
-    names = [*map(metrics_file, range(4)), "metrics.x.jsonl", "metrics.02.jsonl"]
+    names = [*map(metrics_file_name, range(4)), "metrics.x.jsonl", "metrics.02.jsonl"]
     for name in names:
         (tmp_path / name).touch()
     remove_other_metrics(tmp_path, 2)

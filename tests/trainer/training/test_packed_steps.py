@@ -16,8 +16,7 @@ from trainer.distributed.sharding import make_sharding_context
 from trainer.models.mesh import parse_mesh
 from trainer.training import feed
 from trainer.training.evaluation import evaluate, jit_eval_step
-from trainer.training.step import StepSetup
-from trainer.training.step_compilation import jit_train_step
+from trainer.training.step import StepSetup, jit_train_step
 
 STEPS, ROWS = 3, 8
 REFERENCE, EXACT = 0, 8  # logical shards

@@ -16,9 +16,9 @@ from tests.trainer.training.test_lora_step import make_setup as make_lora_setup
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import flatten_tree
 from trainer.training.checkpoint import host_leaves
+from trainer.training.compiled_plan import compile_plan
 from trainer.training.feed import batch_shapes
 from trainer.training.loading import init_state, random_state
-from trainer.training.step_compilation import compile_plan
 
 SPECIAL = np.array(
     [1.0, 1 + 2**-9, 1e-45, np.nan, -np.inf, 3.3895e38, -(2.0**-130), 0.1], np.float32
@@ -119,13 +119,13 @@ def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
     setup = replace(make_lora_setup(), param_dtype="bfloat16")
     base = {
         path: np.full(setup.model.leaves[path].shape, 0.1, np.float32)
-        for path in setup.model.frozen_paths
+        for path in setup.model.base_paths
     }
     reader, counts = runs.MemoryReader({f"params.{path}": leaf for path, leaf in base.items()}), []
     state = init_state(reader, setup, on_rounding=counts.append)
     dtypes = {path: leaf.dtype for path, leaf in flatten_tree(state["params"]).items()}
-    assert {dtypes[path] for path in setup.model.frozen_paths} == {jnp.dtype("float32")}
-    assert {dtypes[path] for path in setup.model.trained_leaves} == {jnp.dtype("bfloat16")}
+    assert {dtypes[path] for path in setup.model.base_paths} == {jnp.dtype("float32")}
+    assert {dtypes[path] for path in setup.model.saved_leaves} == {jnp.dtype("bfloat16")}
     assert counts == []
 
 

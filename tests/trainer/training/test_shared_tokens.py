@@ -12,7 +12,7 @@ from tests.helpers.process_groups import ThreadProcess, run_processes
 from trainer.data.store import DamagedStoreError
 from trainer.data.tokenize import TokenizeConfig, open_tokens
 from trainer.models.errors import PrepError
-from trainer.training.shared_tokens import tokenize_in_group
+from trainer.training.datasets import tokenize_in_group
 
 
 @pytest.fixture

@@ -66,6 +66,14 @@ def sizes(
     }
 
 
+def check_n_embed(config: HFConfig) -> None:
+    """Raise PrepError if `n_embed`, an older name of `hidden_size` in BLOOM and Falcon, has another value."""
+    older = config.get("n_embed")
+    width = config.get("hidden_size")
+    if older is not None and width is not None and older != width:
+        raise invalid_config_error(f"n_embed is {older!r:.60}, but hidden_size is {width!r:.60}")
+
+
 def arch_config(
     config: HFConfig,
     axis_sizes: Mapping[str, int],

@@ -24,13 +24,24 @@ from trainer.models.parameters import (
     read_size,
 )
 from trainer.models.rope_config import Rope, read_rope
-from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
+from trainer.models.rows import (
+    Parameters,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    rms_norm,
+    stack,
+)
 
 TENSOR_PREFIX = "model."
 # Old versions of transformers saved this buffer with the weights. Later ones compute it on load.
 LEGACY_BUFFERS = {
     "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
 }
+FINAL_RMS_NORM = rms_norm("final_norm", "embed <- norm.weight: embed")
+FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
+HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")
 
 
 def build_family(
@@ -42,6 +53,8 @@ def build_family(
     layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
     dropped: Mapping[str, str] = LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    final_norm: Parameters = FINAL_RMS_NORM,
+    head: Parameters = HEAD,
 ) -> Family:
     """Return a family with LLaMA's tensor names in its files.
 
@@ -54,12 +67,14 @@ def build_family(
         layouts: Trees of other libraries, from the parameters of the model.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
+        final_norm: Parameters of the norm after the last layer.
+        head: Parameters of the output head.
     """
     parameters = {
         **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
         **stack("layers", "layers.{layers}", layer),
-        **rms_norm("final_norm", "embed <- norm.weight: embed"),
-        **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
+        **final_norm,
+        **head,
     }
     return rows.build_family(
         name=name,
@@ -127,6 +142,7 @@ def arch_config(
     rope_theta: float = 10_000.0,
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
 ) -> ArchConfig:
     """Return the architecture of LLaMA.
 
@@ -137,6 +153,7 @@ def arch_config(
         rope_theta: Default of the rotary base.
         rope: Rotary embedding, if the family has read it already.
         activation: Config field of the activation, and its default.
+        norm_eps: Config field of the epsilon of norms, and its default.
 
     Raises:
         PrepError: The config is invalid, or the key and value heads do not divide the query heads.
@@ -149,7 +166,7 @@ def arch_config(
     max_positions = read_size(config, "max_position_embeddings", max_positions)
     return ArchConfig(
         norm="rms",
-        norm_eps=read_positive(config, "rms_norm_eps", 1e-6),
+        norm_eps=read_positive(config, *norm_eps),
         activation=read_activation(config, *activation),
         has_gated_mlp=True,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
@@ -160,6 +177,32 @@ def arch_config(
         ),
         max_positions=max_positions,
         init_std=read_positive(config, "initializer_range", 0.02),
+    )
+
+
+def read_partial_rope(
+    config: HFConfig,
+    head_dim: int,
+    *,
+    default_share: float,
+    max_positions: int,
+    default_theta: float = 10_000.0,
+) -> Rope:
+    """Read the rotary embedding of a family that rotates a part of each head.
+
+    Args:
+        config: Content of a config.json.
+        head_dim: Width of a head.
+        default_share: Share of a head that rotates if the config has no `partial_rotary_factor`.
+        max_positions: Default of `max_position_embeddings`.
+        default_theta: Default of the rotary base.
+    """
+    return read_rope(
+        {"partial_rotary_factor": default_share, **config},
+        head_dim,
+        max_positions=read_size(config, "max_position_embeddings", max_positions),
+        default_theta=default_theta,
+        allow_partial=True,
     )
 
 
@@ -216,10 +259,24 @@ SANDWICH_NORMS = rms_norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
+OUTPUT_NORMS = rms_norms(
+    attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"
+)
 # One norm for all heads of a layer, over the elements of a head, before the rotation.
 QK_NORMS = {
     **rms_norm("attn.q_norm", "head_dim <- self_attn.q_norm.weight: head_dim"),
     **rms_norm("attn.k_norm", "head_dim <- self_attn.k_norm.weight: head_dim"),
+}
+
+
+# One norm over the elements of all heads of a layer.
+ALL_HEADS_QK_NORMS = {
+    **rms_norm("attn.q_norm", "heads head_dim <- self_attn.q_norm.weight: (heads head_dim)"),
+    **rms_norm("attn.k_norm", "kv_heads head_dim <- self_attn.k_norm.weight: (kv_heads head_dim)"),
+}
+PRE_LAYER_NORMS = {
+    **layer_norm("attn_norm", "embed <- input_layernorm.weight: embed"),
+    **layer_norm("mlp_norm", "embed <- post_attention_layernorm.weight: embed"),
 }
 
 
@@ -237,6 +294,22 @@ def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
         **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
         **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
     }
+
+
+def plain_mlp(bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of an MLP without a gate, whose matrices have a bias under the condition."""
+    return {
+        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
+        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
+    }
+
+
+# The gate is the first half of the fused matrix. Their sizes have `gate_up`: 2.
+FUSED_GATED_MLP = {
+    **matrix("mlp.gate", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=0 mlp) embed"),
+    **matrix("mlp.up", "mlp embed <- mlp.gate_up_proj.weight: (gate_up=1 mlp) embed"),
+    **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),
+}
 
 
 def experts(gate: str, up: str, down: str, router: str) -> Parameters:

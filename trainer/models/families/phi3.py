@@ -18,7 +18,6 @@ from trainer.models.rope_config import read_rope
 from trainer.models.rows import matrix
 
 QKV = "head_dim embed <- self_attn.qkv_proj.weight"
-GATE_UP = "mlp embed <- mlp.gate_up_proj.weight"
 
 # "su" and "yarn" are names of longrope in older Phi-3 configs.
 ROPE_TYPE_ALIASES = {
@@ -83,9 +82,7 @@ FAMILY = _llama_style.build_family(
         **matrix(
             "attn.o", "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"
         ),
-        **matrix("mlp.gate", f"{GATE_UP}: (gate_up=0 mlp) embed"),
-        **matrix("mlp.up", f"{GATE_UP}: (gate_up=1 mlp) embed"),
-        **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),
+        **_llama_style.FUSED_GATED_MLP,
     },
     dropout_fields=DropoutFields(residual=("resid_pdrop", 0.0)),
 )

@@ -74,7 +74,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         attn_scale=1.0,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
         rope=None,
-        relative_position_bias=causal_bias,
+        score_bias=causal_bias,
         max_positions=0,
         init_std=read_positive(config, "initializer_factor", 1.0) * axis_sizes["embed"] ** -0.5,
     )
@@ -82,7 +82,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     encoder = dataclasses.replace(
         decoder,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
-        relative_position_bias=dataclasses.replace(causal_bias, bidirectional=True),
+        score_bias=dataclasses.replace(causal_bias, bidirectional=True),
     )
     # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
     # the logits near 1.

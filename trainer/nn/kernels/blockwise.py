@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.models.architecture import NO_SOFTCAP, Alibi, ArchConfig
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
@@ -394,6 +394,9 @@ def _add_bias_gradient(
     """Add the gradient of a tile's scores [B, K, G, t, s] to the one of the bias table."""
     if bias_table is None or gradient is None:
         return None
+    # ALiBi's slopes are no parameters.
+    if isinstance(config.bias_config, Alibi):
+        return gradient
 
     def compute_bias(table: Array) -> Array:
         return _tile_bias(config, table, mask)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION, ArchConfig, RelativePositionBias
+from trainer.models.architecture import FULL_ATTENTION, Alibi, ArchConfig, RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.token_axis import pad_tokens, unpad_tokens
@@ -41,7 +41,7 @@ class TileConfig:
     softcap: float
     window: int
     is_causal: bool
-    bias_config: RelativePositionBias | None
+    bias_config: RelativePositionBias | Alibi | None
     sharding: ShardingContext
     is_partial: bool = False
 

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from trainer.models.leaf_patterns import matches_any
-from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
+from trainer.models.param_tree import ParamLeaf, Tree
 from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, narrow_params, widen
 from trainer.training.optimizers.weight_decay import WeightDecay
@@ -61,39 +61,24 @@ class Optimizer:
     moment_dtype: str = "float32"
     ema: float = 0.0
 
-    def trained_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-        """Return the trained leaves."""
+    def unfrozen_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+        """Return the leaves that no pattern of `freeze` matches."""
         return {path: leaf for path, leaf in leaves.items() if not matches_any(self.freeze, path)}
-
-    def trained(self, params: Tree) -> Tree:
-        """Return the trained parameters."""
-        if not self.freeze:
-            return params
-        flat = flatten_tree(params)
-        return unflatten_tree(
-            {path: leaf for path, leaf in flat.items() if not matches_any(self.freeze, path)}
-        )
-
-    def transformation(
-        self, leaves: Mapping[str, ParamLeaf]
-    ) -> optax.GradientTransformationExtraArgs:
-        """Return the optax transformation of the trained parameters, given all leaves of the model."""
-        return self.rule.transformation(self.trained_leaves(leaves), self.decay)
 
     def init(self, params: Tree, leaves: Mapping[str, ParamLeaf]) -> OptState:
         """Return the state before the first step.
 
         Args:
-            params: All trained parameters, and possibly others, in float32 or bfloat16.
+            params: The trained parameters, in float32 or bfloat16.
             leaves: Their leaves.
         """
-        trained = widen(self.trained(params))
-        state: Any = self.transformation(leaves).init(trained)
+        wide_params = widen(params)
+        state: Any = self.rule.transformation(leaves, self.decay).init(wide_params)
         moments = narrow_moments(state, leaves, self.moment_dtype, None)
         if not self.ema:
             return moments
         # A copy: the step donates both buffers, and a buffer can be donated once.
-        return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), trained)}
+        return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), wide_params)}
 
     def update(
         self,
@@ -114,7 +99,7 @@ class Optimizer:
             gradients: Clipped gradients of the trained parameters, in float32.
             opt_state: The state before the step.
             params: The trained parameters before the step.
-            leaves: Leaves of the trained parameters, and possibly of others.
+            leaves: Their leaves.
             learning_rate: The learning rate of the step, [].
             rounding: Seed and number of the step.
         """
@@ -122,7 +107,7 @@ class Optimizer:
         # A bfloat16 has 8 significant bits: near 1 its values are 1/128 apart, and updates of 1e-4
         # would be lost. Everything is computed in float32 and rounded once, at the end.
         wide_params = widen(params)
-        updates, wide = self.transformation(leaves).update(
+        updates, wide = self.rule.transformation(leaves, self.decay).update(
             gradients, widen(moments), wide_params, learning_rate=learning_rate
         )
         updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)

@@ -68,7 +68,8 @@ def test_dropped_patterns_match_no_parameter(name: str):
 OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
-}  # of OPT and T5
+    "parallel_attn": False,
+}  # of OPT, T5 and Falcon
 # Fields of families in which one parameter excludes another: layers of one kind, plain queries.
 EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [{"mlp_only_layers": [1]}, {}],
@@ -79,6 +80,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [{"use_qk_norm": True}, {"first_k_dense_replace": 0}],
     "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse"] * 47, "q_lora_rank": None}],
     "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
+    "granitemoeshared": [{"shared_intermediate_size": 4}],
 }  # fmt: skip
 
 
@@ -165,7 +167,7 @@ COMMON = (
         ({"model_type": "zzz", "architectures": None}, ""),
         (
             {
-                "model_type": "starcoder2",
+                "model_type": "zzz",
                 **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8),
             },
             "llama",
@@ -214,12 +216,21 @@ def test_tie_word_embeddings_overrides_default(
 
 
 def test_tied_by_default_equals_transformers():
-    assert {name: family.tying.tied_by_default for name, family in FAMILIES.items()} == {
-        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
-        **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
-        **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss", "dots1"), False),
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), False),
-        "ernie4_5_moe": True,
+    tied = {name for name, family in FAMILIES.items() if family.tying.tied_by_default}
+    assert tied == {
+        *(
+            "gpt2",
+            "gpt_neo",
+            "opt",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "t5",
+            "smollm3",
+            "starcoder2",
+        ),
+        *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
+        *("biogpt", "ernie4_5_moe"),
     }
 
 

@@ -15,10 +15,18 @@ from jax import Array
 
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, RelativePositionBias
-from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.models.architecture import (
+    FULL_ATTENTION,
+    NO_SOFTCAP,
+    Alibi,
+    RelativePositionBias,
+    alibi_slopes,
+)
+from trainer.nn.attention_mask import KV, AttentionMask, causal_mask
 from trainer.nn.kernels.blockwise import blockwise_attention
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.per_device import AttentionKernel
+from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.position_encoding import relative_position_buckets
 from trainer.nn.score_bias import ScoreBias
 
@@ -313,3 +321,26 @@ def max_elements(jaxpr: Any) -> int:
             if hasattr(inner, "eqns"):
                 largest = max(largest, max_elements(inner))
     return largest
+
+
+@pytest.mark.parametrize("window", [FULL_ATTENTION, 6])
+def test_alibi_matches_reference(window: int):
+    """Outputs and gradients of queries, keys and values with linear biases, in tiles and with all scores at once."""
+    rng = np.random.default_rng(0)
+    q, k, v, gradient = (
+        jnp.asarray(rng.standard_normal((2, 13, heads, 8)), jnp.float32) for heads in (4, 2, 2, 4)
+    )
+    slopes = alibi_slopes(4)
+    bias = ScoreBias(jnp.asarray([slopes], jnp.float32), Alibi(slopes))
+    mask = dataclasses.replace(causal_mask(jnp.arange(13)), bias=bias, window=window)
+    options = AttentionOptions("blockwise", 4, 5)
+
+    def run(kernel: AttentionKernel) -> list[Array]:
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            return kernel(q, KV(k, v), make_arch(), mask, options)
+
+        output, pullback = jax.vjp(attend, q, k, v)
+        return [output, *pullback(gradient)]
+
+    for tiled, dense in zip(run(blockwise_attention), run(reference_attention)):
+        np.testing.assert_allclose(tiled, dense, atol=2e-6)

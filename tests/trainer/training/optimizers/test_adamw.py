@@ -19,7 +19,7 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     setup = runs.make_setup()
     adamw = dataclasses.replace(runs.ADAMW, decay=WeightDecay(0.1, decay_embeddings))
-    transformation = adamw.transformation(setup.model.leaves)
+    transformation = adamw.rule.transformation(setup.model.leaves, adamw.decay)
     ones = jax.tree.map(np.ones_like, runs.make_state(setup)["params"])
     zero_gradients = jax.tree.map(np.zeros_like, ones)
     updates: Any = transformation.update(zero_gradients, transformation.init(ones), ones)[0]
@@ -35,7 +35,7 @@ def test_adamw_update_matches_optax():
     setup = runs.make_setup()
     params = runs.make_state(setup)["params"]
     gradients = jax.tree.map(lambda leaf: leaf * 0.3 + 0.01, params)
-    transformation = runs.ADAMW.transformation(setup.model.leaves)
+    transformation = runs.ADAMW.rule.transformation(setup.model.leaves, runs.ADAMW.decay)
     update: Any = transformation.update(gradients, transformation.init(params), params)[0]
     embeddings = {"embed": params["embed"]}
     mask = jax.tree.map(lambda leaf: leaf.ndim >= 2, embeddings)

@@ -1,0 +1,188 @@
+"""Checks of a source while a conversion reads it: changes of its files, and the digests and casts of its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
+from prepcli.engine.files import io_error
+from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
+from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
+from prepcli.planning.tensor_match import not_equal_error
+from prepcli.remote.remote_files import RemoteBlob
+from prepcli.sources.source import Source
+from trainer.files.json_values import JsonValue
+
+# in the work folder: the state of the source when the run began
+SOURCE_STATE_FILE = "source.json"
+
+# inode and change time of each file
+SourceState = list[list[int]]
+
+
+def read_source_state(plan: Plan, source: Source) -> SourceState:
+    """Return the inode and change time of each file of a source, or an empty list for a remote source.
+
+    The state is not part of the plan: a source that was copied with its times is the same source, but its bytes
+    are compared again.
+
+    Args:
+        plan: The plan, with the size and time of each file.
+        source: The opened source.
+
+    Returns:
+        [inode, change time in ns] of each file.
+
+    Raises:
+        PrepError: The size or time of a file differs from the plan.
+    """
+    # Sizes and times are in the plan. Inode and change time also differ after a copy that keeps the time or
+    # a `chmod`, where the bytes are equal, so that a difference only leads to a comparison.
+    stats: list[os.stat_result] = []
+    for path in source.files:
+        try:
+            stats.append(path.stat())
+        except OSError as error:
+            raise io_error(path, error) from error
+    for expected, path, file_stat in zip(plan.source_files, source.files, stats):
+        if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
+            raise source_changed_error([path], source)
+    if any(isinstance(blob, RemoteBlob) for blob in source.byte_sources):
+        return []
+    # Lists rather than tuples, because the state is stored as JSON and compared with what is read back.
+    return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
+
+
+def parse_source_state(value: JsonValue) -> SourceState:
+    """Return the state in a record of the run."""
+    state: SourceState = []
+    for entry in value if isinstance(value, list) else ():
+        match entry:
+            case [int(inode), int(change_time_ns)]:
+                state.append([inode, change_time_ns])
+    return state
+
+
+def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
+    """Return the error for files that were written to."""
+    names = ", ".join(path.name for path in paths)
+    return PrepError(
+        f"{names} changed while it was read",
+        f"in {source.display_name}",
+        text("{} with {}", RERUN_HINT, Option("restart", True)),
+    )
+
+
+def touched_files(source: Source, before: SourceState, *, now: SourceState) -> list[Path]:
+    """Return the files with another inode or change time than before."""
+    touched: list[Path] = []
+    for path, state_before, state_now in zip(source.files, before, now):
+        if state_before != state_now:
+            touched.append(path)
+    return touched
+
+
+class IntegrityChecker:
+    """Checks of each stream's digest.
+
+    A digest has to be equal to the one in the source's manifest, and to the digest of a tied tensor. A cast may not
+    overflow.
+    """
+
+    def __init__(self, plan: Plan, source: Source, *, allow_overflow: bool) -> None:
+        self._plan = plan
+        self._source = source
+        self._allow_overflow = allow_overflow
+        recorded: dict[tuple[str, int, int], str] = {}
+        for tensor in source.all_tensors:
+            for low, high, digest in tensor.digests:
+                recorded[tensor.name, low, high] = digest
+        self._expected: dict[int, str | None] = {}
+        for number, stream in enumerate(plan.streams):
+            if stream.reads:
+                self._expected[number] = recorded.get((stream.name, *stream.rows))
+        self._digests: dict[tuple[str, tuple[int, int]], str] = {}
+
+    def on_digest(self, number: int, digest_text: str) -> None:
+        """Check the digest of a complete stream.
+
+        Args:
+            number: Number of the stream in the plan.
+            digest_text: Digest and cast counts of the stream, as the pipeline writes them.
+
+        Raises:
+            PrepError: The digest differs from the recorded one or from the tied tensor's, or the cast overflowed.
+        """
+        stream = self._plan.streams[number]
+        stream_digest = parse_stream_digest(digest_text)
+        digest = stream_digest.read
+        self._check_overflow(stream, stream_digest.counts)
+        expected = self._expected.get(number)
+        if expected and expected != digest:
+            name = self._display_name(stream.name)
+            raise DamagedError(
+                f"{name} in {self._checkpoint_name(stream)} is damaged",
+                f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed",
+                GET_AGAIN_HINT,
+            )
+        self._digests[stream.name, stream.rows] = digest
+        for check in self._plan.checks:
+            if stream.name in (check.name, check.duplicate_of):
+                self._compare(check, stream)
+
+    def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:
+        if not counts or not counts.overflowed or self._allow_overflow:
+            return
+        name = self._display_name(stream.name)
+        dtype = stream.written_dtype
+        largest = f"{max_finite(dtype):g}"
+        if stream.update:
+            what = f"{counts.overflowed:,} values of {name} become infinite or nan"
+            why = f"the adapter has nan, infinite or too large values: the largest of {dtype} is {largest}"
+            raise PrepError(
+                what,
+                why,
+                text(
+                    "another step of the adapter; {} writes them nevertheless",
+                    Option("allow_overflow", True),
+                ),
+            )
+        what = f"{counts.overflowed:,} values of {name} are too large for {dtype}"
+        hint = text("{} makes them infinite", Option("allow_overflow", True))
+        raise PrepError(what, f"its largest value is {largest}", hint)
+
+    def _compare(self, check: EqualityCheck, stream: Stream) -> None:
+        digest = self._digests.get((check.name, stream.rows))
+        original_digest = self._digests.get((check.duplicate_of, stream.rows))
+        if digest is None or original_digest is None or digest == original_digest:
+            return
+        # only for the message: the digests are of all bytes, the comparison finds the first difference
+        from prepcli.engine.compare import compare_streams
+
+        row = compare_streams(
+            self._source.byte_sources,
+            self._find_stream(check.name, stream.rows),
+            blobs_b=self._source.byte_sources,
+            stream_b=self._find_stream(check.duplicate_of, stream.rows),
+        ).row
+        raise not_equal_error(
+            self._source.family,
+            check,
+            display_names=self._plan.display_names,
+            difference=f"first difference in row {row}",
+        )
+
+    def _find_stream(self, name: str, rows: tuple[int, int]) -> Stream:
+        return next(s for s in self._plan.streams if s.name == name and s.rows == rows)
+
+    def _checkpoint_name(self, stream: Stream) -> str:
+        """Return the name of a stream's checkpoint: the source, or the adapter of a merge."""
+        file = self._source.byte_sources[next(read_copies(stream, stream.box)).file]
+        if isinstance(file, Path) and not file.is_relative_to(self._source.root):
+            return str(file.parent)
+        return self._source.display_name
+
+    def _display_name(self, name: str) -> str:
+        return self._plan.display_names.get(name, name)

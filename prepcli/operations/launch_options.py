@@ -1,0 +1,287 @@
+"""The options of the targets of `prep launch`, each defined once. See `options.py`.
+
+This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypedDict
+
+from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
+from prepcli.operations.option_spec import (
+    REQUIRED,
+    NonNegativeInt,
+    OptionSpec,
+    PathLike,
+    PositiveInt,
+)
+
+# In the help, the options of a target stand before those of all scripts.
+_SCRIPT = 20
+
+
+class JobOptions(TypedDict):
+    """How the processes of a job start."""
+
+    env: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "KEY=VALUE",
+            "Set an environment variable; repeatable.",
+            "Environment variables as `KEY=VALUE` texts.",
+            default=(),
+            position=_SCRIPT + 1,
+        ),
+    ]
+
+
+class ScriptOptions(JobOptions):
+    """Options of the targets that are scripts."""
+
+    job_name: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Name the job; default: the recipe's name.",
+            "Name of the job; default: the recipe's name.",
+            position=_SCRIPT,
+        ),
+    ]
+    setup: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "LINE",
+            "Run LINE before training; repeatable.",
+            "Shell lines that run before the training.",
+            default=(),
+            position=_SCRIPT + 2,
+        ),
+    ]
+    max_restarts: Annotated[
+        NonNegativeInt,
+        OptionSpec(
+            "N",
+            "Restart a stopped job at most N times.",
+            "Restarts of a job that exits with 75.",
+            default=MAX_RESTARTS,
+            position=_SCRIPT + 2,
+        ),
+    ]
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Write to FILE; default: stdout.",
+            "File for the script; default: stdout.",
+            position=_SCRIPT + 2,
+        ),
+    ]
+    submit: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Submit the job.",
+            "Submit the script; default: False.",
+            default=False,
+            position=_SCRIPT + 2,
+        ),
+    ]
+
+
+class NodeOptions(TypedDict):
+    """The nodes of a job with one process each."""
+
+    nodes: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N",
+            "Use N nodes, with a process each.",
+            "Number of nodes, each with one process.",
+            default=1,
+            position=2,
+        ),
+    ]
+    devices_per_node: Annotated[
+        PositiveInt | None,
+        OptionSpec(
+            "N",
+            "Use N devices of each node.",
+            "Devices of each node; default: as the cluster gives them.",
+            position=2,
+        ),
+    ]
+    cpus: Annotated[
+        PositiveInt | None,
+        OptionSpec("N", "Use N CPU cores of each node.", "CPU cores of each node.", position=4),
+    ]
+    mem: Annotated[
+        str | None,
+        OptionSpec(
+            "SIZE",
+            "Use SIZE memory of each node.",
+            'Memory of each node, such as "1000G".',
+            position=4,
+        ),
+    ]
+    grace: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "SECONDS",
+            "Stop and save SECONDS before the job is killed.",
+            "Seconds before the end of the job at which the training stops and saves.",
+            default=DEFAULT_GRACE_S,
+            position=6,
+        ),
+    ]
+
+
+class LaunchSlurmOptions(NodeOptions, ScriptOptions):
+    """Options of `launch_slurm`."""
+
+    time: Annotated[
+        str | None,
+        OptionSpec(
+            "LIMIT",
+            "Set the time limit, such as 24:00:00.",
+            'Time limit, such as "24:00:00".',
+            position=5,
+        ),
+    ]
+    partition: Annotated[
+        str | None, OptionSpec("NAME", "Use this partition.", "Partition.", position=5)
+    ]
+    account: Annotated[
+        str | None, OptionSpec("NAME", "Charge this account.", "Account.", position=5)
+    ]
+    module: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "NAME",
+            "Load a module; repeatable.",
+            "Environment modules to load.",
+            default=(),
+            position=5,
+        ),
+    ]
+    sbatch: Annotated[
+        Sequence[str],
+        OptionSpec(
+            "OPTION",
+            "Add an sbatch option; repeatable.",
+            'Further options of `sbatch`, such as "--qos=long".',
+            default=(),
+            position=5,
+        ),
+    ]
+    log: Annotated[
+        str | None,
+        OptionSpec(
+            "FILE",
+            "Log to FILE; default: NAME-%j.log.",
+            "Log file, with the number of the job as `%j`.",
+            position=5,
+        ),
+    ]
+
+
+class LaunchTpuOptions(ScriptOptions):
+    """Options of `launch_tpu`. `accelerator` and `zone` are required."""
+
+    accelerator: Annotated[
+        str,
+        OptionSpec(
+            "TYPE",
+            "Create a TPU, such as v5p-256.",
+            'Type and size, such as "v5p-256".',
+            default=REQUIRED,
+        ),
+    ]
+    zone: Annotated[
+        str, OptionSpec("ZONE", "Create it in ZONE.", "Zone of the TPU.", default=REQUIRED)
+    ]
+    project: Annotated[
+        str | None,
+        OptionSpec("NAME", "Use this project.", "Project; default: the one of `gcloud config`."),
+    ]
+    runtime_version: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Use this TPU software; default: by TYPE.",
+            "Software of the TPU VM; default: by the type.",
+        ),
+    ]
+    spot: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Use a TPU that may be preempted.",
+            "Create a TPU that may be preempted; default: False.",
+            default=False,
+        ),
+    ]
+
+
+class LaunchGkeOptions(NodeOptions, ScriptOptions):
+    """Options of `launch_gke`. `image` is required."""
+
+    image: Annotated[
+        str,
+        OptionSpec(
+            "IMAGE",
+            "Run this container with prep.",
+            "Container image with prep.",
+            default=REQUIRED,
+            position=1,
+        ),
+    ]
+    accelerator: Annotated[
+        str | None,
+        OptionSpec(
+            "LABEL",
+            "Use nodes with this GPU or TPU label.",
+            'Label of the nodes: a GPU such as "nvidia-h100-80gb", or a TPU such as'
+            ' "tpu-v5p-slice".',
+            position=3,
+        ),
+    ]
+    topology: Annotated[
+        str | None,
+        OptionSpec(
+            "4x4x8",
+            "Use this TPU topology.",
+            'Topology of a TPU slice, such as "4x4x8".',
+            position=3,
+        ),
+    ]
+    claim: Annotated[
+        str | None,
+        OptionSpec(
+            "NAME",
+            "Work in this persistent volume claim.",
+            "Persistent volume claim, mounted as the working folder.",
+            position=5,
+        ),
+    ]
+
+
+class LaunchLocalOptions(JobOptions):
+    """Options of `launch_local`."""
+
+    processes: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "N", "Start N processes.", "Number of processes.", default=2, maximum=64, position=1
+        ),
+    ]
+    devices: Annotated[
+        PositiveInt,
+        OptionSpec(
+            "M",
+            "Use M CPU devices in each.",
+            "CPU devices of each process.",
+            default=1,
+            position=1,
+        ),
+    ]

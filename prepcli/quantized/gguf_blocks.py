@@ -1,0 +1,260 @@
+"""Blocks of GGUF: 32 or 256 consecutive values of a row with their scales.
+
+Each block type is a C struct, here a NumPy dtype. The formulas stand above the functions, with h = 0, 1, ... for halves
+or quarters of a block and i for a value in them. Source: `dequantize` of gguf 0.19 (quants.py), which is equal bit for
+bit, and ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.decoder import (
+    CodeArray,
+    Decoder,
+    FloatArray,
+    MatrixReader,
+    StoredMatrix,
+    check_shape,
+    lookup_nibbles,
+    nibble_pairs,
+)
+from prepcli.quantized.mxfp4 import E2M1, half_powers
+from trainer.models.boxes import Range
+
+HALF = "<f2"
+Q4_0 = np.dtype([("d", HALF), ("qs", "u1", 16)])
+Q4_1 = np.dtype([("d", HALF), ("m", HALF), ("qs", "u1", 16)])
+Q5_0 = np.dtype([("d", HALF), ("qh", "u1", 4), ("qs", "u1", 16)])
+Q5_1 = np.dtype([("d", HALF), ("m", HALF), ("qh", "u1", 4), ("qs", "u1", 16)])
+Q8_0 = np.dtype([("d", HALF), ("qs", "i1", 32)])
+MXFP4 = np.dtype([("e", "u1"), ("qs", "u1", 16)])
+Q2_K = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", HALF), ("dmin", HALF)])
+Q3_K = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", HALF)])
+Q4_K = np.dtype([("d", HALF), ("dmin", HALF), ("scales", "u1", 12), ("qs", "u1", 128)])
+Q5_K = np.dtype(
+    [("d", HALF), ("dmin", HALF), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)]
+)
+Q6_K = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", HALF)])
+
+# The code of -0 is 0.
+_MXFP4_PAIRS = nibble_pairs([2 * value + 0.0 for value in E2M1])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of blocks.
+
+    Attributes:
+        values: Values per block.
+        dtype: Struct of a block.
+        decode: Returns the values [N, values] of N blocks.
+    """
+
+    values: int
+    dtype: np.dtype
+    decode: Callable[[np.ndarray], FloatArray]
+
+
+def _column(field: np.ndarray) -> FloatArray:
+    """Return a field with one number per block as a column [N, 1] of float32."""
+    return field.astype(np.float32)[:, None]
+
+
+def _halves(nibbles: CodeArray) -> CodeArray:
+    """Return the codes [N, 2, B] of low nibbles, then high nibbles, of bytes [N, B]."""
+    codes = np.empty((len(nibbles), 2, nibbles.shape[1]), np.uint8)
+    np.bitwise_and(nibbles, 15, out=codes[:, 0])
+    np.right_shift(nibbles, 4, out=codes[:, 1])
+    return codes
+
+
+def _fields(octets: CodeArray, bits: int) -> CodeArray:
+    """Return the bit fields [N, 8 / bits, B] of bytes [N, B], the lowest bits first."""
+    count = 8 // bits
+    codes = np.empty((len(octets), count, octets.shape[1]), np.uint8)
+    for number in range(count):
+        np.right_shift(octets, bits * number, out=codes[:, number])
+    codes &= (1 << bits) - 1
+    return codes
+
+
+def _high_bits(octets: CodeArray) -> CodeArray:
+    """Return the bits [N, 8 B] of bytes [N, B] as codes 0 or 16."""
+    return np.unpackbits(octets, axis=1, bitorder="little") * np.uint8(16)
+
+
+# value[16 h + i] = d * (nibble h of qs[i] - 8)
+def _decode_q4_0(blocks: np.ndarray) -> FloatArray:
+    values = _halves(blocks["qs"]).reshape(-1, 32).astype(np.float32)
+    values -= 8
+    values *= _column(blocks["d"])
+    return values
+
+
+# value[16 h + i] = d * nibble h of qs[i] + m
+def _decode_q4_1(blocks: np.ndarray) -> FloatArray:
+    values = _halves(blocks["qs"]).reshape(-1, 32).astype(np.float32)
+    values *= _column(blocks["d"])
+    values += _column(blocks["m"])
+    return values
+
+
+# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit 16 h + i of qh - 16)
+def _decode_q5_0(blocks: np.ndarray) -> FloatArray:
+    codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
+    values = codes.astype(np.float32)
+    values -= 16
+    values *= _column(blocks["d"])
+    return values
+
+
+# value[16 h + i] = d * (nibble h of qs[i] + 16 * bit 16 h + i of qh) + m
+def _decode_q5_1(blocks: np.ndarray) -> FloatArray:
+    codes = _halves(blocks["qs"]).reshape(-1, 32) | _high_bits(blocks["qh"])
+    values = codes.astype(np.float32)
+    values *= _column(blocks["d"])
+    values += _column(blocks["m"])
+    return values
+
+
+# value[i] = d * qs[i]
+def _decode_q8_0(blocks: np.ndarray) -> FloatArray:
+    values = blocks["qs"].astype(np.float32)
+    values *= _column(blocks["d"])
+    return values
+
+
+# value[16 h + i] = 2^(e - 128) * (2 * E2M1[nibble h of qs[i]])
+def _decode_mxfp4(blocks: np.ndarray) -> FloatArray:
+    pairs = lookup_nibbles(_MXFP4_PAIRS, np.ascontiguousarray(blocks["qs"]))
+    # From pairs of a byte to halves of the block: [N, 16, 2] -> [N, 2, 16].
+    values = np.ascontiguousarray(pairs.reshape(-1, 16, 2).transpose(0, 2, 1)).reshape(-1, 32)
+    values *= half_powers(blocks["e"])[:, None]
+    return values
+
+
+# Groups of 16 values, g = 8 k + 2 h + j for the quarters h of 32 bytes k, with scale and minimum in the nibbles of
+# scales[g]:
+# value[16 g + i] = d * low(scales[g]) * (bits 2 h and 2 h + 1 of qs[32 k + 16 j + i]) - dmin * high(scales[g])
+def _decode_q2_k(blocks: np.ndarray) -> FloatArray:
+    scales = _halves(blocks["scales"]).astype(np.float32)
+    steps = _column(blocks["d"]) * scales[:, 0]
+    minima = _column(blocks["dmin"]) * scales[:, 1]
+    codes = _fields(blocks["qs"].reshape(-1, 32), 2)
+    values = codes.reshape(-1, 16, 16).astype(np.float32)
+    values *= steps[:, :, None]
+    values -= minima[:, :, None]
+    return values.reshape(-1, 256)
+
+
+# Groups as in Q2_K. The 6-bit scale s[g] has its low bits in a nibble of the first 8 bytes and its high bits in the
+# last 4 bytes. A bit of hmask that is 0 subtracts 4:
+# value[16 g + i] = d * (s[g] - 32) * (bits 2 h and 2 h + 1 of qs[32 k + 16 j + i] - 4 * (1 - bit 4 k + h of
+# hmask[16 j + i]))
+def _decode_q3_k(blocks: np.ndarray) -> FloatArray:
+    packed = blocks["scales"]
+    low = _halves(packed[:, :8]).reshape(-1, 16)
+    high = _fields(packed[:, 8:], 2).reshape(-1, 16)
+    scales = (low | high << 4).astype(np.float32) - 32
+    steps = _column(blocks["d"]) * scales
+    codes = _fields(blocks["qs"].reshape(-1, 32), 2).reshape(-1, 256)
+    high_codes = _fields(blocks["hmask"], 1).reshape(-1, 256)
+    values = (codes + 4 * high_codes).reshape(-1, 16, 16).astype(np.float32)
+    values -= 4
+    values *= steps[:, :, None]
+    return values.reshape(-1, 256)
+
+
+def _scales_and_minima(packed: CodeArray) -> tuple[FloatArray, FloatArray]:
+    """Return the 6-bit scales and minima [N, 8] of Q4_K and Q5_K.
+
+    The first four of each are the low bits of bytes 0 to 3 and 4 to 7. The last four have their low bits in the nibbles
+    of bytes 8 to 11, and their high bits in the high bits of the first ones.
+    """
+    first_scales = packed[:, :4]
+    first_minima = packed[:, 4:8]
+    low = packed[:, 8:]
+    last_scales = low & 15 | first_scales >> 2 & 0x30
+    last_minima = low >> 4 | first_minima >> 2 & 0x30
+    scales = np.concatenate([first_scales & 63, last_scales], axis=1)
+    minima = np.concatenate([first_minima & 63, last_minima], axis=1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+# Groups of 32 values, g = 2 k + h for the halves h of 32 bytes k, with scale s[g] and minimum m[g]:
+# value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i]) - dmin * m[g]
+def _decode_q4_k(blocks: np.ndarray) -> FloatArray:
+    scales, minima = _scales_and_minima(blocks["scales"])
+    codes = _halves(blocks["qs"].reshape(-1, 32))
+    values = codes.reshape(-1, 8, 32).astype(np.float32)
+    values *= (_column(blocks["d"]) * scales)[:, :, None]
+    values -= (_column(blocks["dmin"]) * minima)[:, :, None]
+    return values.reshape(-1, 256)
+
+
+# value[32 g + i] = d * s[g] * (nibble h of qs[32 k + i] + 16 * bit g of qh[i]) - dmin * m[g], groups as in Q4_K
+def _decode_q5_k(blocks: np.ndarray) -> FloatArray:
+    scales, minima = _scales_and_minima(blocks["scales"])
+    codes = _halves(blocks["qs"].reshape(-1, 32)).reshape(-1, 8, 32)
+    codes |= _fields(blocks["qh"], 1) << 4
+    values = codes.astype(np.float32)
+    values *= (_column(blocks["d"]) * scales)[:, :, None]
+    values -= (_column(blocks["dmin"]) * minima)[:, :, None]
+    return values.reshape(-1, 256)
+
+
+# Groups of 16 values, with the scale scales[g]. 128 values k have 64 bytes of ql and 32 bytes of qh:
+# value[128 k + 32 q + i] = d * scales[g] * (nibble q // 2 of ql[64 k + 32 (q % 2) + i]
+#                                            + 16 * (bits 2 q and 2 q + 1 of qh[32 k + i]) - 32)
+def _decode_q6_k(blocks: np.ndarray) -> FloatArray:
+    codes = _halves(blocks["ql"].reshape(-1, 64)).reshape(-1, 256)
+    codes |= _fields(blocks["qh"].reshape(-1, 32), 2).reshape(-1, 256) << 4
+    values = codes.reshape(-1, 16, 16).astype(np.float32)
+    values -= 32
+    values *= (_column(blocks["d"]) * blocks["scales"])[:, :, None]
+    return values.reshape(-1, 256)
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(32, Q4_0, _decode_q4_0),
+    "Q4_1": BlockType(32, Q4_1, _decode_q4_1),
+    "Q5_0": BlockType(32, Q5_0, _decode_q5_0),
+    "Q5_1": BlockType(32, Q5_1, _decode_q5_1),
+    "Q8_0": BlockType(32, Q8_0, _decode_q8_0),
+    "MXFP4": BlockType(32, MXFP4, _decode_mxfp4),
+    "Q2_K": BlockType(256, Q2_K, _decode_q2_k),
+    "Q3_K": BlockType(256, Q3_K, _decode_q3_k),
+    "Q4_K": BlockType(256, Q4_K, _decode_q4_k),
+    "Q5_K": BlockType(256, Q5_K, _decode_q5_k),
+    "Q6_K": BlockType(256, Q6_K, _decode_q6_k),
+}
+
+
+class GgufDecoder(Decoder):
+    """Rows of blocks."""
+
+    def __init__(self, stored: FileTensor, type_name: str, shape: tuple[int, ...]) -> None:
+        """Check the stored tensor.
+
+        Args:
+            stored: The blocks as bytes [rows, bytes per row].
+            type_name: Type of the blocks, a key of BLOCK_TYPES.
+            shape: Shape of the decoded tensor. Rows are whole blocks.
+
+        Raises:
+            DamagedError: The shape does not fit.
+        """
+        super().__init__(stored.name, shape, "float32", (stored,))
+        self._type = BLOCK_TYPES[type_name]
+        row_nbytes = self.columns // self._type.values * self._type.dtype.itemsize
+        check_shape(stored, [(self.rows, row_nbytes)], stored.name)
+        self._blocks = StoredMatrix(stored, self.rows, row_nbytes)
+
+    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
+        blocks = read(self._blocks, rows).reshape(-1).view(self._type.dtype)
+        return self._type.decode(blocks).reshape(-1, self.columns)

@@ -1,0 +1,115 @@
+"""MXFP4 of gpt-oss: blocks of 32 values of 4 bits with a shared exponent.
+
+blocks: uint8 [..., R, G, 16], the low nibble first. scales: uint8 [..., R, G]. Each code has a sign, two bits of
+exponent and one of mantissa (E2M1), and each scale is the exponent of a power of two (E8M0):
+
+    value[..., 32 g + i, r] = E2M1[code[..., r, g, i]] * 2^(scale[..., r, g] - 127)
+
+The decoded tensor [..., C, R] with C = 32 G is transposed, because transformers computes x @ W with experts of shape
+[experts, in, out]. Sources: `convert_moe_packed_tensors` of transformers 5.24 (integrations/mxfp4.py), and the OCP
+Microscaling Formats specification 1.0, sections 5.3.3 and 6.3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.decoder import (
+    CodeArray,
+    Decoder,
+    FloatArray,
+    MatrixReader,
+    StoredMatrix,
+    check_dtype,
+    check_shape,
+    lookup_nibbles,
+    nibble_pairs,
+)
+from trainer.models.boxes import Range
+
+BLOCK_VALUES = 32
+BLOCK_NBYTES = 16
+# E2M1 in the order of its codes.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXPONENT_BIAS = 127
+# 2^128, the power of the exponent 255, is no float32. Twice the codes times half of the powers are.
+_PAIRS = nibble_pairs([2 * value for value in E2M1])
+
+
+class Mxfp4Decoder(Decoder):
+    """Blocks of E2M1 codes with E8M0 scales, transposed."""
+
+    # A row of the decoded tensor has one value of each stored row: the larger the block of rows, the longer the runs
+    # of bytes that are read.
+    block_values = 1 << 21
+
+    def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
+        """Check the stored tensors.
+
+        Args:
+            name: Name of the decoded tensor.
+            blocks: Codes.
+            scales: Exponents.
+
+        Raises:
+            DamagedError: A shape or a dtype does not fit.
+        """
+        check_dtype(blocks, ("uint8",), name)
+        check_dtype(scales, ("uint8", "float8_e8m0fnu"), name)
+        minimum = (*(1, 1)[len(blocks.shape) :], *blocks.shape)
+        check_shape(blocks, [(*minimum[:-1], BLOCK_NBYTES)], name)
+        check_shape(scales, [blocks.shape[:-1]], name)
+        *leading, rows, groups, _ = blocks.shape
+        super().__init__(
+            name, (*leading, groups * BLOCK_VALUES, rows), "bfloat16", (blocks, scales)
+        )
+        stored_rows = math.prod(leading) * rows
+        self._blocks = StoredMatrix(blocks, stored_rows, groups * BLOCK_NBYTES)
+        self._scales = StoredMatrix(scales, stored_rows, groups)
+
+    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
+        values = np.empty((rows[1] - rows[0], self.columns), np.float32)
+        row = rows[0]
+        while row < rows[1]:
+            # Rows of one matrix, of all leading dims.
+            matrix, first = divmod(row, self.shape[-2])
+            stop = min(self.shape[-2], first + rows[1] - row)
+            target = values[row - rows[0] : row - rows[0] + stop - first]
+            target[...] = self._decode_columns(matrix, (first, stop), read).T
+            row += stop - first
+        return values
+
+    def _decode_columns(self, matrix: int, columns: Range, read: MatrixReader) -> FloatArray:
+        """Return columns of a stored matrix [R, C]."""
+        stored_rows = (matrix * self.columns, (matrix + 1) * self.columns)
+        groups = (columns[0] // BLOCK_VALUES, -(-columns[1] // BLOCK_VALUES))
+        block_bytes = (groups[0] * BLOCK_NBYTES, groups[1] * BLOCK_NBYTES)
+        values = lookup_nibbles(_PAIRS, read(self._blocks, stored_rows, block_bytes))
+        exponents = read(self._scales, stored_rows, groups).view(np.uint8)
+        blocks = values.reshape(len(values), -1, BLOCK_VALUES)
+        blocks *= half_powers(exponents)[:, :, None]
+        start = groups[0] * BLOCK_VALUES
+        return values[:, columns[0] - start : columns[1] - start]
+
+
+def half_powers(exponents: CodeArray) -> FloatArray:
+    """Return half of the power of two of E8M0 exponents, which is finite for all of them."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS - 1)
+
+
+def encode_mxfp4(values: FloatArray, exponents: CodeArray) -> CodeArray:
+    """Return the blocks [R, 16 G] of decoded values.
+
+    Args:
+        values: Decoded values [R, 32 G], not transposed. Each is exactly a code times its power of two.
+        exponents: Exponents [R, G].
+    """
+    groups = values.reshape(len(values), -1, BLOCK_VALUES)
+    codes = np.ldexp(groups, EXPONENT_BIAS - exponents.astype(np.int32)[:, :, None])
+    magnitudes = np.searchsorted(np.array(E2M1[:8], np.float32), np.abs(codes)).astype(np.uint8)
+    nibbles = magnitudes + np.uint8(8) * np.signbit(codes).astype(np.uint8)
+    octets = nibbles[..., 0::2] + np.uint8(16) * nibbles[..., 1::2]
+    return octets.reshape(len(values), -1)

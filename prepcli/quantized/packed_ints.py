@@ -1,0 +1,161 @@
+"""Integers of 1 to 8 bits of compressed-tensors, packed into int32 words: the format `pack-quantized`.
+
+weight_packed: int32 [R, ceil(C * bits / 32)], dense bit fields along the columns. weight_scale: [R, G], [R, 1] or [1].
+weight_zero_point: int32 [ceil(R * bits / 32), G], bit fields along the rows. weight_g_idx: group g of each column,
+else g = c // (C / G). Packed codes u are signed codes plus 2^(bits - 1):
+
+    value[r, c] = ((u[r, c] - 2^(bits - 1)) - z[r, g]) * scale[r, g]
+
+The product is rounded to the dtype of the scales. Source: `unpack_from_int32` and `dequantize` of compressed-tensors
+0.20 (compressors/pack_quantized/helpers.py and quantization/lifecycle/forward.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.decoder import (
+    Decoder,
+    FloatArray,
+    MatrixReader,
+    StoredMatrix,
+    check_dtype,
+    check_shape,
+    unpack_bits,
+)
+from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
+from trainer.models.boxes import Range
+
+WORD_BITS = 32
+MAX_BITS = 8
+
+
+class PackedIntDecoder(Decoder):
+    """Packed integers with scales of groups of columns, of rows, or of the tensor."""
+
+    block_values = 1 << 17
+
+    def __init__(
+        self,
+        name: str,
+        packed: FileTensor,
+        scale: FileTensor,
+        *,
+        bits: int,
+        columns: int,
+        zero_point: FileTensor | None = None,
+        column_groups: FileTensor | None = None,
+    ) -> None:
+        """Check the stored tensors.
+
+        Args:
+            name: Name of the decoded tensor.
+            packed: Words of codes.
+            scale: Scales.
+            bits: Bits per code.
+            columns: Columns of the decoded tensor.
+            zero_point: Words of zero points, or None for symmetric codes.
+            column_groups: Group of each column, or None if a group has consecutive columns.
+
+        Raises:
+            DamagedError: A shape or a dtype does not fit.
+        """
+        rows = packed.shape[0] if packed.shape else 0
+        stored = [packed, scale]
+        check_dtype(packed, ("int32",), name)
+        check_shape(packed, [(rows, word_count(columns, bits))], name)
+        check_dtype(scale, FLOAT_SCALE_DTYPES, name)
+        scale_shape = (1, 1)
+        if len(scale.shape) == 2:
+            scale_shape = scale.shape
+        groups = scale_shape[1]
+        is_divided = groups > 0 and columns % groups == 0
+        check_shape(scale, [(rows, groups if is_divided else 1), (rows,), (1,), ()], name)
+        self._bits = bits
+        self._packed = StoredMatrix(packed, rows, packed.shape[1])
+        self._scale = StoredMatrix(scale, *scale_shape)
+        if scale.shape == (rows,):
+            self._scale = StoredMatrix(scale, rows, 1)
+        self._zero_point: StoredMatrix | None = None
+        if zero_point is not None:
+            check_dtype(zero_point, ("int32",), name)
+            check_shape(zero_point, [(word_count(rows, bits), groups)], name)
+            self._zero_point = StoredMatrix(zero_point, *zero_point.shape)
+            stored.append(zero_point)
+        self._column_groups: StoredMatrix | None = None
+        if column_groups is not None:
+            check_dtype(column_groups, ("int32",), name)
+            check_shape(column_groups, [(columns,)], name)
+            self._column_groups = StoredMatrix(column_groups, 1, columns)
+            stored.append(column_groups)
+        super().__init__(name, (rows, columns), scale.dtype, stored)
+
+    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
+        words = read(self._packed, rows)
+        values = unpack_bits(words, self._bits, self.columns).astype(np.float32)
+        scale_rows = rows if self._scale.rows > 1 else (0, 1)
+        scales = read(self._scale, scale_rows).astype(np.float32)
+        offsets = np.full_like(scales, 1 << (self._bits - 1))
+        if self._zero_point is not None:
+            # Both are offset by 2^(bits - 1), so that the difference of the codes is that of the signed numbers.
+            offsets = self._read_zero_points(rows, read)
+        if self._column_groups is not None:
+            group_numbers = read_group_numbers(self._column_groups, scales.shape[1], read)
+            values -= offsets[:, group_numbers]
+            values *= scales[:, group_numbers]
+            return values
+        groups = values.reshape(len(values), scales.shape[1], -1)
+        groups -= offsets[:, :, None]
+        groups *= scales[:, :, None]
+        return values
+
+    def _read_zero_points(self, rows: Range, read: MatrixReader) -> FloatArray:
+        """Return the codes of the zero points of some rows, [R, G]."""
+        assert self._zero_point is not None
+        words, first = bit_field_words(rows, self._bits)
+        columns = np.ascontiguousarray(read(self._zero_point, words).T)
+        codes = unpack_bits(columns, self._bits, first + rows[1] - rows[0])[:, first:]
+        return np.ascontiguousarray(codes.T).astype(np.float32)
+
+
+def read_group_numbers(
+    column_groups: StoredMatrix, group_count: int, read: MatrixReader
+) -> np.ndarray:
+    """Return the group of each column.
+
+    Args:
+        column_groups: Stored numbers. Negative ones stand for consecutive columns in each group.
+        group_count: Number of groups.
+        read: Reads the stored tensors.
+
+    Raises:
+        DamagedError: A group does not exist.
+    """
+    numbers = read(column_groups, (0, 1))[0]
+    if (numbers < 0).any():
+        return np.arange(numbers.size) // -(-numbers.size // group_count)
+    largest = int(numbers.max(initial=0))
+    if largest >= group_count:
+        raise DamagedError(
+            f"{quote_name(column_groups.tensor.name)} has group {largest}",
+            f"there are scales of {group_count} groups",
+            GET_AGAIN_HINT,
+        )
+    return numbers
+
+
+def word_count(values: int, bits: int) -> int:
+    """Return the number of int32 words of dense bit fields."""
+    return -(-values * bits // WORD_BITS)
+
+
+def bit_field_words(values: Range, bits: int) -> tuple[Range, int]:
+    """Return the range of words that contain some values, and the number of values before them in these words.
+
+    The range begins at a multiple of 32 values, where a value begins at the first bit of a word.
+    """
+    first = values[0] // WORD_BITS * WORD_BITS
+    return (first * bits // WORD_BITS, word_count(values[1], bits)), values[0] - first

@@ -1,0 +1,89 @@
+"""The family of a checkpoint: the one that its config names, or the verbatim family of its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from prepcli.errors import Option, PrepError, text
+from prepcli.formats.manifest import Manifest
+from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source_hints import CONFIG, SourceHints
+from trainer.models.parameters import VERBATIM, Family, HFConfig
+from trainer.models.registry import FAMILIES, family_of
+from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, verbatim_family
+
+
+def select_family(
+    config: HFConfig, hints: SourceHints, tensors: TensorTypes, manifest: Manifest | None = None
+) -> Family:
+    """Return the family of a checkpoint.
+
+    Args:
+        config: Content of its config.json. Empty without one.
+        hints: Whether the verbatim family is required, allowed or excluded.
+        tensors: Dtype and shape of each tensor, by its name in the files.
+        manifest: Manifest of a folder that prep wrote. The family that it records is used again.
+
+    Raises:
+        PrepError: No family has the model_type, and the verbatim family is excluded.
+    """
+    model_type = config.get("model_type")
+    is_unknown = model_type is None or (isinstance(model_type, str) and model_type not in FAMILIES)
+    was_verbatim = manifest is not None and manifest.family == VERBATIM
+    if hints.verbatim or (hints.verbatim is None and (was_verbatim or is_unknown)):
+        return verbatim_family(tensors)
+    return family_of(config)
+
+
+def existing_config(path: Path, hints: SourceHints) -> Path | None:
+    """Return the path of a config.json, or None if it does not exist and the verbatim family may be used."""
+    # A broken link is an error of its own, and no checkpoint without a config.
+    if hints.verbatim is False or os.path.lexists(path):
+        return path
+    return None
+
+
+def find_config_path(hints: SourceHints, folder: Path, display_name: str) -> Path | None:
+    """Return the path of the user's config.json or of the folder's, or None if no config is needed.
+
+    Raises:
+        PrepError: There is none, and the verbatim family is excluded.
+    """
+    if hints.config_path is None and existing_config(folder / CONFIG, hints) is None:
+        return None
+    return hints.resolve_config_path(folder, display_name)
+
+
+def tensor_types(tensors: Iterable[SourceTensor], names: TensorNames) -> TensorTypes:
+    """Return dtype and shape of each tensor of a source, by its name in the files."""
+    return {names.full_name(tensor.name): (tensor.dtype, tensor.shape) for tensor in tensors}
+
+
+def as_verbatim(source: Source, dtype: str | None = None) -> Source:
+    """Return a source with the verbatim family of its tensors.
+
+    Args:
+        source: A source of any family.
+        dtype: Requested dtype of the output. Tensors of two dtypes then form one leaf if both are cast to it.
+    """
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: list[SourceTensor] = []
+    for tensor in source.tensors:
+        name = source.names.full_name(tensor.name)
+        types[name] = (tensor.cast(dtype).dtype, tensor.shape)
+        tensors.append(replace(tensor, name=name))
+    family = verbatim_family(types)
+    names = TensorNames(family, is_prefixed=False)
+    return replace(source, family=family, names=names, tensors=tuple(tensors))
+
+
+def verbatim_error(display_name: str) -> PrepError:
+    """Return the error of commands that compute with a model, for a verbatim checkpoint."""
+    hint = text(
+        "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
+    )
+    return PrepError(f"{display_name} is not a model that prep computes", CANNOT_TRAIN, hint)

@@ -1,0 +1,125 @@
+"""NF4 and FP4, compared with bitsandbytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.errors import DamagedError
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.bitsandbytes import Bits4Decoder, QuantState, parse_quant_state
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.quantized import assert_equal_bits, decode_all, stored, to_numpy
+
+torch = lazy_module("torch")
+functional = lazy_module("bitsandbytes.functional")
+Arrays = dict[str, np.ndarray]
+DOCUMENT = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 32]}
+
+
+def quantize(
+    shape: tuple[int, ...], quant_type: str, *, block_size: int, is_nested: bool, dtype: Any
+) -> tuple[Arrays, QuantState, np.ndarray]:
+    """Quantise random weights; return the tensors of a file, the facts, and the values of bitsandbytes."""
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed, state = functional.quantize_4bit(
+        weights, blocksize=block_size, quant_type=quant_type, compress_statistics=is_nested
+    )
+    # The kernel of bitsandbytes 0.50 for CPUs takes other scales if a block contains the end of a row, so the tensor
+    # becomes one row.
+    state.shape = torch.Size((1, weights.numel()))
+    values = to_numpy(functional.dequantize_4bit(packed, state)).reshape(shape)
+    state.shape = weights.shape
+    arrays: Arrays = {"weight": packed.numpy()}
+    document: dict[str, Any] = {}
+    for name, tensor in state.as_dict(packed=True).items():
+        if name.startswith("quant_state"):
+            document = json.loads(bytes(tensor.tolist()))
+        else:
+            arrays[name] = tensor.numpy()
+    return arrays, parse_quant_state(document), values
+
+
+def decoder_of(arrays: Arrays, state: QuantState) -> Bits4Decoder:
+    tensors = {name: stored(name, array) for name, array in arrays.items()}
+    return Bits4Decoder(
+        "w",
+        tensors["weight"],
+        tensors["absmax"],
+        tensors["quant_map"],
+        state=state,
+        nested_absmax=tensors.get("nested_absmax"),
+        nested_quant_map=tensors.get("nested_quant_map"),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_values_equal_bitsandbytes(quant_type: str, is_nested: bool, dtype: str):
+    arrays, state, expected = quantize(
+        (250, 96), quant_type, block_size=64, is_nested=is_nested, dtype=getattr(torch, dtype)
+    )
+    decoder = decoder_of(arrays, state)
+    assert decoder.dtype == dtype
+    for rows_per_part in (None, 1, 33):
+        assert_equal_bits(decode_all(decoder, arrays, rows_per_part), expected)
+
+
+@pytest.mark.parametrize("rows", [2000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_many_blocks_equal_bitsandbytes(rows: int):
+    # 50 blocks per row: 100,000 or 10,000,000 blocks.
+    arrays, state, expected = quantize(
+        (rows, 3200), "nf4", block_size=64, is_nested=True, dtype=torch.bfloat16
+    )
+    values = decode_all(decoder_of(arrays, state), arrays, rows_per_part=700)
+    assert_equal_bits(values, expected)
+
+
+def test_last_block_may_be_shorter():
+    arrays, state, expected = quantize(
+        (7, 30), "nf4", block_size=64, is_nested=True, dtype=torch.float32
+    )
+    assert_equal_bits(decode_all(decoder_of(arrays, state), arrays, rows_per_part=2), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_type": "int3"},
+        {"blocksize": 0},
+        {"blocksize": 1 << 40},
+        {"dtype": "float64"},
+        {"shape": []},
+        {"shape": [-1, 5]},
+        {"shape": None},
+        {"nested_blocksize": 256, "nested_offset": "x"},
+        {"nested_blocksize": 256, "nested_offset": float("nan")},
+    ],
+)
+def test_parse_quant_state_refuses_invalid_values(change: dict[str, Any]):
+    with pytest.raises(ValueError, match=next(iter(change)) if len(change) == 1 else "offset"):
+        parse_quant_state({**DOCUMENT, **change})
+    with pytest.raises(ValueError, match="JSON object"):
+        parse_quant_state([])
+
+
+def test_tensor_of_another_shape_is_named():
+    state = parse_quant_state(DOCUMENT)
+    weight = FileTensor("w", "uint8", (64, 1), 0, 0, 64)
+    absmax = FileTensor("w.absmax", "float32", (3,), 0, 0, 12)
+    quant_map = FileTensor("w.quant_map", "float32", (16,), 0, 0, 64)
+    with pytest.raises(DamagedError, match=r"`w\.absmax` has shape \[3\]"):
+        Bits4Decoder("w", weight, absmax, quant_map, state=state)
+
+
+def test_nested_state_without_nested_tensors_is_refused():
+    state = parse_quant_state({**DOCUMENT, "nested_blocksize": 256, "nested_offset": 0.5})
+    weight = FileTensor("w", "uint8", (64, 1), 0, 0, 64)
+    absmax = FileTensor("w.absmax", "float32", (2,), 0, 0, 8)
+    quant_map = FileTensor("w.quant_map", "float32", (16,), 0, 0, 64)
+    with pytest.raises(DamagedError, match="scales of `w` are incomplete"):
+        Bits4Decoder("w", weight, absmax, quant_map, state=state)

@@ -1,0 +1,197 @@
+"""fp8 and int8 weights with scales, compared with transformers, compressed-tensors and bitsandbytes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.errors import DamagedError
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid, encode_scaled
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.quantized import (
+    assert_equal_bits,
+    decode_all,
+    stored,
+    to_numpy,
+    to_torch,
+)
+
+torch = lazy_module("torch")
+fp8 = lazy_module("transformers.integrations.finegrained_fp8")
+quantization = lazy_module("compressed_tensors.quantization")
+E4M3 = ml_dtypes.float8_e4m3fn
+BFLOAT16 = ml_dtypes.bfloat16
+Arrays = dict[str, np.ndarray]
+
+
+def random_codes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(0, 256, shape, dtype=np.uint8).view(E4M3)
+
+
+def random_scales(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.exp(rng.normal(-6, 2, shape)).astype(np.float32)
+
+
+def scaled(arrays: Arrays, block: tuple[int, int], dtype: str = "float32") -> ScaledDecoder:
+    tensors = {name: stored(name, array) for name, array in arrays.items()}
+    zero_point = tensors.get("zero_point")
+    return ScaledDecoder(
+        tensors["w"], tensors["scale"], block=block, zero_point=zero_point, dtype=dtype
+    )
+
+
+def transformers_values(arrays: Arrays) -> np.ndarray:
+    operation = fp8.Fp8Dequantize(None)
+    values = operation._dequantize_one(
+        to_torch(arrays["w"]), to_torch(arrays["scale"]), torch.float32
+    )
+    return to_numpy(values)
+
+
+@pytest.mark.parametrize("batches", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_fp8_blocks_equal_transformers(batches: int):
+    rng = np.random.default_rng(1)
+    for _ in range(batches):
+        # 100,000 blocks of 8 x 4 values.
+        arrays = {"w": random_codes(rng, (1600, 2000)), "scale": random_scales(rng, (200, 500))}
+        block = block_of_grid(stored("w", arrays["w"]), stored("scale", arrays["scale"]))
+        assert block == (8, 4)
+        assert_equal_bits(decode_all(scaled(arrays, block), arrays), transformers_values(arrays))
+
+
+def test_fp8_of_bfloat16_rounds_once_like_transformers():
+    rng = np.random.default_rng(2)
+    arrays = {"w": random_codes(rng, (256, 256)), "scale": random_scales(rng, (2, 2))}
+    operation = fp8.Fp8Dequantize(None)
+    expected = operation._dequantize_one(
+        to_torch(arrays["w"]), to_torch(arrays["scale"]), torch.bfloat16
+    )
+    values = decode_all(scaled(arrays, (128, 128), "bfloat16"), arrays)
+    assert_equal_bits(values, to_numpy(expected))
+
+
+@pytest.mark.parametrize("scale_dtype", ["uint8", "float8_e8m0fnu"])
+def test_all_fp8_codes_with_all_exponents_equal_transformers(scale_dtype: str):
+    codes = np.ascontiguousarray(np.broadcast_to(np.arange(256, dtype=np.uint8), (256, 256)))
+    exponents = np.arange(256, dtype=np.uint8)[:, None]
+    if scale_dtype != "uint8":
+        exponents = exponents.view(getattr(ml_dtypes, scale_dtype))
+    arrays = {"w": codes.view(E4M3), "scale": exponents}
+    values = decode_all(scaled(arrays, (1, 256)), arrays)
+    assert_equal_bits(values, transformers_values(arrays))
+
+
+def test_blocks_at_edges_are_smaller():
+    # DeepSeek's matrices of 576 rows have blocks of 128 rows: the last scale is of 64 rows.
+    rng = np.random.default_rng(3)
+    arrays = {"w": random_codes(rng, (2, 300, 270)), "scale": random_scales(rng, (2, 3, 3))}
+    padded = np.zeros((2, 384, 384), E4M3)
+    padded[:, :300, :270] = arrays["w"]
+    expected = transformers_values({"w": padded, "scale": arrays["scale"]})[:, :300, :270]
+    decoder = scaled(arrays, (128, 128))
+    for rows_per_part in (None, 1, 97, 300):
+        values = decode_all(decoder, arrays, rows_per_part)
+        assert_equal_bits(values, np.ascontiguousarray(expected))
+
+
+def test_encode_restores_fp8_codes():
+    rng = np.random.default_rng(4)
+    arrays = {"w": random_codes(rng, (512, 384)), "scale": random_scales(rng, (4, 3))}
+    values = decode_all(scaled(arrays, (128, 128), "bfloat16"), arrays).astype(np.float32)
+    codes = encode_scaled(values, arrays["scale"], block=(128, 128), dtype="float8_e4m3fn")
+    is_number = ~np.isnan(values)
+    assert np.array_equal(codes[is_number], arrays["w"].view(np.uint8)[is_number])
+
+
+def test_encode_restores_int8_codes():
+    rng = np.random.default_rng(5)
+    codes = rng.integers(-128, 128, (64, 500), dtype=np.int8)
+    arrays = {"w": codes, "scale": random_scales(rng, (64, 1))}
+    values = decode_all(scaled(arrays, (1, 500), "bfloat16"), arrays).astype(np.float32)
+    encoded = encode_scaled(values, arrays["scale"], block=(1, 500), dtype="int8")
+    assert np.array_equal(encoded.view(np.int8), codes)
+
+
+def compressed_values(arrays: Arrays, **settings: object) -> np.ndarray:
+    args = quantization.QuantizationArgs(**settings)
+    zero_point = arrays.get("zero_point")
+    values = quantization.lifecycle.forward.dequantize(
+        to_torch(arrays["w"]),
+        to_torch(arrays["scale"]),
+        None if zero_point is None else to_torch(zero_point),
+        args,
+    )
+    return to_numpy(values)
+
+
+@pytest.mark.parametrize("scale_dtype", [BFLOAT16, np.float16, np.float32])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "block"])
+def test_fp8_equals_compressed_tensors(strategy: str, scale_dtype: type):
+    rng = np.random.default_rng(6)
+    settings = {
+        "tensor": ((64, 256), (1,), {}),
+        "channel": ((1, 256), (64, 1), {}),
+        "group": ((1, 32), (64, 8), {"group_size": 32}),
+        "block": ((16, 64), (4, 4), {"block_structure": [16, 64]}),
+    }
+    block, scale_shape, extra = settings[strategy]
+    scale = random_scales(rng, scale_shape).astype(scale_dtype)
+    arrays = {"w": random_codes(rng, (64, 256)), "scale": scale}
+    values = decode_all(scaled(arrays, block, scale.dtype.name), arrays)
+    expected = compressed_values(arrays, num_bits=8, type="float", strategy=strategy, **extra)
+    assert_equal_bits(values, expected)
+
+
+@pytest.mark.parametrize("rows", [256, pytest.param(1 << 16, marks=pytest.mark.slow)])
+def test_all_fp8_codes_with_bfloat16_scales_equal_compressed_tensors(rows: int):
+    codes = np.ascontiguousarray(np.broadcast_to(np.arange(256, dtype=np.uint8), (rows, 256)))
+    scales = np.arange(0, 1 << 16, (1 << 16) // rows).astype(np.uint16)[:, None]
+    arrays = {"w": codes.view(E4M3), "scale": scales.view(BFLOAT16)}
+    values = decode_all(scaled(arrays, (1, 256), "bfloat16"), arrays, rows_per_part=1000)
+    expected = compressed_values(arrays, num_bits=8, type="float", strategy="channel")
+    assert_equal_bits(values, expected)
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_int8_equals_compressed_tensors(is_symmetric: bool):
+    rng = np.random.default_rng(7)
+    arrays = {
+        "w": rng.integers(-128, 128, (256, 256), dtype=np.int8),
+        "scale": random_scales(rng, (256, 1)).astype(BFLOAT16),
+    }
+    if not is_symmetric:
+        arrays["zero_point"] = rng.integers(-128, 128, (256, 1), dtype=np.int8)
+    values = decode_all(scaled(arrays, (1, 256), "bfloat16"), arrays, rows_per_part=100)
+    expected = compressed_values(
+        arrays, num_bits=8, type="int", strategy="channel", symmetric=is_symmetric
+    )
+    assert_equal_bits(values, expected)
+
+
+def test_int8_rows_equal_bitsandbytes():
+    functional = lazy_module("bitsandbytes.functional")
+    rng = np.random.default_rng(8)
+    codes = rng.integers(-128, 128, (1000, 256), dtype=np.int8)
+    maxima = np.exp(rng.normal(0, 3, 1000)).astype(np.float32)
+    decoder = Int8Decoder(stored("w", codes), stored("SCB", maxima))
+    values = decode_all(decoder, {"w": codes, "SCB": maxima}, rows_per_part=300)
+    expected = functional.int8_vectorwise_dequant(to_torch(codes), to_torch(maxima))
+    assert_equal_bits(values, to_numpy(expected))
+
+
+def test_scale_of_another_shape_is_named():
+    weight = FileTensor("layers.0.w", "float8_e4m3fn", (256, 256), 0, 0, 65536)
+    scale = FileTensor("layers.0.w_scale_inv", "float32", (2, 3), 0, 0, 24)
+    with pytest.raises(DamagedError, match=r"layers\.0\.w_scale_inv` has shape \[2, 3\]"):
+        ScaledDecoder(weight, scale, block=(128, 128))
+    with pytest.raises(DamagedError, match="does not divide"):
+        block_of_grid(weight, scale)
+
+
+def test_scale_of_another_dtype_is_named():
+    weight = FileTensor("w", "float8_e4m3fn", (128, 128), 0, 0, 16384)
+    scale = FileTensor("w_scale_inv", "int32", (1, 1), 0, 0, 4)
+    with pytest.raises(DamagedError, match="`w_scale_inv` is int32"):
+        ScaledDecoder(weight, scale, block=(128, 128))

@@ -1,0 +1,21 @@
+"""The reference page of the model families, generated from the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.families_page import families_page
+from trainer.models.registry import FAMILIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+
+
+def test_page_is_up_to_date():
+    assert PAGE.read_text() == families_page(), (
+        "python -m tools.families_page > docs/reference/families.md"
+    )
+
+
+def test_page_lists_every_family():
+    for name in FAMILIES:
+        assert f"| `{name}` |" in PAGE.read_text()

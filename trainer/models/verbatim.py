@@ -1,0 +1,274 @@
+"""The verbatim family: the tensors of one checkpoint under their own names. It converts and cannot be trained.
+
+A leaf is one tensor, or a stack of the tensors of equal dtype and shape with names that differ in numbers only:
+
+    model.layers.0.mlp.weight [8, 4]
+    model.layers.1.mlp.weight [8, 4]    ->    model.layers.*.mlp.weight [2, 8, 4]
+
+A number is a part of a dotted name. The first one of a name counts layers, and one of the others counts experts. The
+numbers need not be consecutive: the attention of every fourth layer is one leaf. Tensors of one pattern form several
+leaves if their dtypes or shapes differ, or if layers have unequal numbers of experts. No I/O, no jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trainer.models.architecture import ArchConfig
+from trainer.models.axis_map import (
+    LAYERS,
+    NamePattern,
+    ParsedAxisMap,
+    SourceDim,
+    Term,
+    escape_path,
+)
+from trainer.models.errors import Command, PrepError, text
+from trainer.models.parameters import (
+    VERBATIM,
+    Family,
+    HFConfig,
+    Parameter,
+    WeightTying,
+    parameter_rows,
+)
+
+CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
+EXPERTS = "experts"
+# In the path of a leaf, in place of the numbers of its tensors.
+STACKED_NUMBER = "*"
+# A whole part of a dotted name. `007` is no number: its zeros would be lost. Larger numbers count nothing.
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
+
+# Name -> dtype and shape.
+TensorTypes = Mapping[str, tuple[str, tuple[int, ...]]]
+# Numbers of each position in a name.
+Product = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Tensors of one leaf: a name without its numbers, and the numbers of each position.
+
+    The tensors are all combinations of the numbers, e.g. pieces (`l.`, `.e.`, `.w`) and numbers ((0, 1), (0, 2)) are
+    l.0.e.0.w, l.0.e.2.w, l.1.e.0.w and l.1.e.2.w.
+    """
+
+    pieces: tuple[str, ...]
+    numbers: Product
+    shape: tuple[int, ...]
+
+    def atom(self, position: int) -> str:
+        """Return the atom that a position is stacked by, or "" for a single number."""
+        if len(self.numbers[position]) == 1:
+            return ""
+        return LAYERS if position == 0 else EXPERTS
+
+    def path(self, layer: str = STACKED_NUMBER) -> str:
+        """Return the template of the leaf's path, with `layer` in place of the numbers of stacked layers."""
+        path = escape_path(self.pieces[0])
+        for position, piece in enumerate(self.pieces[1:]):
+            number = str(self.numbers[position][0])
+            if atom := self.atom(position):
+                number = layer if atom == LAYERS else STACKED_NUMBER
+            path += number + escape_path(piece)
+        return path
+
+    def row(self) -> ParsedAxisMap:
+        """Return the axis map: the stacked numbers are the first dims of the leaf."""
+        name_parts: list[str | NamePattern] = []
+        stacked_dims: list[tuple[str, ...]] = []
+        literal = self.pieces[0]
+        for position, piece in enumerate(self.pieces[1:]):
+            numbers = self.numbers[position]
+            if atom := self.atom(position):
+                if literal:
+                    name_parts.append(literal)
+                name_parts.append(NamePattern((Term(atom),), numbers=numbers))
+                stacked_dims.append((atom,))
+                literal = piece
+            else:
+                literal += f"{numbers[0]}{piece}"
+        if literal or not name_parts:
+            name_parts.append(literal)
+        atoms = _dim_atoms(self.shape)
+        return ParsedAxisMap(
+            text=self.path(),
+            leaf_dims=(*stacked_dims, *((atom,) for atom in atoms)),
+            name_parts=tuple(name_parts),
+            source_dims=tuple(SourceDim(((Term(atom),),)) for atom in atoms),
+        )
+
+
+def verbatim_family(tensors: TensorTypes) -> Family:
+    """Return the family of a checkpoint with these tensors.
+
+    The leaves do not depend on the order of the tensors. A tensor without elements has no leaf.
+
+    Args:
+        tensors: Dtype and shape of each tensor, by name.
+    """
+    sizes: dict[str, int] = {}
+    parameters: dict[str, Parameter] = {}
+    stacked_paths = {escape_path(name) for name in tensors}
+    layer_paths = {*tensors}
+    for stack in _stacks(tensors):
+        path = stack.path()
+        if any(map(stack.atom, range(len(stack.numbers)))):
+            path = _unused_path(path, stacked_paths)
+        parameters[path] = Parameter(
+            "", parsed_row=stack.row(), layer_path=_layer_path(stack, layer_paths)
+        )
+        sizes |= zip(_dim_atoms(stack.shape), stack.shape)
+    return Family(
+        name=VERBATIM,
+        prefix="",
+        unprefixed=(),
+        sizes=lambda config: sizes,
+        parameters=parameters,
+        dropped={},
+        tying=WeightTying("", "", "", tied_by_default=False),
+        arch_config=_refuse_architecture,
+    )
+
+
+def recorded_family(manifest: Mapping[str, Any]) -> Family:
+    """Return the verbatim family of the tensors that a manifest records.
+
+    Raises:
+        PrepError: The manifest has no dtype and shape of a tensor.
+    """
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, record in manifest["tensors"].items():
+        dtype = record.get("dtype")
+        shape = record.get("shape")
+        if not isinstance(dtype, str) or not _is_shape(shape):
+            raise PrepError("the manifest is invalid", f"{name!r:.60} has no dtype and shape")
+        types[name] = (dtype, tuple(shape))
+    return verbatim_family(types)
+
+
+def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[int]]]:
+    """Return the numbers of each stacked leaf, one list per stacked number of its path.
+
+    Args:
+        family: A verbatim family.
+        scan: Whether each leaf stacks all layers.
+
+    >>> stacked_numbers(verbatim_family({"h.0.w": ("int8", (2,)), "h.4.w": ("int8", (2,))}))
+    {'h.*.w': [[0, 4]]}
+    """
+    numbers: dict[str, list[list[int]]] = {}
+    for path, row in parameter_rows(family, {}, scan).items():
+        stacked_atoms = {*itertools.chain.from_iterable(row.leaf_dims)}
+        for part in row.name_parts:
+            if isinstance(part, NamePattern) and part.terms[0].atom in stacked_atoms:
+                numbers.setdefault(path.format(), []).append(list(part.numbers))
+    return numbers
+
+
+def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
+    """Yield the leaves of the tensors, ordered by name."""
+    groups: dict[tuple[tuple[str, ...], str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    for name in sorted(tensors):
+        dtype, shape = tensors[name]
+        if math.prod(shape) == 0:
+            continue
+        numbers = tuple(map(int, _NUMBER.findall(name)))
+        groups.setdefault((tuple(_NUMBER.split(name)), dtype, shape), set()).add(numbers)
+    for (pieces, _, shape), indices in groups.items():
+        for product in _products(indices):
+            for numbers in _with_two_runs(product):
+                yield _Stack(pieces, numbers, shape)
+
+
+def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
+    """Split a set of indices into products of numbers, e.g. {(0, 0), (0, 1), (1, 0), (1, 1)} into ((0, 1), (0, 1)).
+
+    First numbers with the same following indices stay together. Layers 0 to 3 with 8 experts and layers 4 and 5 with 16
+    experts are two products.
+    """
+    if indices == {()}:
+        return [()]
+    following: dict[int, set[tuple[int, ...]]] = {}
+    for first, *rest in indices:
+        following.setdefault(first, set()).add(tuple(rest))
+    first_numbers: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for first in sorted(following):
+        first_numbers.setdefault(frozenset(following[first]), []).append(first)
+    products: list[Product] = []
+    for rest, numbers in first_numbers.items():
+        products += [(tuple(numbers), *product) for product in _products(rest)]
+    return products
+
+
+def _with_two_runs(product: Product) -> Iterator[Product]:
+    """Yield the parts of a product with at most one run of several numbers after the first position."""
+    runs = [position for position, numbers in enumerate(product) if position and len(numbers) > 1]
+    if len(runs) < 2:
+        yield product
+        return
+    last = runs[-1]
+    for number in product[last]:
+        yield from _with_two_runs((*product[:last], (number,), *product[last + 1 :]))
+
+
+def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
+    """Return the template of the paths of the leaves of layers. They are unused, and are added to the used paths."""
+    template = stack.path("{}")
+    if EXPERTS not in map(stack.atom, range(len(stack.numbers))):
+        # The path of each layer is the name of its tensor.
+        return template
+    suffix = ""
+    while True:
+        paths = [f"{template}{suffix}".format(number) for number in stack.numbers[0]]
+        if used_paths.isdisjoint(paths):
+            used_paths.update(paths)
+            return f"{template}{suffix}"
+        suffix = _next_suffix(suffix)
+
+
+def _unused_path(path: str, used_paths: set[str]) -> str:
+    """Return a path with a suffix if it is used, and add it to the used paths: `a.*.w`, `a.*.w~2`, `a.*.w~3`."""
+    suffix = ""
+    while f"{path}{suffix}" in used_paths:
+        suffix = _next_suffix(suffix)
+    used_paths.add(f"{path}{suffix}")
+    return f"{path}{suffix}"
+
+
+def _next_suffix(suffix: str) -> str:
+    return f"~{int(suffix[1:] or 1) + 1}"
+
+
+@cache
+def _dim_atoms(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return a name for each dim: its extent, e.g. (8, 8, 4) -> (`d8`, `d8_2`, `d4`)."""
+    atoms: list[str] = []
+    for position, extent in enumerate(shape):
+        repeats = shape[:position].count(extent)
+        atoms.append(f"d{extent}_{repeats + 1}" if repeats else f"d{extent}")
+    return tuple(atoms)
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, list | tuple) and all(type(extent) is int for extent in shape)
+
+
+def _refuse_architecture(config: HFConfig) -> ArchConfig:
+    """Raise the error of every command that computes with the model."""
+    name = config.get("model_type")
+    if name is None:
+        raise PrepError(
+            "the architecture of the model is unknown",
+            CANNOT_TRAIN,
+            text("a config.json of a supported family"),
+        )
+    hint = text("{} explains how to add a family", Command("docs", "add-a-family"))
+    raise PrepError(f"model_type `{name}` is not supported", CANNOT_TRAIN, hint)
