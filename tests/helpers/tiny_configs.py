@@ -93,7 +93,7 @@ DEEPSEEK = SMALL | {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.3, "rms_norm_eps": 1e-3,
 }  # fmt: skip
-GROUPS = {"n_group": 3, "topk_group": 2}
+GROUPS = {"n_group": 3, "topk_group": 1}
 LATENT = {
     "kv_lora_rank": 9, "q_lora_rank": 11, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
 }  # fmt: skip

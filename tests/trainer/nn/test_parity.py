@@ -40,6 +40,11 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("llama-biases", True, 1, True, "dots_with_no_batch_dims_saveable"),
     ("llama-biases", False, 0, False, "none"),
     ("t5", True, 1, True, "nothing_saveable"),
+    ("deepseek_v3", True, 1, True, "nothing_saveable"),
+    ("deepseek_v3", False, 0, False, "none"),
+    ("ernie4_5_moe", True, 0, True, "dots_saveable"),
+    ("ernie4_5_moe", False, 0, False, "none"),
+    ("gpt_oss", True, 1, True, "dots_with_no_batch_dims_saveable"),
     ("t5-gated", False, 0, False, "none"),
 ]
 FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
