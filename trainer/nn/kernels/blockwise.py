@@ -284,28 +284,26 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
-    k_zeros = jnp.zeros(k_tiles.shape, jnp.float32)
-    v_zeros = jnp.zeros(v_tiles.shape, jnp.float32)
+    kv_zeros = [jnp.zeros(tiles.shape, jnp.float32) for tiles in (k_tiles, v_tiles)]
     table_zeros = (
         None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
     )
-    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (k_zeros, v_zeros, table_zeros), q_tiles)
+    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (*kv_zeros, table_zeros), q_tiles)
     if saved.bias_table is not None and not config.is_partial:
         d_table = d_table.astype(saved.bias_table.dtype)
     dk, dv = (join_chunks(tiles).astype(dtype) for tiles in dkv_tiles)
-    d_sinks = None
-    if saved.sinks is not None:
-        d_sinks = sink_gradient(saved.sinks, saved.log_normalizer, row_dots)
-    return join_chunks(dq_tiles), dk, dv, d_table, d_sinks, None
+    return join_chunks(dq_tiles), dk, dv, d_table, sink_gradient(saved, row_dots), None
 
 
-def sink_gradient(sinks: Array, log_normalizer: Array, row_dots: Array) -> Array:
-    """Compute the gradient of the sinks [K, G] from the log-sum-exp and dO . O of each query, [B, T, K, G].
+def sink_gradient(saved: Residuals, row_dots: Array) -> Array | None:
+    """Compute the gradient of the sinks [K, G] from dO . O of each query [B, T, K, G]. None without sinks.
 
     dS = P * (dP - r) with dP = 0, because a sink has no value, and P = exp(sink - L).
     """
-    probabilities = jnp.exp(sinks.astype(jnp.float32) - log_normalizer)
-    return -(probabilities * row_dots).sum((0, 1)).astype(sinks.dtype)
+    if saved.sinks is None:
+        return None
+    probabilities = jnp.exp(saved.sinks.astype(jnp.float32) - saved.log_normalizer)
+    return -(probabilities * row_dots).sum((0, 1)).astype(saved.sinks.dtype)
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))

@@ -305,10 +305,10 @@ def _local_backward(
     # After n - 1 hops the gradients are one device before the device of their shard.
     d_k, d_v = ring.hop((gradients.k, gradients.v))
     d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
-    d_sinks = None
-    if saved.sinks is not None:
-        row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
-        d_sinks = ring.sum_shards(sink_gradient(saved.sinks, saved.log_normalizer, row_dots))
+    row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
+    d_sinks = sink_gradient(saved, row_dots)
+    if d_sinks is not None:
+        d_sinks = ring.sum_shards(d_sinks)
     inputs = (saved.q, saved.k, saved.v, saved.bias_table, saved.sinks)
     return jax.tree.map(
         lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table, d_sinks), inputs
