@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.models.errors import (
+    BROKEN_CONFIG_HINT,
     FAILED,
     GET_AGAIN_HINT,
     INTERRUPTED,
@@ -32,6 +33,7 @@ from trainer.models.errors import (
 )
 
 __all__ = [
+    "BROKEN_CONFIG_HINT",
     "FAILED",
     "GET_AGAIN_HINT",
     "INTERRUPTED",

@@ -90,7 +90,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.training_runs.{name}"
         for name in (
-            *("checks", "environment", "export", "finish", "metrics", "observe", "prepare"),
+            *("checks", "environment", "export", "metrics", "observe", "prepare"),
             *("processes", "remote_data", "run", "start", "storage", "summary", "train"),
         )
     ),
@@ -129,6 +129,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
     *(
         "prepcli.restore.params",
+        "prepcli.restore.verbatim_params",
         "prepcli.restore.random_params",
     ),
 }

@@ -5,7 +5,7 @@ modules, classes and comprehensions are left out. Workers and other processes ar
 
     $ python -m tools.trace --tree prep save-init models/tiny --out models/tiny-init --mesh 1,2,1
     ...
-    412 functions in 96 modules, 21 frames deep
+    694 functions in 119 modules, 22 frames deep
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def _check_integer(parameter: Any, value: object) -> None:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         name = option_name(parameter)
         digits = shorten(str(value), MAX_SHOWN_DIGITS)
-        raise usage_error(f"`{name} {digits}` is too large", f"the limit is {MAX_INTEGER:,}")
+        what = f"`{name} {digits}` is too large"
+        raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "a smaller number")
 
 
 def _has_empty(value: object) -> bool:

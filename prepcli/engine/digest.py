@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 ZERO_BLOCK = bytes(1 << 16)
@@ -12,6 +14,14 @@ CHECKSUM_DTYPE = "<u8"
 def digest(data: bytes | memoryview) -> str:
     """Return the XXH3-128 of bytes as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_pieces(pieces: Iterable[bytes]) -> str:
+    """Return the digest of the concatenation of pieces."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
 
 
 def checksum(data: memoryview) -> int:

@@ -22,6 +22,7 @@ from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
+from trainer.files.reading import ACCESS_HINT
 
 ByteArray = npt.NDArray[np.uint8]
 # file descriptors left for other uses
@@ -358,4 +359,4 @@ def io_error(path: Path, error: OSError) -> PrepError:
         return PrepError(
             f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)"
         )
-    return PrepError(f"cannot read or write {path}", why)
+    return PrepError(f"cannot read or write {path}", why, ACCESS_HINT)

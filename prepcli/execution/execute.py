@@ -12,7 +12,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import version
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import anonymous_nbytes, make_budget
-from prepcli.engine.digest import digest
+from prepcli.engine.digest import digest, digest_pieces
 from prepcli.engine.files import Files, io_error
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, JournalState
 from prepcli.engine.low_rank import matrix_nbytes
@@ -52,7 +52,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
-from prepcli.planning.plan_text import encode_text
+from prepcli.planning.plan_text import encode_text, iter_text
 from prepcli.planning.slabs import min_buffer_nbytes, split_streams
 from prepcli.sources.source import Source
 
@@ -61,7 +61,7 @@ ITEM_INDEX_FILES = ("_METADATA", "manifest.ocdbt")
 
 def plan_digest(plan: Plan) -> str:
     """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
-    return "xxh3:" + digest(encode_text(plan).encode())
+    return "xxh3:" + digest_pieces(piece.encode() for piece in iter_text(plan))
 
 
 def identify_run(plan: Plan, run_id: str) -> dict[str, object]:

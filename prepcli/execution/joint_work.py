@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 
-from prepcli.errors import PrepError
+from prepcli.errors import RERUN_HINT, PrepError
 from trainer.distributed.process_group import ProcessGroup
 
 
@@ -41,5 +41,5 @@ def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
 def _encode_error(error: Exception, index: int) -> str:
     """Return the fields of a PrepError that names the process, as JSON."""
     if not isinstance(error, PrepError):
-        error = PrepError("the work failed", f"{type(error).__name__}: {error}")
+        error = PrepError("the work failed", f"{type(error).__name__}: {error}", RERUN_HINT)
     return json.dumps({**error.fields(), "what": f"process {index}: {error.what}"})

@@ -25,6 +25,7 @@ STRINGS_FILE = "_strings.json"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
     "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
+    "int4": "int4",
     "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
     "bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
     "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",

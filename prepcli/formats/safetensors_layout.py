@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
-from prepcli.errors import PrepError
+from prepcli.errors import Command, PrepError, text
 from prepcli.formats.safetensors import DTYPE_CODES, LENGTH_NBYTES, MAX_HEADER_NBYTES, METADATA_KEY
 from prepcli.formats.shard_index import shard_name
 from prepcli.planning.tensors import FileTensor, array_bits
@@ -131,6 +131,9 @@ def _describe_tensor(entry: LayoutEntry, start: int, stop: int) -> dict[str, obj
         why = f"{dtype} {list(shape)} takes {array_bits(dtype, shape):,} bits, its entry has {nbytes:,} bytes"
         hint = "this is a bug in prep: nothing was written"
         raise PrepError(f"{name} cannot be stored as safetensors", why, hint)
+    if dtype not in DTYPE_CODES:
+        why = "safetensors has no such dtype"
+        raise PrepError(f"{name} is {dtype}", why, text("{} keeps it", Command("reshard")))
     return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
 
 

@@ -38,6 +38,7 @@ from prepcli.formats.torch_state import (
     StorageView,
     TorchState,
     read_torch_state,
+    read_torch_tensor,
 )
 from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import array_bits
@@ -256,7 +257,24 @@ _StorageOffsets = Mapping[str, int]  # offset of each storage in the file
 _ReadResult = tuple[str, TorchState, _StorageOffsets]  # metadata digest, state, offsets
 
 
-def _read_zip(file: BinaryIO) -> _ReadResult:
+def read_archived_tensor(file: BinaryIO) -> tuple[StorageView, int]:
+    """Read the archive of one tensor, as `torch.save(tensor)` writes it.
+
+    Returns:
+        The tensor as a view of its storage, and the offset of its first element in the file.
+
+    Raises:
+        ValueError: The archive is invalid.
+    """
+    archive = _open_archive(file)
+    pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
+    view = read_torch_tensor(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
+    offsets = _zip_storage_offsets(file, archive, {view.storage.key: view.storage.nbytes})
+    return view, offsets[view.storage.key] + view.offset
+
+
+def _open_archive(file: BinaryIO) -> torch_zip.ZipArchive:
+    """Read the directory of an archive of tensors."""
     # Older versions of torch.save do not record the byte order. Their files count as little endian.
     archive = torch_zip.read_archive(file)
     if (
@@ -266,6 +284,11 @@ def _read_zip(file: BinaryIO) -> _ReadResult:
         raise ValueError("it was written on a big-endian machine")
     if any(name.startswith("code/") for name in archive.records):
         raise ValueError("it is a TorchScript archive; save the model's state_dict() instead")
+    return archive
+
+
+def _read_zip(file: BinaryIO) -> _ReadResult:
+    archive = _open_archive(file)
     pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
     state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
     required_nbytes: dict[str, int] = {}

@@ -150,6 +150,11 @@ def read_torch_state(unpickled: UnpickledObject) -> TorchState:
     return TorchState(tuple(views), tuple(non_tensors))
 
 
+def read_torch_tensor(unpickled: UnpickledObject) -> StorageView:
+    """Return the tensor that is the root of a pickle, with an empty name."""
+    return _parse_view("", unpickled.root)
+
+
 def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
     """Return every storage that a pickle refers to, by key. Raise ValueError if references disagree."""
     storages: dict[str, TorchStorage] = {}

@@ -11,10 +11,14 @@ from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
 from trainer.files.json_values import JsonObject, JsonValue, check_depth
-from trainer.files.reading import MAX_SMALL_FILE_NBYTES, open_regular_file, read_regular_file
+from trainer.files.reading import (
+    ACCESS_HINT,
+    MAX_SMALL_FILE_NBYTES,
+    open_regular_file,
+    read_regular_file,
+)
 
 MAX_CONFIG_NBYTES = 16 << 20
-BROKEN_CONFIG_HINT = "correct it, or get it again"
 
 
 def parse_json(text: bytes) -> Any:
@@ -82,7 +86,7 @@ def list_folder(folder: Path) -> list[str]:
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
     """Return the error for a file or folder that cannot be read."""
-    return PrepError(f"cannot read {path}", error.strerror or str(error))
+    return PrepError(f"cannot read {path}", error.strerror or str(error), ACCESS_HINT)
 
 
 def _unique_object(pairs: list[tuple[str, JsonValue]]) -> JsonObject:

@@ -19,6 +19,7 @@ from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.safetensors import read_safetensors_folder
+from prepcli.formats.torch_dcp import read_dcp_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
 from prepcli.planning.chunk_placement import LeafPiece
@@ -29,6 +30,7 @@ from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
@@ -39,7 +41,7 @@ from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
 from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.parameters import Family, parameter_rows
+from trainer.models.parameters import VERBATIM, Family, parameter_rows
 from trainer.models.registry import FAMILIES
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
@@ -121,8 +123,15 @@ class CheckpointContents:
         return self.blobs or self.files
 
     @property
+    def is_verbatim(self) -> bool:
+        """Whether prep wrote the checkpoint with the names of its source."""
+        return self.manifest.family == VERBATIM
+
+    @property
     def family(self) -> Family | None:
-        """The model family, or None if it is unknown."""
+        """The model family, or None if it is unknown or the names are those of the source."""
+        if self.is_verbatim:
+            return None
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property
@@ -243,6 +252,33 @@ def _read_torch(path: Path, display_name: str) -> CheckpointContents:
         config=_read_config_if_present(path),
         manifest=NO_MANIFEST,
         non_arrays=tuple(non_arrays),
+    )
+
+
+def _read_dcp(path: Path, display_name: str) -> CheckpointContents:
+    folder = read_dcp_folder(path)
+    entries: list[TensorEntry] = []
+    for tensor in folder.tensors:
+        first_element = (0, 0)
+        if tensor.boxes:
+            first_element = (tensor.boxes[0].file, tensor.boxes[0].offset)
+        entry = _placed_entry(
+            tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            placement=box_locations(tensor),
+            first_element=first_element,
+        )
+        entries.append(entry)
+    return CheckpointContents(
+        display_name=display_name,
+        kind="dcp",
+        folder=path,
+        entries=tuple(entries),
+        files=folder.files,
+        config=_read_config_if_present(path),
+        manifest=NO_MANIFEST,
+        non_arrays=tuple(f"{name} is not a tensor" for name in folder.non_tensors),
     )
 
 
@@ -421,6 +457,7 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "easylm": partial(_read_flax, "easylm"),
     "torch": _read_torch,
     "meta": _read_meta,
+    "dcp": _read_dcp,
     "orbax": _read_orbax,
     "adapter": _read_adapter,
 }

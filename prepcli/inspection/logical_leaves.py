@@ -15,10 +15,12 @@ from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.inspection.contents import CheckpointContents, TensorEntry
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensor_match import detect_names
+from prepcli.sources.model_family import select_family
+from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import SizedAxis, bind_row
 from trainer.models.lora import manifest_family
 from trainer.models.parameters import parameter_rows
-from trainer.models.registry import family_of
+from trainer.models.rule_text import with_default_preset
 from trainer.models.suggest import did_you_mean
 
 MAX_LISTED = 3  # leaves in a message
@@ -52,6 +54,13 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
     return {leaf.name: leaf for leaf in _iter_logical_leaves(contents)}
 
 
+def partition_rules(contents: CheckpointContents) -> Sequence[str]:
+    """Return the partition rules of a checkpoint: the recorded ones, or by size without a family."""
+    if contents.family is None:
+        return with_default_preset(contents.manifest.rules)
+    return contents.manifest.rules
+
+
 def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
     is_item = contents.kind == "orbax"
     config = contents.config
@@ -59,7 +68,9 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = manifest_family({**contents.manifest.fields, "config": config})
         layout = contents.manifest
     else:
-        family = family_of(config)
+        types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
+        hints = SourceHints(verbatim=None)
+        family = select_family(config, hints, types, contents.manifest)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.

@@ -9,7 +9,8 @@ from typing import Any
 
 from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
-from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.engine.files import io_error
+from prepcli.errors import Option, text, usage_error
 from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     DIGEST_KEY,
@@ -57,7 +58,7 @@ class AcceptedFiles:
         try:
             write_file(path, self.data)
         except OSError as error:
-            raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
+            raise io_error(path, error) from error
         for change in self.changes:
             observer.note(_describe(change))
 

@@ -159,7 +159,7 @@ def common_options(
 
 def match_options(options: Mapping[str, Any]) -> MatchOptions:
     """Return which source tensors may be ignored."""
-    return MatchOptions(as_tuple(options["drop"]), options["untie"])
+    return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 
 def recorded_values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
-    access = replace(access, allow_adapters=allow_adapters)
+    access = replace(access, allow_adapters=allow_adapters, copied_files=common.copied_files)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.

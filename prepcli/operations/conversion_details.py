@@ -10,7 +10,7 @@ from typing import TypedDict
 from prepcli.console.formatting import format_bytes
 from prepcli.engine.casts import report_casts
 from prepcli.engine.pipeline import ConversionResult
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, join_texts
 from prepcli.execution.execute import plan_digest
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import Manifest
@@ -66,7 +66,7 @@ def plan_fields(plan: Plan, source: Source) -> PlanFields:
     try:
         source.family.arch_config(source.config)
     except PrepError as error:
-        unsupported_reason = str(error)
+        unsupported_reason = join_texts(" - ", [error.what, error.why])
     names = plan.display_names
     # New rows of a padded tensor are a stream of the same name that reads nothing. It is listed under `filled`.
     used = {s.name for s in plan.streams if (s.writes or not s.nbytes) and s.reads}

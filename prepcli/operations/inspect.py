@@ -19,7 +19,12 @@ from prepcli.inspection.contents import (
     nbytes_below,
     read_contents,
 )
-from prepcli.inspection.logical_leaves import LogicalLeaf, find_leaf, logical_leaves
+from prepcli.inspection.logical_leaves import (
+    LogicalLeaf,
+    find_leaf,
+    logical_leaves,
+    partition_rules,
+)
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.operations.inspection_options import SortKey, ViewOptions
 from prepcli.operations.operation import public
@@ -32,6 +37,7 @@ from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.parameters import VERBATIM
 from trainer.models.partition import Spec, leaf_spec
 from trainer.models.rule_text import merge_rules
 from trainer.models.suggest import suggest
@@ -236,7 +242,7 @@ def shard_leaf(
         contents.display_name,
         names_command=names_command,
     )
-    rules = merge_rules(contents.manifest.rules)
+    rules = merge_rules(partition_rules(contents))
     spec = leaf_spec(
         leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name
     )
@@ -332,7 +338,7 @@ def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -
     raise PrepError(
         f"no tensor of {checkpoint} matches `{pattern}`",
         "",
-        f"did you mean `{suggestion}`?" if suggestion else "",
+        f"did you mean `{suggestion}`?" if suggestion else "a pattern of names, such as `*.q.*`",
     )
 
 
@@ -361,7 +367,7 @@ def _summarize(
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": contents.kind,
-        "family": contents.family.name if contents.family else None,
+        "family": _family_name(contents),
         "tensors": len(contents.entries),
         "chunks": contents.num_chunks,
         "values": sum(math.prod(entry.shape) for entry in contents.entries),
@@ -377,6 +383,14 @@ def _summarize(
     if contents.adapter:
         fields["adapter"] = contents.adapter
     return fields
+
+
+def _family_name(contents: CheckpointContents) -> str | None:
+    if contents.is_verbatim:
+        return VERBATIM
+    if contents.family is None:
+        return None
+    return contents.family.name
 
 
 def _read_vocabulary_or_warn(contents: CheckpointContents, observer: Observer) -> Vocabulary | None:

@@ -6,11 +6,15 @@ from typing import Literal, Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
-from prepcli.operations.open_params import open_parameters
+from prepcli.operations.conversion import common_options, open_checkpoint
+from prepcli.operations.open_params import open_params
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
+from prepcli.restore.earlier_checkpoints import check_without_checksums
+from prepcli.restore.verbatim_params import load_verbatim_params
 from trainer.models.param_tree import Tree
+from trainer.models.verbatim import CANNOT_TRAIN
 
 LoadDtype = Literal["float32", "bfloat16", "keep"]
 
@@ -23,6 +27,7 @@ def load_params(
     dtype: LoadDtype = "float32",
     verify: bool = True,
     ema: bool = False,
+    verbatim: bool | None = None,
     progress: Progress | Observer | None = None,
     **options: Unpack[SourceOptions],
 ) -> Tree:
@@ -38,25 +43,35 @@ def load_params(
         dtype: Dtype of the arrays, "float32" or "bfloat16"; "keep": the stored dtype of each parameter.
         verify: Compare every byte with the checkpoint's checksums or digests.
         ema: Take the moving average of a run's parameters.
+        verbatim: Read the tensors under the names of the file; default: if no family has the model_type. False raises
+            then.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
     Returns:
         Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`; the query weight of the
-        stacked layers is `[layers, heads, head_dim, embed]`.
+        stacked layers is `[layers, heads, head_dim, embed]`. Of a checkpoint without a family, a dict of arrays by path
+        in the file, with `*` for stacked numbers. Its 64-bit tensors are NumPy arrays.
 
     Raises:
         UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
-    with open_parameters(
-        checkpoint,
-        mesh,
-        {**options, "ema": ema},
-        verify=verify,
-        observer=observer_of(progress),
-    ) as opened:
+    observer = observer_of(progress)
+    common = common_options(checkpoint, None, {**options, "ema": ema, "verbatim": verbatim})
+    located, source = open_checkpoint(common, observer)
+    if source.family.is_verbatim:
+        observer.warn(f"{source.display_name}: {CANNOT_TRAIN}")
+        return load_verbatim_params(
+            source,
+            located.local_files.path,
+            mesh,
+            dtype=None if dtype == "keep" else dtype,
+            verify=verify,
+            on_unchecked=lambda: check_without_checksums(source, source.tensors, observer),
+        )
+    with open_params(located, source, mesh, verify=verify, observer=observer) as opened:
         if dtype == "keep":
             return opened.load(opened.stored_dtype)
         return opened.load(lambda path: dtype)

@@ -361,6 +361,16 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
             record=16,
         ),
     ]
+    layers: Annotated[
+        PositiveInt | None,
+        OptionSpec(
+            "N",
+            "Convert the first N layers only, to try a mesh or a program.",
+            "Number of layers to convert, to try a mesh or a program; default: all.",
+            position=14,
+            record=62,
+        ),
+    ]
     dtype: Annotated[Dtype | None, _DTYPE]
     allow_overflow: Annotated[bool, _ALLOW_OVERFLOW]
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.engine.files import io_error
 from prepcli.errors import Option, PrepError, text
 from prepcli.operations.recipe_files import recipe_paths, shipped_recipe
 from trainer.files.writing import write_file
@@ -55,7 +56,7 @@ def copy_recipe(name: str, out: Path | None) -> Path:
         hint = text("{}", Option("out", "FILE"))
         raise PrepError(f"{target} already exists", "a copy replaces no file", hint) from None
     except OSError as error:
-        raise PrepError(f"{target} cannot be written", error.strerror or str(error)) from None
+        raise io_error(target, error) from None
     return target
 
 

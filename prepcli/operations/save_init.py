@@ -26,6 +26,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
+from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
 from prepcli.operations.conflicts import check_needs
 from prepcli.operations.conversion import (
@@ -46,7 +47,7 @@ from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
@@ -212,9 +213,13 @@ def plan_orbax_item(
     keeps_state = not params_only and source.tree_manifest.is_training_step
     dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    later_layers: tuple[DroppedTensor, ...] = ()
+    if options["layers"] is not None:
+        source, later_layers = truncate_layers(source, options["layers"])
     if source.family.is_verbatim:
         _check_verbatim_request(options, source)
-        source = as_verbatim(source, options["dtype"])
+        if options["dtype"]:
+            source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, match_options(options))
@@ -238,9 +243,10 @@ def plan_orbax_item(
         item,
         command=command,
         request=_command_line(command, options, source, params_only=params_only),
-        dropped=(*match.dropped, *dropped_state_tensors),
+        dropped=(*match.dropped, *later_layers, *dropped_state_tensors),
         name=located.model_name,
     )
+    _check_index_size(plan)
     mesh = layout.partitioning.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.source_manifest.mesh, "to": str(mesh) if mesh else None}
@@ -255,6 +261,16 @@ def plan_orbax_item(
         fields=fields,
         next_command=next_command,
     )
+
+
+def _check_index_size(plan: Plan) -> None:
+    """Raise UsageError if the index of the output would have more entries than prep reads."""
+    num_entries = plan.chunk_count + len(plan.leaves)
+    if num_entries > MAX_ENTRIES:
+        what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
+        why = f"an index has at most {MAX_ENTRIES:,} entries"
+        hint = text("a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules"))
+        raise usage_error(what, why, hint)
 
 
 def _item_plan(
@@ -422,7 +438,8 @@ def _vocab_rows(
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":
-        dims = {path: row.leaf_dims for path, row in source_axis_maps(source).items()}
+        axis_maps = source_axis_maps(source)
+        dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items()}
         # From the stored size, because save-init never removes rows: 50257 rows on mp=4 become 50260.
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards

@@ -300,9 +300,8 @@ def _verify_pair(
     """
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
-        raise PrepError(
-            f"{a.source.display_name} and {b.source.display_name} are of different families", why
-        )
+        names = f"{a.source.display_name} and {b.source.display_name}"
+        raise PrepError(f"{names} are of different families", why, "two checkpoints of one family")
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)

@@ -6,6 +6,7 @@ formats on disk: they are fixed here and may differ from the names in code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -68,20 +69,55 @@ for _cls, (_, _names) in NAMES.items():
     _LABELS[_cls] = [(f.name, f"{_names.get(f.name, f.name)}=") for f in fields(_cls) if f.repr]
 
 
-def encode_text(value: Any) -> str:
-    """Return the text of a plan, of a part of one, or of a tuple of parts."""
+def iter_text(plan: Plan) -> Iterator[str]:
+    """Yield the text of a plan in pieces. The whole text of 200,000 tensors takes hundreds of megabytes."""
+    # One axis map serves all tensors of a leaf: its text is made once.
+    axis_map_texts: dict[int, str] = {}
+    separator = f"{NAMES[Plan][0]}("
+    for name, label in _LABELS[Plan]:
+        value = getattr(plan, name)
+        yield separator + label
+        separator = ", "
+        if type(value) is not tuple:
+            yield encode_text(value, axis_map_texts)
+            continue
+        yield "("
+        for number, item in enumerate(value):
+            yield (", " if number else "") + encode_text(item, axis_map_texts)
+        yield ",)" if len(value) == 1 else ")"
+    yield ")"
+
+
+def encode_text(value: Any, axis_map_texts: dict[int, str] | None = None) -> str:
+    """Return the text of a part of a plan, or of a tuple of parts.
+
+    Args:
+        value: The part.
+        axis_map_texts: Texts of axis maps by `id`, to use and to extend.
+    """
+    texts = {} if axis_map_texts is None else axis_map_texts
+    if type(value) is AxisMap:
+        if id(value) not in texts:
+            texts[id(value)] = _encode_object(value, texts)
+        return texts[id(value)]
     if type(value) is tuple:
         end = ",)" if len(value) == 1 else ")"
-        return "(" + ", ".join(map(encode_text, value)) + end
+        return "(" + ", ".join([encode_text(item, texts) for item in value]) + end
     if type(value) not in NAMES:
         # Of other types, such as int and str, `repr` is stable between versions of Python.
         return repr(value)
+    return _encode_object(value, texts)
+
+
+def _encode_object(value: Any, axis_map_texts: dict[int, str]) -> str:
     texts: list[str] = []
     for name, label in _LABELS[type(value)]:
         field = getattr(value, name)
         if field is None and name in ADDED_FIELDS:
             continue
         # most fields are numbers, which need no call
-        is_nested = type(field) is tuple or type(field) in NAMES
-        texts.append(label + (encode_text(field) if is_nested else repr(field)))
+        if type(field) is tuple or type(field) in NAMES:
+            texts.append(label + encode_text(field, axis_map_texts))
+        else:
+            texts.append(label + repr(field))
     return f"{NAMES[type(value)][0]}({', '.join(texts)})"

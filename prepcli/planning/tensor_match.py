@@ -13,7 +13,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prepcli.console.lists import MAX_CHARS, join_names
-from prepcli.errors import Command, Option, PrepError, invalid_config_error, text, usage_error
+from prepcli.errors import (
+    Command,
+    Option,
+    PrepError,
+    invalid_config_error,
+    join_texts,
+    text,
+    usage_error,
+)
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
 from trainer.models.parameters import Family, HFConfig
@@ -115,10 +123,12 @@ class MatchOptions:
         drop: Name patterns (`--drop`) of tensors to ignore.
         untie: Whether a stored head becomes a separate leaf although the config ties it
             (`--untie`).
+        offers_verbatim: Whether the command has the option `--verbatim`, to suggest it.
     """
 
     drop: tuple[str, ...] = ()
     untie: bool = False
+    offers_verbatim: bool = False
 
 
 DEFAULT_MATCH_OPTIONS = MatchOptions()
@@ -246,7 +256,11 @@ def match_tensors(
     _check_drop_patterns(names, options, dropped_names, source_name)
     mismatches = _find_mismatches(names, uses, tensors, dropped_names)
     if mismatches.missing or mismatches.unexpected or mismatches.wrong_shape:
-        raise _mismatch_error(mismatches, family, source_name)
+        error = _mismatch_error(mismatches, family, source_name)
+        if options.offers_verbatim:
+            hint = join_texts("; ", [error.hint, _VERBATIM_HINT])
+            raise PrepError(error.what, error.why, hint)
+        raise error
     checks = tuple(EqualityCheck(name, original) for name, original in duplicates.items())
     for check in checks:
         _check_same_metadata(names, tensors, check)
@@ -429,6 +443,7 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
 
 PREDICTION_RULE = "layer of multi-token prediction, which the model does not run"
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
+_VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 
 
 def _drop_pattern(name: str) -> str:

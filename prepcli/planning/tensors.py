@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+# Bits of a stored element. An int4 of zarr takes a byte.
 ITEM_BITS = {
+    "int4": 8,
     "bool": 8, "uint8": 8, "int8": 8, "uint16": 16, "int16": 16, "uint32": 32, "int32": 32, "uint64": 64, "int64": 64,
     "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex64": 64,
     "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,

@@ -24,7 +24,9 @@ from prepcli.operations.inspect import (
 )
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
+from trainer.models.parameters import VERBATIM
 from trainer.models.partition import device_boxes, num_replicas, shard_shape
+from trainer.models.verbatim import CANNOT_TRAIN
 
 MAX_ROWS = 2000  # of a table; a malicious header may list millions of tensors
 # Columns that a narrow terminal leaves out, the first one first. The size follows from the shape and the dtype.
@@ -33,6 +35,7 @@ MAX_NON_ARRAYS = 24  # lines; a malformed index may list any number
 FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "torch": "PyTorch",
     "meta": "PyTorch in Meta's layout",
+    "dcp": "torch distributed checkpoint",
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
     "adapter": "adapter of PEFT",
@@ -261,6 +264,8 @@ def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> lis
         *contents.non_arrays[:MAX_NON_ARRAYS],
         *([f"and {num_omitted:,} more that are not arrays"] if num_omitted > 0 else []),
     ]
+    if contents.is_verbatim or (contents.family is None and "model_type" in contents.config):
+        extra_lines.append(CANNOT_TRAIN)
     return [model, "; ".join(stored), *extra_lines]
 
 
@@ -275,6 +280,8 @@ def _family_text(contents: CheckpointContents) -> str:
         return "adapter"
     if contents.family is not None:
         return contents.family.name
+    if contents.is_verbatim:
+        return VERBATIM
     model_type = contents.config.get("model_type")
     if isinstance(model_type, str):
         return f"{model_type} (unknown family)"

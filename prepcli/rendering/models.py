@@ -10,6 +10,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
 from prepcli.sources.aliases import Alias
 from trainer.models.registry import FAMILIES
+from trainer.models.verbatim import CANNOT_TRAIN
 
 # Common numbers of devices. The table has the number of equal shards of the vocabulary on each.
 DEVICE_COUNTS = (8, 128)
@@ -20,17 +21,23 @@ OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", 
 
 
 def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
-    """Return the table of aliases and all model types, and fields with sizes in bytes.
+    """Return the table of aliases with the supported model types, and fields with sizes in bytes.
 
     Args:
         aliases: The aliases.
         columns: Width of the terminal. None means unlimited.
     """
-    fields = {"models": [_fields(alias) for alias in aliases], "families": [*FAMILIES]}
+    supported = {"convert": "any", "train": [*FAMILIES], "generate": [*FAMILIES]}
+    fields = {
+        "models": [_fields(alias) for alias in aliases],
+        "families": [*FAMILIES],
+        "supported": supported,
+    }
     names = ", ".join(FAMILIES)
     families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
-    text = f"{_alias_table(aliases, columns)}\n\n{textwrap.fill(families, columns or TEXT_WIDTH)}"
-    return Report(text, fields)
+    lines = [_alias_table(aliases, columns), "", textwrap.fill(families, columns or TEXT_WIDTH)]
+    lines.append(f"all other model types convert: {CANNOT_TRAIN}")
+    return Report("\n".join(lines), fields)
 
 
 def _alias_table(aliases: Sequence[Alias], columns: int | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.operations.results import Verification
 from prepcli.sources.tensor_labels import TensorLabel
 
@@ -79,7 +79,8 @@ def _difference_error(verification: Verification) -> PrepError:
     labels = {_label(difference) for difference in verification.differences}
     counts = f"{len(labels)} of {verification.total_tensors} tensors"
     first = verification.differences[0]
-    return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}")
+    hint = GET_AGAIN_HINT if verification.against is None else ""
+    return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}", hint)
 
 
 def _label(difference: Mapping[str, Any]) -> TensorLabel:

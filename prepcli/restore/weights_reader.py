@@ -86,7 +86,9 @@ class WeightsReader:
         match = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
         self._duplicates = find_duplicates(source, match.checks, verify=verify)
-        config = with_vocabulary(source.config, self.vocabulary)
+        config = source.config
+        if not source.family.is_verbatim:
+            config = with_vocabulary(config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
             "config": config, "tied": match.is_tied, "scan": True, "scan_axis": 0,
             "rules": source.tree_manifest.rules,

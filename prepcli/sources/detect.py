@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.lists import join_names
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import BROKEN_CONFIG_HINT, DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
+from prepcli.formats.torch_dcp import METADATA_FILE as DCP_METADATA_FILE
 from prepcli.formats.torch_files import (
     SUFFIXES,
     TRAINING_FILE_PATTERNS,
     detect_torch_kind,
     select_model_files,
 )
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
@@ -75,10 +76,9 @@ GGUF = Refusal(
     "use the model that it was converted from: a folder with config.json and *.safetensors",
 )
 DISTRIBUTED = Refusal(
-    "is a torch distributed checkpoint",
-    "found {names}; each rank wrote its part in PyTorch's own format",
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
-    " model and call its save_pretrained(OUT)",
+    "is an incomplete torch distributed checkpoint",
+    f"found {{names}}, but no {DCP_METADATA_FILE}, which is written last",
+    "name a complete checkpoint",
 )
 TRAINING_FILES = Refusal(
     "holds no model",
@@ -111,6 +111,13 @@ def _adapter_config(names: Sequence[str]) -> Sequence[str]:
     return []
 
 
+def _distributed_files(names: Sequence[str]) -> Sequence[str]:
+    """Return the files of a torch distributed checkpoint, if it is complete."""
+    if DCP_METADATA_FILE in names:
+        return _names_matching("*.distcp")(names)
+    return []
+
+
 def _training_files(names: Sequence[str]) -> Sequence[str]:
     """Return the PyTorch files of a training run that are not the model."""
     matching = _names_matching(*TRAINING_FILE_PATTERNS)(names)
@@ -136,6 +143,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_all_names_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
     (_all_names_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
     (_names_matching("*.gguf"), GGUF),
+    (_distributed_files, "dcp"),
     (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
     (_training_files, TRAINING_FILES),

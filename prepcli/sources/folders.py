@@ -16,7 +16,7 @@ from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
-Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm", "adapter"]
+Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Access:
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
         retry_policy: Time-out and retries of each request.
+        copied_files: Name patterns of further side files to fetch.
     """
 
     offline: bool = False
@@ -40,6 +41,7 @@ class Access:
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+    copied_files: tuple[str, ...] = ()
 
 
 DEFAULT_ACCESS = Access()

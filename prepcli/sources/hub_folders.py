@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from prepcli.errors import Option, PrepError, Text, text
 from prepcli.formats import safetensors
@@ -20,6 +21,7 @@ from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
 from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.references import HubRepo
+from prepcli.sources.source import WEIGHT_SUFFIXES
 from prepcli.sources.source_hints import CONFIG
 
 SMALL_FILE_PATTERNS = (
@@ -120,7 +122,7 @@ class HubFolder:
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch the files of one weight format with config and tokenizer: whole, or only headers to stream."""
-        names = files_to_download(self.names())
+        names = files_to_download(self.names(), self.access.copied_files)
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
         # A model's repository may have an adapter too. Only the adapter itself needs these settings,
@@ -155,11 +157,11 @@ class HubFolder:
         )
 
 
-def files_to_download(names: Sequence[str]) -> list[str]:
+def files_to_download(names: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """Select the top-level files of a repository to read or copy in a conversion.
 
     Weights are the numbered shards if there is an index, else model.safetensors, else all *.safetensors. PyTorch files
-    are selected if there are no safetensors, Flax files if there is neither.
+    are selected if there are no safetensors, Flax files if there is neither. `patterns` select further files.
     """
     top = [name for name in names if "/" not in name]
     # With an index, files outside of it are left: Mistral's repositories also have the whole model
@@ -171,8 +173,9 @@ def files_to_download(names: Sequence[str]) -> list[str]:
     else:
         weights = _select_weights(top)
     selected = set(weights)
-    for pattern in SMALL_FILE_PATTERNS:
-        selected.update(name for name in top if fnmatchcase(name, pattern))
+    side_files = [name for name in top if Path(name).suffix not in WEIGHT_SUFFIXES]
+    for pattern in (*SMALL_FILE_PATTERNS, *patterns):
+        selected.update(name for name in side_files if fnmatchcase(name, pattern))
     return sorted(selected)
 
 

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.errors import Option, PrepError, text
+from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import Manifest
+from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.parameters import VERBATIM, Family, HFConfig
 from trainer.models.registry import FAMILIES, family_of
+from trainer.models.truncation import later_layers, truncate_config
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, verbatim_family
 
 
@@ -79,6 +81,35 @@ def as_verbatim(source: Source, dtype: str | None = None) -> Source:
     family = verbatim_family(types)
     names = TensorNames(family, is_prefixed=False)
     return replace(source, family=family, names=names, tensors=tuple(tensors))
+
+
+def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedTensor, ...]]:
+    """Return a source with the first layers of its model and their config, and the tensors of the other layers.
+
+    Raises:
+        PrepError: The number of layers is unknown, or has no place in the config.
+    """
+    names = [tensor.name for tensor in source.tensors]
+    later = later_layers(source.family, source.config, names, layers)
+    if not later:
+        what = text("{} removes no layer", Option("layers", layers))
+        why = f"{source.display_name} has no more layers"
+        raise usage_error(what, why, text("a smaller {}", Option("layers")))
+    config = truncate_config(source.config, layers)
+    if not source.family.is_verbatim and later_layers(source.family, config, names, layers):
+        what = text("{} is not supported for {}", Option("layers"), source.display_name)
+        raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
+    kept: list[SourceTensor] = []
+    dropped: list[DroppedTensor] = []
+    for tensor in source.tensors:
+        if tensor.name in later:
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, "--layers"))
+        else:
+            kept.append(tensor)
+    truncated = replace(source, tensors=tuple(kept), config=config, config_path=None)
+    if source.family.is_verbatim:
+        truncated = as_verbatim(truncated)
+    return truncated, tuple(dropped)
 
 
 def verbatim_error(display_name: str) -> PrepError:

@@ -14,6 +14,7 @@ from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.openers.dcp_folder import open_dcp
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import open_orbax
@@ -29,6 +30,7 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "easylm": open_easylm,
     "torch": open_torch,
     "meta": open_meta,
+    "dcp": open_dcp,
     "orbax": open_orbax,
     "adapter": open_adapter_alone,
 }

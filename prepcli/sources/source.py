@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import DamagedError, Option, PrepError, text, usage_error
+from prepcli.errors import (
+    BROKEN_CONFIG_HINT,
+    DamagedError,
+    Option,
+    PrepError,
+    text,
+    usage_error,
+)
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
 from prepcli.formats.orbax import READABLE_SUFFIXES
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, read_small_file
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -42,7 +49,7 @@ WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a source: its name in the axis-map rows, its location and its recorded digests."""
+    """A tensor of a source: its name in the axis maps, its location and its recorded digests."""
 
     name: str
     dtype: str
@@ -152,9 +159,9 @@ class Source:
 
 
 def match_source_tensors(
-    source: Source, table: Mapping[str, ParsedAxisMap], options: MatchOptions
+    source: Source, axis_maps: Mapping[str, ParsedAxisMap], options: MatchOptions
 ) -> TensorMatch:
-    """Match the tensors of a source with the axis-map rows of its family.
+    """Match the tensors of a source with the axis maps of its family.
 
     Raises:
         PrepError: Tensors are missing, unexpected or of another shape.
@@ -164,7 +171,7 @@ def match_source_tensors(
         source.names,
         source.config,
         sizes=sizes,
-        rows=table,
+        rows=axis_maps,
         tensors=source.tensor_specs(),
         options=options,
         source_name=source.display_name,
@@ -172,7 +179,7 @@ def match_source_tensors(
 
 
 def stored_axis_maps(source: Source) -> dict[str, ParsedAxisMap]:
-    """Return the axis-map row of each parameter, with layers stacked as in the source.
+    """Return the axis map of each parameter, with layers stacked as in the source.
 
     Layers of a checkpoint that prep did not write are stacked on axis 0.
     """
@@ -183,7 +190,7 @@ def stored_axis_maps(source: Source) -> dict[str, ParsedAxisMap]:
 def source_axis_maps(
     source: Source, scan: bool = True, scan_axis: int = 0
 ) -> dict[str, ParsedAxisMap]:
-    """Return the axis-map row of each parameter of the source's family, by path."""
+    """Return the axis map of each parameter of the source's family, by path."""
     return parameter_rows(
         source.family, source.config, scan, scan_axis, {t.name for t in source.tensors}
     )

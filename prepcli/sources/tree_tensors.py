@@ -23,7 +23,7 @@ from prepcli.planning.state_names import (
 from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
-from prepcli.planning.tensors import itemsize
+from prepcli.planning.tensors import ITEM_BITS, itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
 from trainer.models.axis_map import LAYER_ATOMS, AxisMap, ParsedAxisMap, Sizes, bind_row
 from trainer.models.parameters import (
@@ -155,6 +155,9 @@ def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTen
         dtype = record.get("dtype", "")
         shape = tuple(record.get("shape", ()))
         if 0 in shape:
+            if dtype not in ITEM_BITS:
+                what = f"the manifest of {names.display_name(name)} is invalid"
+                raise DamagedError(what, f"its dtype is {dtype!r:.40}", GET_AGAIN_HINT)
             digests = recorded_digests(manifest.tensors, name)
             yield SourceTensor(name, dtype, shape, NO_BYTES, digests)
 

@@ -135,10 +135,10 @@ def config_files(
         path_prefix: Put before the name in the output.
     """
     path = source.config_path
-    if not source.family.is_verbatim or (path is not None and config != source.config):
-        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
-    if path is None:
+    if source.family.is_verbatim and path is None and not config:
         return ()
+    if not source.family.is_verbatim or path is None or config != source.config:
+        return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
     (copy,) = copied_files([path], source.root, manifest=source.manifest)
     return (replace(copy, path=path_prefix + CONFIG),)
 

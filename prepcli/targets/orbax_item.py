@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, bind_row
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
-from trainer.models.host_reads import read_amplification, reads_per_host
+from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec
@@ -69,17 +70,22 @@ class OrbaxItemLayout:
 
     def read_amplification(self, mesh: Mesh, devices_per_host: int) -> float:
         """Return the bytes read per byte needed, on the worst host with `devices_per_host` devices."""
-        return read_amplification(
-            reads_per_host(
-                leaf.grid.shape,
-                leaf.grid.chunk_shape,
-                itemsize=itemsize(leaf.dtype),
-                spec=self.specs[leaf.name],
+        # Leaves of equal geometry are computed once: a model without stacked layers has many.
+        counts = Counter((leaf.grid, leaf.dtype, self.specs[leaf.name]) for leaf in self.leaves)
+        leaf_reads: list[list[HostReads]] = []
+        for (grid, dtype, spec), count in counts.items():
+            reads = reads_per_host(
+                grid.shape,
+                grid.chunk_shape,
+                itemsize=itemsize(dtype),
+                spec=spec,
                 mesh=mesh,
                 devices_per_host=devices_per_host,
             )
-            for leaf in self.leaves
-        )
+            leaf_reads.append(
+                [HostReads(count * r.needed_bytes, count * r.read_bytes) for r in reads]
+            )
+        return read_amplification(leaf_reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,7 @@ def make_item(
 
     Args:
         source: The opened source.
-        match: The matches between tensors and axis-map rows.
+        match: The matches between tensors and axis maps.
         axis_maps: Axis maps of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.

@@ -79,15 +79,19 @@ def plan_training_step(
         PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
-    rows = source_axis_maps(source, start_manifest["scan"], start_manifest["scan_axis"])
-    match = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
+    axis_maps = source_axis_maps(source, start_manifest["scan"], start_manifest["scan_axis"])
+    match = match_source_tensors(source, axis_maps, DEFAULT_MATCH_OPTIONS)
     vocabulary = source.vocabulary()
     mesh = None
     if start_manifest["mesh"]:
         mesh = parse_mesh(start_manifest["mesh"])
     partitioning = Partitioning(mesh, merge_rules(start_manifest["rules"]), min_split_nbytes)
     item = make_item(
-        source, match, axis_maps=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning
+        source,
+        match,
+        axis_maps=axis_maps,
+        vocab_size=vocabulary.stored_size,
+        partitioning=partitioning,
     )
     # The state has the padded vocabulary of the start already, so no row is filled.
     resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))

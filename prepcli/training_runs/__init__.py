@@ -11,7 +11,6 @@
 7. `environment`: the machine and the versions, as the run records them.
 8. `observe` and `summary`: output for the user. `metrics`: output to files and services.
 9. `export`: exports of steps beside the training, and the upload of the last one.
-10. `finish`: the result.
 
 `docs/explanation/a-training-run.md` follows one run through these modules.
 """

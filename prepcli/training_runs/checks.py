@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer
@@ -233,7 +233,10 @@ def disk_warnings(
     saves = min(steps_left, 1)
     if table.every:
         saves = -(-steps_left // table.every)  # rounded up
-    num_checkpoints = _max_checkpoints(saves, table.keep)
+    num_checkpoints = saves
+    if table.keep != "all":
+        # The kept ones, and a new one before an old one is removed
+        num_checkpoints = min(saves, table.keep + 1)
     if table.milestones:
         num_checkpoints += steps_left // table.milestones
     if table.best is not None:
@@ -243,13 +246,6 @@ def disk_warnings(
         sizes = f"{num_checkpoints:,} checkpoints of {format_bytes(one_nbytes)}"
         free = format_bytes(free_nbytes)
         yield f"{folder} will hold {sizes}, its disk has {free} free: a smaller `checkpoint.keep`"
-
-
-def _max_checkpoints(saves: int, keep: int | Literal["all"]) -> int:
-    """Return the most checkpoints that exist at once: the kept ones, and a new one before an old one is removed."""
-    if keep == "all":
-        return saves
-    return min(saves, keep + 1)
 
 
 def _nearest_existing_folder(folder: Path) -> Path:

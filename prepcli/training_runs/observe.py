@@ -244,45 +244,6 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-class TrainReporter:
-    """Callbacks of a run that show its events and keep the last values for the result."""
-
-    def __init__(self, display: RunDisplay) -> None:
-        self.display = display
-        self.fields: dict[str, Any] = {}
-
-    def on_compile(self, seconds: float) -> None:
-        """Show and keep the compile time."""
-        self.display.on_compile(seconds)
-        self.fields["compile_seconds"] = round(seconds, 3)
-
-    def on_step(self, step: int) -> None:
-        """Show a finished step."""
-        self.display.on_step(step)
-
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
-        """Show a log line, and keep its values."""
-        kept = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
-        self.fields |= {key: line[key] for key in kept if key in line}
-        self.display.on_log(line, remaining_s)
-
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """Show an evaluation, and keep its values."""
-        self.fields |= {key: line[key] for key in ("eval_loss", "eval_perplexity", "eval_tokens")}
-        self.display.on_evaluate(line)
-
-    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show the texts generated after a step, and keep them."""
-        from trainer.training.log_lines import sample_lines
-
-        self.fields["samples"] = list(sample_lines(step, samples))
-        self.display.on_samples(step, samples)
-
-    def on_save(self, step: int, seconds: float) -> None:
-        """Show a saved step."""
-        self.display.on_save(step, seconds)
-
-
 def _format_tokens(count: int) -> str:
     """Format as `3.1 M tokens` or `310 M tokens`."""
     decimals = 1

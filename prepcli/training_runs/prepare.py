@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,6 @@ def prepare_run(
     from trainer.distributed import hosts
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
-    from trainer.training.datasets import build_datasets
 
     recipe = run.recipe
     manifest, model = _start_model(recipe, start, sharding)
@@ -72,8 +70,7 @@ def prepare_run(
     sampler = build_sampler(
         recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
     )
-    build = partial(build_datasets, recipe, model, manifest=manifest, group=run.group)
-    datasets = _tokenize(run, build, _token_folders(run, start, scratch_dir))
+    datasets = _tokenize(run, start, model, manifest=manifest, scratch_dir=scratch_dir)
     base_dtypes: Mapping[str, str] = {}
     if start.lora is not None:
         base_dtypes = choose_base_dtypes(start, model, recipe.lora.base_dtype)
@@ -185,30 +182,31 @@ def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> dict[st
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
 
 
-def _tokenize(run: Run, build: Callable[..., Datasets], folders: Mapping[str, Path]) -> Datasets:
-    """Tokenize the data with progress.
+def _tokenize(
+    run: Run,
+    start: StartCheckpoint,
+    model: ModelSpec,
+    *,
+    manifest: Mapping[str, Any],
+    scratch_dir: Path | None,
+) -> Datasets:
+    """Tokenize the data with progress, or map the tokens of an earlier run."""
+    from trainer.training.datasets import build_datasets
 
-    `build` is `build_datasets` with the remaining arguments bound.
-    """
     observer = run.observer
-    remote = DataFinder(make_access(observer, offline=run.request.offline), observer.note)
-    return build(
-        folders=folders,
-        remote=remote,
-        progress=tokenize_progress(observer),
-        note=observer.note,
-    )
-
-
-def _token_folders(run: Run, start: StartCheckpoint, scratch_dir: Path | None) -> dict[str, Path]:
-    """Return the folders of the tokenizer and of tokens.
-
-    See `build_datasets`.
-    """
     folders = {"tokenizer": start.tokenizer_folder, "cache": run.folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
-    return folders
+    return build_datasets(
+        run.recipe,
+        model,
+        manifest=manifest,
+        folders=folders,
+        group=run.group,
+        remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
+        progress=tokenize_progress(observer),
+        note=observer.note,
+    )
 
 
 def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
@@ -219,7 +217,7 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
     run = prepared.run
     loop = prepared.loop
     step = prepared.step
-    manifest = prepared.start.state_reader.manifest
+    manifest = prepared.start.step_reader.manifest
     if step:
         # A dry run must not write to the run's folder: a bucket's recipe is downloaded to a temporary folder.
         recipe_file = run.storage.fetch_file(RECIPE_FILE, create_placeholder_folder())

@@ -101,7 +101,10 @@ def compare_settings(
     """
     from trainer.distributed.agreement import check_agreement
 
-    facts = _versions() | _recipe_values(recipe)
+    facts = {"python": platform.python_version()}
+    for name in COMPARED_PACKAGES:
+        facts[name] = metadata.version(name)
+    facts |= _recipe_values(recipe)
     for name, value in options.items():
         facts[name] = str(value)
     check_agreement(group, facts, hint=START_HINT, options=SHARED_OPTIONS, warn=observer.warn)
@@ -133,13 +136,6 @@ def compare_start(
         "attention kernel": kernel,
     }
     check_agreement(group, facts, hint=FILES_HINT)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in COMPARED_PACKAGES},
-    }
 
 
 def _recipe_values(recipe: Recipe) -> dict[str, str]:

@@ -33,6 +33,7 @@ from prepcli.restore.params import open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import check_stream, locate
+from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
 from prepcli.sources.opening import open_source
@@ -42,6 +43,7 @@ from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokeni
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
 from trainer.models.lora import lora_family, lora_from_manifest
+from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
 from trainer.planning.model_shapes import recipe_config
@@ -96,37 +98,37 @@ class StartCheckpoint:
     """Open checkpoint that a run starts or resumes from.
 
     Attributes:
-        reader: Reads the parameters. For a saved step it also reads the optimizer state. For a
-            random start it has no leaves.
+        model_reader: Reads the parameters of the model, with LoRA those of the frozen base. For a saved
+            step it also reads the optimizer state. For a random start it has no leaves.
         model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
         tokenizer_folder: Folder with the tokenizer.
         resume_step: Step of the run, if the checkpoint is one. 0 means another model.
         hint: Hint of the error for a damaged checkpoint.
         name: URL of the checkpoint, if its folder has only placeholders of its files.
         lora: Settings of the trained adapters. None if the run trains all parameters.
-        adapters: Reads the adapters, and the optimizer state if the run is resumed. None if the adapters
-            are new.
+        adapter_reader: Reads the adapters, and the optimizer state if the run is resumed. None without LoRA, and
+            if the adapters are new.
     """
 
-    reader: ItemReader | WeightsReader | RandomReader
+    model_reader: ItemReader | WeightsReader | RandomReader
     model: Path | StartModel
     tokenizer_folder: Path
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
     lora: Mapping[str, Any] | None = None
-    adapters: ItemReader | WeightsReader | None = None
+    adapter_reader: ItemReader | WeightsReader | None = None
 
     def rename_in_errors(self) -> AbstractContextManager[None]:
         """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
-        if not (self.name and isinstance(self.reader, ItemReader)):
+        if not (self.name and isinstance(self.model_reader, ItemReader)):
             return nullcontext()
-        return rename_in_errors(self.reader.folder, f"{self.name}/{STATE_ITEM}")
+        return rename_in_errors(self.model_reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        manifest = self.reader.manifest
+        manifest = self.model_reader.manifest
         if isinstance(self.model, StartModel):
             manifest = self.model.manifest
         if self.lora is None:
@@ -134,10 +136,9 @@ class StartCheckpoint:
         return {**manifest, "lora": self.lora}
 
     @property
-    def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
-        """Reader of the training state, if the run is resumed."""
-        # With LoRA the moments are of the adapters only, and are saved in the step of the adapters.
-        return self.adapters or self.reader
+    def step_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the step to resume from: of the adapters in a run with LoRA, else of the model."""
+        return self.adapter_reader or self.model_reader
 
     def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
         """Check a checkpoint without checksums of its chunks. A checkpoint with checksums is checked while it is read.
@@ -149,14 +150,16 @@ class StartCheckpoint:
         Raises:
             PrepError: A tensor is damaged.
         """
-        if isinstance(self.reader, WeightsReader):
-            note_unrecorded(self.reader.source.display_name, self.reader.source.manifest, observer)
-        if isinstance(self.reader, ItemReader):
-            name = self.name or str(self.reader.folder)
-            note_unrecorded(name, Manifest(self.reader.manifest), observer)
-        if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
+        if isinstance(self.model_reader, WeightsReader):
+            note_unrecorded(
+                self.model_reader.source.display_name, self.model_reader.source.manifest, observer
+            )
+        if isinstance(self.model_reader, ItemReader):
+            name = self.name or str(self.model_reader.folder)
+            note_unrecorded(name, Manifest(self.model_reader.manifest), observer)
+        if not isinstance(self.model_reader, ItemReader) or self.model_reader.is_checked:
             return
-        source = self._open_source(self.reader)
+        source = self._open_source(self.model_reader)
         tensors = source.tensors
         if has_state:
             tensors = source.all_tensors
@@ -168,11 +171,11 @@ class StartCheckpoint:
         Raises:
             PrepError: They cannot be read.
         """
-        if isinstance(self.reader, ItemReader):
-            return sample_digest(self._open_source(self.reader))
+        if isinstance(self.model_reader, ItemReader):
+            return sample_digest(self._open_source(self.model_reader))
         # The digest is for the base of adapters, and the recipe checks refuse adapters on a random start.
-        assert isinstance(self.reader, WeightsReader)
-        return sample_digest(self.reader.source)
+        assert isinstance(self.model_reader, WeightsReader)
+        return sample_digest(self.model_reader.source)
 
     def _open_source(self, reader: ItemReader) -> Source:
         """Open the checkpoint of a reader as a source."""
@@ -203,6 +206,8 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     See `open_reader`.
     """
     reader = open_reader(path, verify)
+    if Manifest(reader.manifest).family == VERBATIM:
+        raise verbatim_error(str(path))
     folder = reader.folder / HF_FOLDER
     if recipe.data.tokenizer is None:
         return StartCheckpoint(reader, reader.folder, folder)
@@ -358,7 +363,7 @@ def with_adapters(
             start,
             resume_step=int(reader.manifest["step"]),
             lora=asdict(lora),
-            adapters=reader,
+            adapter_reader=reader,
         )
     if table.path is None:
         assert table.new_adapters is not None
@@ -369,7 +374,7 @@ def with_adapters(
     reader = WeightsReader(
         open_adapter(adapter, lora_family(family, config, lora), config), verify=verify
     )
-    return replace(start, lora=asdict(lora), adapters=reader)
+    return replace(start, lora=asdict(lora), adapter_reader=reader)
 
 
 def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
@@ -378,7 +383,7 @@ def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str
         return dict.fromkeys(model.base_paths, base_dtype)
     dtypes: dict[str, str] = {}
     for path in model.base_paths:
-        dtype = start.reader.leaves[f"params.{path}"].dtype
+        dtype = start.model_reader.leaves[f"params.{path}"].dtype
         # Devices do not compute in float8.
         if dtype not in FLOAT_DTYPES:
             dtype = "float32"

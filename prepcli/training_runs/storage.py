@@ -20,13 +20,12 @@ from prepcli.execution.folder_storage import FolderStorage
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_storage import TOKENS_FOLDER, RunStorage
 from prepcli.execution.uploads import parse_out_url
-from prepcli.formats.run_steps import RECIPE_FILE
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.training_runs.run import Run
 from trainer.data.store_journal import read_journal
 from trainer.files.reading import not_regular_error
 from trainer.files.writing import write_file
-from trainer.recipe import Recipe, load_recipe, recipe_to_toml
+from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
@@ -216,14 +215,6 @@ def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]
         if before != now:
             changed[key] = (before, now)
     return changed
-
-
-def write_recipe(run: Run) -> None:
-    """Write the complete recipe of a run.
-
-    Raise PrepError if it cannot be written.
-    """
-    write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
 
 
 def write_run_file(run: Run, name: str, text: str) -> None:

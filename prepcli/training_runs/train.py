@@ -1,7 +1,7 @@
 """Train with a recipe, from the recipe's checkpoint or from the last step of the run.
 
-The functions stand in the order of the calls: `train_run`, `_train_in_group`, `_train_locked`, `_run_training`,
-`_take_steps`.
+`train_run` connects the processes and takes the lock. `_train_locked` has all stages of the run in their order. The
+other functions stand in the order of their calls.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prepcli.console.job_errors import label_errors
 from prepcli.console.observer import RunObserver
 from prepcli.engine.machine import free_memory
-from prepcli.errors import Command, Key, Option, PrepError, UsageError, text
+from prepcli.errors import (
+    INTERRUPTED,
+    RESUME_HINT,
+    STOPPED,
+    Command,
+    Key,
+    Option,
+    PrepError,
+    UsageError,
+    text,
+)
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.execution.step_exports import StepExports
-from prepcli.formats.run_steps import EVAL_SEQUENCES
+from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
 from prepcli.training_runs.environment import write_environment
@@ -35,9 +45,8 @@ from prepcli.training_runs.export import (
     remove_exports,
     step_exports,
 )
-from prepcli.training_runs.finish import dry_run_result, finished_result, stopped_result
 from prepcli.training_runs.metrics import check_logs, open_metrics, open_sample_log
-from prepcli.training_runs.observe import TrainReporter, open_display
+from prepcli.training_runs.observe import RunDisplay, open_display
 from prepcli.training_runs.prepare import prepare_run
 from prepcli.training_runs.processes import (
     compare_settings,
@@ -64,14 +73,14 @@ from prepcli.training_runs.storage import (
     explain_removed_step,
     hold_run,
     open_run_storage,
-    write_recipe,
+    write_run_file,
 )
 from prepcli.training_runs.summary import rounding_text, run_summary_lines
-from trainer.recipe import LoadedRecipe
+from trainer.recipe import LoadedRecipe, recipe_to_toml
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
-    from trainer.training.loop import RunResult
+    from trainer.training.loop import LoopResult
     from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
 
@@ -122,7 +131,14 @@ def train_run(
             start_exact_backend()
         if recipe.cluster.n_local_devices is not None:
             check_local_devices(recipe.cluster.n_local_devices)
-        return replace(_train_in_group(run), process=process)
+        _check_storage(run)
+        if request.dry_run:
+            # A dry run writes nothing to the run, and may be asked for while another process trains it.
+            result = _train_locked(run)
+        else:
+            with hold_run(storage, group, process_observer.warn):
+                result = _train_locked(run)
+        return replace(result, process=process)
 
 
 def _describe_durable(run: Run) -> str:
@@ -146,63 +162,37 @@ def _shared_options(request: TrainRequest) -> dict[str, object]:
     }
 
 
-def _train_in_group(run: Run) -> TrainResult:
-    """Check the storage of the run, and train while process 0 holds its lock. A dry run takes no lock."""
+def _check_storage(run: Run) -> None:
+    """Check that the storage of the run is empty or a run, that all processes see it, and that it can have the logs."""
     storage = run.storage
-    is_dry_run = run.request.dry_run
     if run.is_first:
         storage.check(run.group.count)
         check_logs(run.recipe.log, storage)
-    if run.group.count > 1 and storage.is_on_disk and not is_dry_run:
+    if run.group.count > 1 and storage.is_on_disk and not run.request.dry_run:
         check_shared_folder(run.folder, run.group)
     if not storage.is_on_disk:
         run.observer.note(
             f"tokens and metrics are written to {run.folder} first; `data.cache` names a folder for tokens"
         )
-    # A dry run writes nothing to the run, and may be asked for while another process trains it.
-    if is_dry_run:
-        return _train_locked(run)
-    with hold_run(storage, run.group, run.observer.warn):
-        return _train_locked(run)
 
 
 def _train_locked(run: Run) -> TrainResult:
-    """Prepare the run, load its state and train. See `_train_in_group` for the lock."""
-    request = run.request
+    """Open the start checkpoint, prepare the run, load its state and train, while process 0 holds the lock."""
     with (
         raise_on_signal(),
         note_durable_work(lambda: _describe_durable(run)),
         ExitStack() as stack,
     ):
-        start, sharding = _open_start_checkpoint(run)
-        stack.enter_context(start.reader)
-        if start.adapters is not None:
-            stack.enter_context(start.adapters)
-        if not (request.dry_run or start.resume_step):
-            # Before the data is tokenized, which may take hours
-            check_repository(run.recipe.checkpoint, run.group, run.observer)
-        scratch_dir: Path | None = None
-        if request.dry_run:
-            # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
-            scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
-        prepared = prepare_run(run, start, sharding, scratch_dir=scratch_dir)
-        compare_start(
-            run.group,
-            start.manifest,
-            step=prepared.step,
-            data_identity=prepared.loop.manifest_fields["data"],
-            kernel=prepared.kernel.name,
-        )
-        for line in run_summary_lines(prepared):
-            run.observer.note(line)
-        if request.dry_run:
-            return dry_run_result(prepared)
+        prepared = _prepare(run, stack)
+        if run.request.dry_run:
+            return _result(prepared, prepared.step, memory=prepared.memory)
         if prepared.step == prepared.loop.steps:
             return _finish_again(prepared)
         if prepared.step:
             # Only now it is known whether the run is finished: a finished run without a repository needs no check.
             check_repository(run.recipe.checkpoint, run.group, run.observer)
-        if request.verify:
+        start = prepared.start
+        if run.request.verify:
             start.check_remaining(run.observer, has_state=bool(prepared.step))
         with explain_removed_step(run.storage, prepared.step), start.rename_in_errors():
             state = _load_train_state(prepared)
@@ -213,7 +203,43 @@ def _train_locked(run: Run) -> TrainResult:
         note_durable_work(lambda: describe_kept(run.storage)),
         note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
     ):
-        return _run_training(prepared, state)
+        with open_display(prepared) as display:
+            exports = step_exports(run)
+            with _open_checkpoints(prepared, exports) as checkpoints:
+                _begin_writing(prepared, checkpoints, exports)
+                end = _take_steps(prepared, state, checkpoints, display=display)
+                if exports is not None and end.stop_reason:
+                    exports.abandon()
+        if end.stop_reason:
+            error = _stopped_error(end, has_saved_step=bool(run.storage.steps(refresh=False)))
+            return _result(prepared, end.step, metrics=end.metrics, error=error)
+        return push_last_step(run, _result(prepared, end.step, metrics=end.metrics))
+
+
+def _prepare(run: Run, stack: ExitStack) -> PreparedRun:
+    """Open the start checkpoint until the stack is closed, prepare the run, and describe it to the user."""
+    start, sharding = _open_start_checkpoint(run)
+    stack.enter_context(start.model_reader)
+    if start.adapter_reader is not None:
+        stack.enter_context(start.adapter_reader)
+    if not (run.request.dry_run or start.resume_step):
+        # Before the data is tokenized, which may take hours
+        check_repository(run.recipe.checkpoint, run.group, run.observer)
+    scratch_dir: Path | None = None
+    if run.request.dry_run:
+        # A dry run must not write to the run's folder, so missing tokens go to a temporary one.
+        scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+    prepared = prepare_run(run, start, sharding, scratch_dir=scratch_dir)
+    compare_start(
+        run.group,
+        start.manifest,
+        step=prepared.step,
+        data_identity=prepared.loop.manifest_fields["data"],
+        kernel=prepared.kernel.name,
+    )
+    for line in run_summary_lines(prepared):
+        run.observer.note(line)
+    return prepared
 
 
 def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
@@ -314,7 +340,7 @@ def _finish_again(prepared: PreparedRun) -> TrainResult:
     run = prepared.run
     with note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)):
         make_missing_exports(run)
-        return push_last_step(run, finished_result(prepared))
+        return push_last_step(run, _result(prepared, prepared.step))
 
 
 def _load_train_state(prepared: PreparedRun) -> TrainState:
@@ -324,21 +350,19 @@ def _load_train_state(prepared: PreparedRun) -> TrainState:
     run = prepared.run
     start = prepared.start
     setup = prepared.loop.setup
-    base = start.reader
-    reader = start.state_reader
-    if isinstance(base, RandomReader) or isinstance(reader, RandomReader):
+    if isinstance(start.model_reader, RandomReader):
         return random_state(setup, run.recipe.seed)
     if not prepared.step:
         return init_state(
-            base,
+            start.model_reader,
             setup,
-            start.adapters,
+            start.adapter_reader,
             on_rounding=lambda counts: run.observer.note(rounding_text(counts)),
         )
     _check_exact_state(prepared)
-    if start.adapters is None:
-        return restore_state(reader, setup, None)
-    return restore_state(reader, setup, base)
+    if start.adapter_reader is None:
+        return restore_state(start.model_reader, setup, None)
+    return restore_state(start.adapter_reader, setup, start.model_reader)
 
 
 def _check_exact_state(prepared: PreparedRun) -> None:
@@ -350,7 +374,7 @@ def _check_exact_state(prepared: PreparedRun) -> None:
     from trainer.training.step import has_optimizer_state
 
     run = prepared.run
-    reader = prepared.start.state_reader
+    reader = prepared.start.step_reader
     step_name = run.storage.step_name(prepared.step)
     hint = text(
         "{}, or another {} and {}",
@@ -381,42 +405,9 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
     assert base_path is not None
     facts = base_facts(state, loop.setup.model, start, name=base_path)
     if prepared.step:
-        check_base(start.state_reader.manifest, facts)
+        check_base(start.step_reader.manifest, facts)
     loop = replace(loop, manifest_fields={**loop.manifest_fields, **facts})
     return replace(prepared, loop=loop)
-
-
-def _run_training(prepared: PreparedRun, state: TrainState) -> TrainResult:
-    """Train, and save to the storage of the run under its lock."""
-    run = prepared.run
-    restart = run.request.restart
-    with open_display(prepared) as display:
-        reporter = TrainReporter(display)
-        exports = step_exports(run)
-        with _open_checkpoints(prepared, exports) as checkpoints:
-            # All processes wait here for the check of process 0, before any of them changes its file of metrics.
-            with joint_work(run.group, "last-step"):
-                if run.is_first and not restart:
-                    check_last_step(run.storage, prepared.step)
-            if restart:
-                # The steps are deleted after all checks. A lock, where the storage has them, excludes other starts. A
-                # kill after `clear` leaves a run without steps: the next start begins at step 0.
-                checkpoints.clear()
-                remove_exports(run)
-            # A kill between the save of a step and the end of its export leaves the step without one.
-            if exports is not None:
-                exports.start_missing(checkpoints.steps())
-            if run.is_first:
-                write_recipe(run)
-                write_environment(prepared)
-            # The recipe is written before the first step is taken, so each saved step has the
-            # recipe of its run beside it.
-            result = _take_steps(prepared, state, checkpoints, reporter=reporter)
-            if exports is not None and result.stop_reason:
-                exports.abandon()
-    if result.stop_reason:
-        return stopped_result(prepared, result, reporter.fields)
-    return push_last_step(run, finished_result(prepared, reporter.fields))
 
 
 def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> CheckpointManager:
@@ -449,13 +440,37 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
     )
 
 
+def _begin_writing(
+    prepared: PreparedRun, checkpoints: CheckpointManager, exports: StepExports | None
+) -> None:
+    """Make the first changes of the run, after all checks: remove old steps, and write recipe and environment."""
+    run = prepared.run
+    restart = run.request.restart
+    # All processes wait here for the check of process 0, before any of them changes its file of metrics.
+    with joint_work(run.group, "last-step"):
+        if run.is_first and not restart:
+            check_last_step(run.storage, prepared.step)
+    if restart:
+        # A lock, where the storage has them, excludes other starts. A kill after `clear` leaves a run without steps:
+        # the next start begins at step 0.
+        checkpoints.clear()
+        remove_exports(run)
+    # A kill between the save of a step and the end of its export leaves the step without one.
+    if exports is not None:
+        exports.start_missing(checkpoints.steps())
+    # The recipe is written before the first step is taken, so each saved step has the recipe of its run beside it.
+    if run.is_first:
+        write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
+        write_environment(prepared)
+
+
 def _take_steps(
     prepared: PreparedRun,
     state: TrainState,
     checkpoints: CheckpointManager,
     *,
-    reporter: TrainReporter,
-) -> RunResult:
+    display: RunDisplay,
+) -> LoopResult:
     """Take the remaining steps of a run."""
     from trainer.training.loop import Loop
 
@@ -463,7 +478,7 @@ def _take_steps(
     loop = prepared.loop
 
     def enter_phase(phase: str) -> None:
-        reporter.display.on_phase(phase)
+        display.on_phase(phase)
         run.enter_phase(phase)
 
     has_sampler = loop.sampler is not None
@@ -480,7 +495,7 @@ def _take_steps(
             store=checkpoints,
             metrics=metrics,
             sample_log=sample_log,
-            callbacks=reporter,
+            callbacks=display,
             poll_stop_reason=stop_signal,
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(prepared, checkpoints),
@@ -522,3 +537,39 @@ def _profiler(run: Run) -> StepProfiler | None:
     return StepProfiler(
         profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, run.observer.warn
     )
+
+
+def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
+    """Return the result of a run at a step, with further fields."""
+    storage = prepared.run.storage
+    steps = storage.steps(refresh=False)
+    output = None
+    if steps:
+        output = storage.step_name(steps[-1])
+    return TrainResult(
+        run=storage.name,
+        output=output,
+        step=step,
+        steps=prepared.loop.steps,
+        resumed_at=prepared.step,
+        mesh=str(prepared.loop.setup.sharding.mesh),
+        attention_kernel=prepared.kernel.name,
+        **fields,
+    )
+
+
+def _stopped_error(end: LoopResult, *, has_saved_step: bool) -> PrepError:
+    """Return the error of a run stopped before its last step."""
+    reason = end.stop_reason
+    # 75 asks a launcher to start the job again. Ctrl-C is the user's, who does not want that.
+    code = STOPPED
+    if reason == signal.Signals.SIGINT.name:
+        code = INTERRUPTED
+    why = "no step was completed"
+    if has_saved_step:
+        why = f"step {end.step} is saved"
+    what = text("stopped: {}", reason)
+    # Other reasons are texts, e.g. the limit of `stop_after`.
+    if reason.startswith("SIG"):
+        what = text("stopped by {}", reason)
+    return PrepError(what, why, RESUME_HINT, code)

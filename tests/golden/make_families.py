@@ -87,9 +87,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1}
         | WITHOUT_DEFAULT.get(name, {})
         for name, config in DENSE_FAMILIES.items()
-        if name == config["model_type"]
+        if name == config["model_type"] and not name.endswith("t5")
     },
-    "t5-defaults": {"model_type": "t5"},
     "deepseek_v3-defaults": {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 4,
@@ -100,6 +99,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "num_hidden_layers": 1,
         "num_local_experts": 4,
     },
+    **{f"{name}-defaults": {"model_type": name} for name in ("t5", "mt5", "umt5")},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }
 

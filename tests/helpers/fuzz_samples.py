@@ -300,6 +300,8 @@ EXTRA_FIELDS: Mapping[
         "is_gated_act",
         "decoder_start_token_id",
     ),
+    "mt5": ("tie_word_embeddings", "dense_act_fn", "is_gated_act"),
+    "umt5": ("tie_word_embeddings", "scale_decoder_outputs", "dense_act_fn", "is_gated_act"),
     "mistral": (*ROPE_FIELDS, "layer_types"),
     "mixtral": (*ROPE_FIELDS, "layer_types"),
     "qwen3_moe": (*ROPE_FIELDS, "layer_types", "head_dim"),
@@ -356,7 +358,7 @@ def make_sample(family: str, seed: int, number: int) -> Sample:
         name = rng.choice(sorted(SEMANTIC_FIELDS))
         config[name] = rng.choice((True, 2, 0.5, False, None))
         changed.append(name)
-    return Sample(config, tuple(changed), family == "t5" and rng.random() < 0.4)
+    return Sample(config, tuple(changed), family.endswith("t5") and rng.random() < 0.4)
 
 
 def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) -> None:

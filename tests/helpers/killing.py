@@ -42,6 +42,7 @@ COMMANDS = {
         "--dtype",
         "bfloat16",
     ],
+    "verbatim": ["save-init", "./model", "--verbatim", "--mesh", "1,2,2"],
     "merge": ["merge", "./adapter", "./model"],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }

@@ -33,10 +33,10 @@ KEYS: Mapping[
 }
 COMPACT: dict[
     str, Any
-] = {  # the leaves that are not frozen have one, two and more axes; few of them compile fast
+] = {  # the leaves that are not frozen have one, two and four axes; each takes time to compile
     "moment_dtype": "bfloat16",
     "ema": 0.9,
-    "freeze": ("embed.positions", "re:attn_norm|mlp\\.up|attn\\.[qko]"),
+    "freeze": ("embed.positions", "re:attn_norm|mlp|attn\\.[qko]", "final_norm.bias"),
 }
 
 
@@ -107,9 +107,9 @@ def random_gradients(params: Any, step: int) -> Any:
     return unflatten_tree(flat)
 
 
-def run_trajectory(optimizer: Optimizer, steps: int) -> list[dict[str, np.ndarray]]:
+def run_trajectory(optimizer: Optimizer, steps: int, mesh: str = "") -> list[dict[str, np.ndarray]]:
     """Return the parameters, one array per layer, before the first of `steps` updates and after each of them."""
-    setup = runs.make_setup(optimizer=optimizer)
+    setup = runs.make_setup(mesh=mesh, optimizer=optimizer)
     params = runs.make_state(setup)["params"]
     leaves = setup.model.leaves
     opt_state = optimizer.init(params, leaves)

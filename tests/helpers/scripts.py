@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.waiting import MAX_S
 
 # A program that appends its words and variables to calls.jsonl, and exits with the next line of NAME.codes
-RECORDER = f"""#!{sys.executable}
+RECORDER = f"""#!{sys.executable} -IS
 import json, os, sys
 from pathlib import Path
 folder, name = Path(os.environ["RECORDS"]), Path(sys.argv[0]).name

@@ -209,6 +209,13 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "ministral": LLAMA_LIKE | {
         "model_type": "ministral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
     },
+    "ministral3": LLAMA_LIKE | {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 2e4,
+            "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
     "seed_oss": LLAMA_LIKE | {"model_type": "seed_oss", "attention_out_bias": True},
     "olmo": SMALL | {"model_type": "olmo", "num_key_value_heads": 1, "clip_qkv": 0.8},
     "cohere": LAYER_NORM | {"model_type": "cohere", "logit_scale": 0.4, "use_qk_norm": True},
@@ -233,6 +240,8 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
     },
     "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
+    "mt5": T5 | {"model_type": "mt5", "tie_word_embeddings": False},
+    "umt5": T5 | {"model_type": "umt5"},
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
@@ -267,6 +276,10 @@ DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "falcon-linear": DENSE["falcon"] | {"rope_scaling": {"type": "linear", "factor": 3.0}, "ffn_hidden_size": 20},
     "mpt-plain": DENSE["mpt"] | {"attn_config": {"softmax_scale": 0.5}},
     "biogpt-unscaled": DENSE["biogpt"] | {"scale_embedding": False, "tie_word_embeddings": False},
+    "mt5-plain": DENSE["mt5"] | {"feed_forward_proj": "relu"},
+    "umt5-unscaled": DENSE["umt5"] | {"tie_word_embeddings": False, "feed_forward_proj": "gated-silu"},
+    "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
+    "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
     "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
 }  # fmt: skip
 SLIDING = {

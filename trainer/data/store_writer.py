@@ -355,7 +355,11 @@ def _write_store(
         digests=dict.fromkeys(names, EMPTY_DIGEST),
     )
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(_open_for_update(folder / name)) for name in names}
+        files: dict[str, BinaryIO] = {}
+        for name in names:
+            # Mode "r+b" keeps the tokens of a killed run, and needs an existing file.
+            (folder / name).touch()
+            files[name] = stack.enter_context((folder / name).open("r+b"))
         restored = restore_files(files, read_journal(folder), SavedState(empty, ReadPosition()))
         journal = stack.enter_context(
             contextlib.closing(StoreJournal(folder, files.values(), restored.state))
@@ -370,9 +374,3 @@ def _write_store(
     (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
         fsync_path(path)
-
-
-def _open_for_update(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, at its start. Create a missing one."""
-    path.touch()
-    return path.open("r+b")

@@ -99,7 +99,9 @@ def run_compile_process(
         if returncode or answer is None:
             errors.seek(0)
             last_line = (errors.read().splitlines() or ["no message"])[-1]
-            raise PrepError("the compilation failed", f"exit code {returncode}: {last_line:.300}")
+            why = f"exit code {returncode}: {last_line:.300}"
+            hint = "check the free memory of this host, or plan without the compilation"
+            raise PrepError("the compilation failed", why, hint)
     return answer
 
 

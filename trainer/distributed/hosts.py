@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.distributed.process_group import ProcessGroup
+from trainer.files.reading import ACCESS_HINT
 from trainer.models.errors import PrepError
 
 # Prefix of a file that exists while processes look for it.
@@ -89,7 +90,7 @@ def sees_folder(folder: Path, group: ProcessGroup) -> bool:
     # A failure is broadcast too, so that all processes raise instead of waiting at the next call.
     name, why = json.loads(group.broadcast("probe", json.dumps([probe.name, why])))
     if why:
-        raise PrepError(f"process 0 cannot write to {folder}", why)
+        raise PrepError(f"process 0 cannot write to {folder}", why, ACCESS_HINT)
     is_seen = os.path.exists(folder / name)
     # Process 0 deletes the probe only after all processes have looked for it.
     group.barrier("probe seen")

@@ -107,9 +107,9 @@ def from_hf_flax_tree(tree: Tree, family: Family, config: HFConfig) -> Tree:
 
 def _flax_rows(family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
     if LAYOUT not in family.layouts:
-        raise PrepError(
-            f"{family.name} has no layout {LAYOUT}", "transformers has no Flax class of this family"
-        )
+        why = "transformers has no Flax class of this family"
+        hint = "`load_params` returns the parameters in prep's own tree"
+        raise PrepError(f"{family.name} has no layout {LAYOUT}", why, hint)
     return layout_rows(family.layouts[LAYOUT], config)
 
 

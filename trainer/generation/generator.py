@@ -279,11 +279,11 @@ def check_prompts(
                 "sources are supported only for encoder-decoder models",
                 "prompts without sources",
             )
-        raise usage_error(
-            f"{model.family.name} has an encoder", "a source is required for each prompt"
-        )
+        why = "a source is required for each prompt"
+        raise usage_error(f"{model.family.name} has an encoder", why, "prompts with sources")
     if not all(map(len, rows)):
-        raise usage_error("empty prompt", "a prompt must have at least one token")
+        why = "a prompt must have at least one token"
+        raise usage_error("empty prompt", why, "remove it, or add text to it")
     lowest = min(map(min, rows))
     highest = max(map(max, rows))
     if lowest < 0 or highest >= model.true_vocab_size:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import Option, PrepError, text, usage_error
+from trainer.models.suggest import did_you_mean
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 TextMetric = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
@@ -46,7 +47,8 @@ def check_metrics(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in METRICS:
-            raise usage_error(f"unknown metric `{name}`", f"known: {', '.join(METRICS)}")
+            hint = did_you_mean(name, METRICS) or text("{}", Option("metrics", next(iter(METRICS))))
+            raise usage_error(f"unknown metric `{name}`", f"known: {', '.join(METRICS)}", hint)
         # A call without texts only imports the package of the metric.
         METRICS[name]((), ())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
@@ -301,7 +301,7 @@ def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str)
             and not any(value == v for v in neutral_values)
         ):
             why = f"config.json has {value!r:.60}, which changes what the model computes"
-            raise PrepError(f"`{field}` is not supported for this family", why)
+            raise unsupported_config_error(f"`{field}` is not supported for this family", why)
 
 
 def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
@@ -322,7 +322,7 @@ def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
     name = config.get(key) or default
     if name not in ACTIVATIONS:
         why = f"{key} of config.json; supported: {', '.join(ACTIVATIONS)}"
-        raise PrepError(f"activation `{name}` is not supported", why)
+        raise unsupported_config_error(f"activation `{name}` is not supported", why)
     for field in ACTIVATION_FIELDS:
         value = config.get(field) or name
         if value != name and (
@@ -330,7 +330,7 @@ def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
             or _canonical_activation(value) != _canonical_activation(name)
         ):
             why = f"config.json has {value!r:.60}; this family reads `{key}`, which is {name}"
-            raise PrepError(f"`{field}` is not supported for this family", why)
+            raise unsupported_config_error(f"`{field}` is not supported for this family", why)
     return name
 
 

@@ -42,7 +42,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import Command, PrepError, text
 
 # The atoms of each dim.
 AtomDims = tuple[tuple[str, ...], ...]
@@ -328,8 +328,8 @@ def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None 
             continue
         index = _tensor_index(part, lookup)
         name_parts.append(index)
-        # `sizes` has no entry for an atom with an index list. Its size is the length of the list.
-        if index.listed_indices:
+        # `sizes` has no entry for an atom with a list. Its size is the length of the list.
+        if part.index_list or part.numbers:
             leaf_extents |= {f.atom: f.extent for f in index.factors}
     return AxisMap(
         text=row.text,
@@ -399,6 +399,9 @@ def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
     if not (pattern.index_list or pattern.numbers):
         return TensorIndex(lookup.factors(pattern.terms))
     indices = pattern.numbers or lookup.index_list(pattern.index_list)
+    if pattern.numbers and pattern.numbers == tuple(range(len(pattern.numbers))):
+        # Every index is the number itself. Plans list the numbers of experts for each tensor otherwise.
+        return TensorIndex((SizedAxis(pattern.terms[0].atom, len(pattern.numbers)),))
     return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 
 
@@ -508,4 +511,5 @@ def _free_atoms(terms: Iterable[Term]) -> list[str]:
 
 
 def _row_error(row: str, why: str) -> PrepError:
-    return PrepError(f"invalid row `{row.strip()}`", why)
+    hint = text("{} describes rows", Command("docs", "add-a-family"))
+    return PrepError(f"invalid row `{row.strip()}`", why, hint)

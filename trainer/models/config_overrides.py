@@ -59,10 +59,12 @@ def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
     except PrepError as error:
         # An error here belongs to the config, not to the overrides, and replaces the one above.
         read_architecture(config)
-        why = error.why
-        if error.what != INVALID_CONFIG:
-            why = text("{}: {}", error.what, error.why)
-        raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, error.hint) from error
+        why = text("{}: {}", error.what, error.why)
+        hint = error.hint
+        if error.what == INVALID_CONFIG:
+            why = error.why
+            hint = "another value, or a recipe without the key"
+        raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, hint) from error
 
 
 def _check_field(config: HFConfig, field: str, value: Any) -> None:
@@ -81,7 +83,8 @@ def _check_field(config: HFConfig, field: str, value: Any) -> None:
     values = value if field == END_TOKEN_FIELD and isinstance(value, list) else [value]
     if example is not None and not all(_has_type_of(item, example) for item in values):
         what = f"`{OVERRIDES_KEY}` sets `{field}` to {value!r:.60}"
-        raise usage_error(what, f"it must be {TYPE_NAMES[type(example)]}, such as {example!r:.60}")
+        why = f"it must be {TYPE_NAMES[type(example)]}"
+        raise usage_error(what, why, f"for example {example!r:.60}")
 
 
 def _known_fields(config: HFConfig) -> set[str]:

@@ -31,6 +31,7 @@ INTERRUPTED = 130
 
 GET_AGAIN_HINT = "get or create the checkpoint again"
 INVALID_CONFIG = "config.json is invalid"  # a value in it is
+BROKEN_CONFIG_HINT = "correct it, or get it again"
 RERUN_HINT = "run the same command again"
 RESUME_HINT = f"{RERUN_HINT} to resume"
 
@@ -374,7 +375,13 @@ def usage_error(what: str, why: str = "", hint: str = "") -> UsageError:
 
 def invalid_config_error(why: str) -> PrepError:
     """Return the error of a value in a config.json."""
-    return PrepError(INVALID_CONFIG, why)
+    return PrepError(INVALID_CONFIG, why, BROKEN_CONFIG_HINT)
+
+
+def unsupported_config_error(what: str, why: str) -> PrepError:
+    """Return the error of a config.json of a model that prep does not compute."""
+    hint = text("{} lists checkpoints of supported models", Command("models"))
+    return PrepError(what, why, hint)
 
 
 def render_text(message: str, style: Style) -> str:

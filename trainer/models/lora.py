@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import GET_AGAIN_HINT, PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import (
     EMBEDDING_PATH_PARTS,
@@ -85,9 +85,8 @@ def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
     if lora is None:
         return None
     if not _is_settings(lora):
-        raise PrepError(
-            "the manifest has invalid settings of adapters", f"`lora` is {ascii(lora)[:60]}"
-        )
+        what = "the manifest has invalid settings of adapters"
+        raise PrepError(what, f"`lora` is {ascii(lora)[:60]}", GET_AGAIN_HINT)
     return LoraConfig(
         lora["rank"],
         float(lora["alpha"]),

@@ -14,6 +14,7 @@ from trainer.models.mesh import Mesh, MeshAxes, format_sizes
 from trainer.models.rules import (
     ACTIVATION_PREFIX,
     STACKED_DIMS,
+    VERBATIM_EXPERTS,
     WHOLE,
     AxisChoices,
     DimRules,
@@ -170,15 +171,23 @@ def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[A
     """Return the choices of each dim: mp splits the largest dim that it divides, fsdp the largest other one.
 
     Stacked layers and experts are not split, and neither are leaves with a single other dim, such
-    as scales.
+    as scales. Verbatim experts are split over fsdp if it divides their number: thousands of them in
+    parts of a few kilobytes would have more chunks than an index holds.
     """
     choices: list[AxisChoices] = [WHOLE] * len(dims)
-    unstacked = [i for i, name in enumerate(_dim_names(dims)) if name not in STACKED_DIMS]
+    names = _dim_names(dims)
+    unstacked = [i for i, name in enumerate(names) if name not in STACKED_DIMS]
+    if VERBATIM_EXPERTS in names and len(unstacked) > 1 and mesh.size("fsdp") > 1:
+        experts = names.index(VERBATIM_EXPERTS)
+        if shape[experts] % mesh.size("fsdp") == 0:
+            choices[experts] = (("fsdp",),)
     by_size = sorted(unstacked, key=lambda i: -shape[i])
     # E.g. [4096, 11008] on fsdp 4 and mp 2: mp splits 11008, the largest, and fsdp splits 4096.
     for axis in ("mp", "fsdp") if len(unstacked) > 1 else ():
         divided = (i for i in by_size if choices[i] == WHOLE and shape[i] % mesh.size(axis) == 0)
-        if mesh.size(axis) > 1 and (largest := next(divided, None)) is not None:
+        if mesh.size(axis) == 1 or ((axis,),) in choices:
+            continue
+        if (largest := next(divided, None)) is not None:
             choices[largest] = ((axis,),)
     return choices
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 
 # Slightly below the largest float32, 3.40282e38: frequencies are computed in float32.
 MAX_FLOAT32 = 3.4e38
@@ -44,6 +44,9 @@ class Rope:
         short_factors: longrope: factor of each frequency in sequences of up to
             `original_max_positions` tokens.
         long_factors: longrope: factor of each frequency in longer sequences.
+        query_scale_beta: Growth of the factor of queries 1 + beta * log(1 + floor(p / n)) with the
+            position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
+        query_scale_positions: The number n of positions between two steps of the factor.
 
     Raises:
         PrepError: A value is out of range.
@@ -60,6 +63,8 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_scale_beta: float = 0.0
+    query_scale_positions: int = 1
 
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -170,7 +175,8 @@ def _read_rotary_dim(
     )
     if rotary_share != 1 and not allow_partial:
         why = f"config.json has {rotary_share:g}; this family rotates whole heads"
-        raise PrepError("`partial_rotary_factor` is not supported for this family", why)
+        what = "`partial_rotary_factor` is not supported for this family"
+        raise unsupported_config_error(what, why)
     return check_rotary_dim(
         int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}"
     )
@@ -181,13 +187,12 @@ def _read_rope_type(scaling: Mapping[str, Any], rope_types: Mapping[str, str]) -
     type_name = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(type_name, str) or type_name not in rope_types:
         what = f"rope type `{type_name!s:.60}` is not supported for this family"
-        raise PrepError(what, f"supported: {', '.join(rope_types)}")
+        raise unsupported_config_error(what, f"supported: {', '.join(rope_types)}")
     for key, value in scaling.items():
         if isinstance(value, Mapping):
             why = f"config.json has a rotary embedding for `{key:.60}`"
-            raise PrepError(
-                "rotary embeddings per layer type are not supported for this family", why
-            )
+            what = "rotary embeddings per layer type are not supported for this family"
+            raise unsupported_config_error(what, why)
     return rope_types[type_name]
 
 

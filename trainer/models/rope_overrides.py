@@ -50,6 +50,7 @@ VERSION_4_THETA = ("rope_theta", "rope_scaling")
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
 # NTK-aware scaling stretches the lowest frequency theta^(-(d - 2)/d) by the factor and keeps the
 # highest one, which theta * factor^(d / (d - 2)) does.
+OTHER_VALUE_HINT = "another value, or a recipe without the key"
 NTK_HINT = "`model.rope_theta` = theta * factor ** (d / (d - 2)), for heads with d rotated elements"
 
 ReadArch = Callable[[HFConfig], ArchConfig]
@@ -99,11 +100,10 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> None:
             raise usage_error(f"`{SCALING_KEY}` has the unknown key `{key:.60}`", why, hint)
     for key in required:
         if key not in scaling:
-            raise usage_error(
-                f"`{SCALING_KEY}` has no `{key}`", f"type {rope_type} needs {', '.join(required)}"
-            )
+            why = f"type {rope_type} needs {', '.join(required)}"
+            raise usage_error(f"`{SCALING_KEY}` has no `{key}`", why, f"add `{key}`")
     for what, why in _invalid_values(scaling):
-        raise usage_error(f"`{SCALING_KEY}` has {what}", why)
+        raise usage_error(f"`{SCALING_KEY}` has {what}", why, OTHER_VALUE_HINT)
 
 
 def _read_type(scaling: Mapping[str, Any]) -> str:
@@ -186,9 +186,10 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
         after = family.arch_config(changed)
     except PrepError as error:
         what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
-        raise usage_error(
-            what, error.why if error.what == INVALID_CONFIG else error.what
-        ) from error
+        why = error.what
+        if error.what == INVALID_CONFIG:
+            why = error.why
+        raise usage_error(what, why, OTHER_VALUE_HINT) from error
     _check_dynamic(before, after)
     return changed
 

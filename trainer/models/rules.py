@@ -77,8 +77,10 @@ ACTIVATION_RULES: DimRules = {
 ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "vocab")
 
 
+# Logical dim of the experts of a verbatim leaf. No computation depends on their sharding.
+VERBATIM_EXPERTS = "verbatim_experts"
 # Logical dims that count layers or experts: a leaf has one source tensor per index.
-STACKED_DIMS = (*LAYER_ATOMS, "experts")
+STACKED_DIMS = (*LAYER_ATOMS, "experts", VERBATIM_EXPERTS)
 
 
 # Prefixes of rules of leaves and of activations, as text.

@@ -29,7 +29,7 @@ from trainer.models.axis_map import (
     Term,
     escape_path,
 )
-from trainer.models.errors import Command, PrepError, text
+from trainer.models.errors import GET_AGAIN_HINT, Command, PrepError, text
 from trainer.models.parameters import (
     VERBATIM,
     Family,
@@ -38,9 +38,9 @@ from trainer.models.parameters import (
     WeightTying,
     parameter_rows,
 )
+from trainer.models.rules import VERBATIM_EXPERTS
 
 CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
-EXPERTS = "experts"
 # In the path of a leaf, in place of the numbers of its tensors.
 STACKED_NUMBER = "*"
 # A whole part of a dotted name. `007` is no number: its zeros would be lost. Larger numbers count nothing.
@@ -68,7 +68,7 @@ class _Stack:
         """Return the atom that a position is stacked by, or "" for a single number."""
         if len(self.numbers[position]) == 1:
             return ""
-        return LAYERS if position == 0 else EXPERTS
+        return LAYERS if position == 0 else VERBATIM_EXPERTS
 
     def path(self, layer: str = STACKED_NUMBER) -> str:
         """Return the template of the leaf's path, with `layer` in place of the numbers of stacked layers."""
@@ -149,7 +149,9 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
         dtype = record.get("dtype")
         shape = record.get("shape")
         if not isinstance(dtype, str) or not _is_shape(shape):
-            raise PrepError("the manifest is invalid", f"{name!r:.60} has no dtype and shape")
+            raise PrepError(
+                "the manifest is invalid", f"{name!r:.60} has no dtype and shape", GET_AGAIN_HINT
+            )
         types[name] = (dtype, tuple(shape))
     return verbatim_family(types)
 
@@ -173,6 +175,15 @@ def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[in
     return numbers
 
 
+def split_numbers(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the text between the numbers of a name, and the numbers.
+
+    >>> split_numbers("h.3.mlp.0.w")
+    (('h.', '.mlp.', '.w'), (3, 0))
+    """
+    return tuple(_NUMBER.split(name)), tuple(map(int, _NUMBER.findall(name)))
+
+
 def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
     """Yield the leaves of the tensors, ordered by name."""
     groups: dict[tuple[tuple[str, ...], str, tuple[int, ...]], set[tuple[int, ...]]] = {}
@@ -180,8 +191,8 @@ def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
         dtype, shape = tensors[name]
         if math.prod(shape) == 0:
             continue
-        numbers = tuple(map(int, _NUMBER.findall(name)))
-        groups.setdefault((tuple(_NUMBER.split(name)), dtype, shape), set()).add(numbers)
+        pieces, numbers = split_numbers(name)
+        groups.setdefault((pieces, dtype, shape), set()).add(numbers)
     for (pieces, _, shape), indices in groups.items():
         for product in _products(indices):
             for numbers in _with_two_runs(product):
@@ -222,7 +233,7 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
     """Return the template of the paths of the leaves of layers. They are unused, and are added to the used paths."""
     template = stack.path("{}")
-    if EXPERTS not in map(stack.atom, range(len(stack.numbers))):
+    if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
         # The path of each layer is the name of its tensor.
         return template
     suffix = ""
@@ -258,7 +269,9 @@ def _dim_atoms(shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _is_shape(shape: object) -> bool:
-    return isinstance(shape, list | tuple) and all(type(extent) is int for extent in shape)
+    if not isinstance(shape, list | tuple):
+        return False
+    return all(type(extent) is int and extent >= 0 for extent in shape)
 
 
 def _refuse_architecture(config: HFConfig) -> ArchConfig:

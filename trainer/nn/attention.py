@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.models.architecture import NO_CLIP
-from trainer.nn.attention_mask import KV, CosSin
+from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
@@ -27,7 +27,7 @@ from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
-from trainer.nn.position_encoding import apply_rotary
+from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
 
@@ -117,7 +117,11 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
             if not arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)
             if name != "v" and cos_sin is not None:
-                heads = apply_rotary(heads, *cos_sin, is_interleaved=is_interleaved)
+                heads = apply_rotary(
+                    heads, cos_sin.cosine, cos_sin.sine, is_interleaved=is_interleaved
+                )
+            if name == "q" and cos_sin is not None and cos_sin.query_scale is not None:
+                heads = heads * cos_sin.query_scale[..., None].astype(heads.dtype)
             if arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)
             projected.append(heads)

@@ -14,10 +14,9 @@ from jax import Array, lax
 
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.dropout import AttentionDropout
+from trainer.nn.position_encoding import CosSin
 from trainer.nn.score_bias import ScoreBias
 
-# rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
-CosSin = tuple[Array, Array]
 KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 

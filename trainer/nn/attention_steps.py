@@ -10,16 +10,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
-from trainer.nn.attention_mask import KV, CosSin
+from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
 from trainer.nn.linear import linear
+from trainer.nn.position_encoding import CosSin
 from trainer.nn.token_chunks import over_token_chunks
 
 # Key in the weights of a chunk: the norm of the input, not of queries or keys.
@@ -78,13 +80,11 @@ def attend_and_project(
 
 
 def rotary_tables(context: LayerContext) -> CosSin | None:
-    """Return rotary cosine and sine [1 or B, T, R / 2]. None if there is no rotary embedding."""
-    if context.mask.cos_sin is None:
-        return None
-    cosine, sine = context.mask.cos_sin
-    if cosine.ndim == 2:
-        return cosine[None], sine[None]
-    return cosine, sine
+    """Return the rotation of queries and keys with an axis of rows, [1 or B, T, ...]. None if there is none."""
+    cos_sin = context.mask.cos_sin
+    if cos_sin is None or cos_sin.cosine.ndim == 3:
+        return cos_sin
+    return jax.tree.map(lambda table: table[None], cos_sin)
 
 
 def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:

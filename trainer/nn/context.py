@@ -16,17 +16,20 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import Alibi, ArchConfig, LayerKind, RelativePositionBias
 from trainer.models.param_tree import Tree
 from trainer.models.rope_config import Rope
-from trainer.nn.attention_mask import AttentionMask, CosSin, EncoderOutput
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.nn.position_encoding import CosSin
 from trainer.nn.score_bias import ScoreBias
 
 # Entries in a layer's weights that are not parameters. They differ between layers, so a scan over
 # layers has to slice them as it slices the weights.
 LAYER_SCORE_SCALE = "layer_score_scale"
 LAYER_DROPOUT_KEYS = "layer_dropout_keys"
+# Key of the table of T5's biases in the weights of a stack, or of a layer.
+RELATIVE_POSITIONS = "relative_positions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,10 @@ class StackContext:
         if self.dropout is not None:
             layer_keys = weights.get(LAYER_DROPOUT_KEYS)
             dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
+        mask = self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE))
         return LayerContext(
             self.arch_config,
-            self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE)),
+            with_score_bias(mask, weights, self.arch_config, self.forward_config),
             self.forward_config.sharding,
             kv_cache=kv_cache,
             encoder_output=encoder_output,
@@ -121,23 +125,27 @@ class StackContext:
 
 
 def with_score_bias(
-    mask: AttentionMask, stack: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
+    mask: AttentionMask, weights: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
 ) -> AttentionMask:
-    """Add the bias of scores by relative position, if the family has one.
+    """Add the bias of scores by relative position, if these weights have its table, or it has none.
 
     Args:
         mask: Positions of queries and keys.
-        stack: Parameters of the stack.
+        weights: Parameters of a stack with one bias for all layers, or of a layer with its own.
         arch_config: The choices of its layers.
         forward_config: Execution options.
     """
+    if mask.bias is not None:
+        return mask
     match arch_config.score_bias:
         case None:
             return mask
         case Alibi(slopes):
             table = jnp.asarray([slopes], jnp.float32)
         case RelativePositionBias():
-            table = stack["relative_positions"]["weight"]
+            if RELATIVE_POSITIONS not in weights:
+                return mask
+            table = weights[RELATIVE_POSITIONS]["weight"]
     bias = ScoreBias(table, arch_config.score_bias, forward_config.sharding)
     mask = dataclasses.replace(mask, bias=bias)
     if forward_config.attention_options.kernel != "reference":

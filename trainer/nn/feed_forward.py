@@ -8,15 +8,15 @@ Axes: B rows of the batch, T tokens, D model width, F hidden units.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jax import Array
 
 from trainer.nn.activation_names import name_activation
 from trainer.nn.context import LayerContext
-from trainer.nn.mlp import mlp
+from trainer.nn.mlp import INPUT_NORM, chunk_input, mlp
 from trainer.nn.moe import moe_mlp
-from trainer.nn.norms import norm
 from trainer.nn.token_chunks import over_token_chunks
 
 
@@ -41,21 +41,23 @@ def feed_forward(
     arch_config = context.arch_config
     sharding = context.sharding
 
-    def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
-        if weights["norm"] is not None:
-            x = norm(x, weights["norm"], arch_config)
-        x = sharding.constrain(x, "batch", "seq", "embed")
-        projections = weights["projections"]
-        # A model with experts may have dense layers too.
-        if "router" in projections:
-            return moe_mlp(x, projections, arch_config, sharding)
-        return mlp(x, projections, arch_config, sharding)
+    def run_experts(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
+        x = chunk_input(x, weights, arch_config, sharding)
+        projections = {name: value for name, value in weights.items() if name != INPUT_NORM}
+        return moe_mlp(x, projections, arch_config, sharding)
 
+    # A model with experts may have dense layers too.
+    if "router" in weights:
+        run_chunk = run_experts
+    else:
+        run_chunk = partial(mlp, arch_config=arch_config, sharding=sharding)
+    if input_norm is not None:
+        weights = {**weights, INPUT_NORM: input_norm}
     run_tokens = over_token_chunks(
         run_chunk,
         x.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
     )
-    output = run_tokens(x, {"projections": weights, "norm": input_norm}, None)
+    output = run_tokens(x, weights, None)
     return name_activation(output, "mlp_output")

@@ -24,13 +24,13 @@ from jax import Array
 
 from trainer.distributed.sharding import UNSPLIT
 from trainer.models.architecture import ArchConfig
-from trainer.nn.attention_mask import KV, CosSin
+from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
-from trainer.nn.position_encoding import apply_rotary
+from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
 PROJECTIONS = ("q", "q_down", "q_latent_norm", "q_up", "kv_down", "kv_latent_norm", "k_rope")
@@ -94,12 +94,15 @@ def _projection(context: LayerContext, *, num_tokens: int) -> TokenFunction:
         latent = sharding.constrain(latent, "batch", "seq", UNSPLIT)[:, :, None]
         k_rope = linear(x, weights["k_rope"], num_devices=num_devices)
         k_rope = sharding.constrain(k_rope, "batch", "seq", UNSPLIT)[:, :, None]
-        k_rope = apply_rotary(k_rope, *cos_sin, is_interleaved=is_interleaved)
+        k_rope = apply_rotary(k_rope, cos_sin.cosine, cos_sin.sine, is_interleaved=is_interleaved)
         q = _queries(x, weights, latent_norm, num_devices)
         q = sharding.constrain(q, "batch", "seq", "heads", "head_dim")
         plain, rotated = jnp.split(q, [q.shape[-1] - k_rope.shape[-1]], axis=-1)
-        rotated = apply_rotary(rotated, *cos_sin, is_interleaved=is_interleaved)
-        return [jnp.concatenate([plain, rotated], axis=-1), latent, k_rope]
+        rotated = apply_rotary(rotated, cos_sin.cosine, cos_sin.sine, is_interleaved=is_interleaved)
+        q = jnp.concatenate([plain, rotated], axis=-1)
+        if cos_sin.query_scale is not None:
+            q = q * cos_sin.query_scale[..., None].astype(q.dtype)
+        return [q, latent, k_rope]
 
     return over_token_chunks(
         project_chunk,

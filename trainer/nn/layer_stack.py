@@ -64,23 +64,22 @@ def run_stack(
         kind: with_remat(partial(run_layer, context, kind), forward_config) for kind in set(kinds)
     }
 
-    def run_layers(carry: LayerCarry, layers: range) -> LayerCarry:
-        for layer in layers:
-            if isinstance(weights, list):
-                layer_tree = weights[layer]
-            else:
-                layer_tree = _take_layer(weights, arch_config.group_indices[layer])
-            carry = run_by_kind[kinds[layer]](carry, layer_tree)
-        return carry
-
     carry: LayerCarry = (x, kv_cache)
     schedule = arch_config.layer_schedule
-    if isinstance(weights, list) or schedule.num_periods < 2:
-        carry = run_layers(carry, range(len(kinds)))
-    else:
-        carry = run_layers(carry, range(schedule.num_first))
-        carry = _scan_layers(carry, weights, context)
-        carry = run_layers(carry, range(schedule.stop, len(kinds)))
+    scanned = range(0)
+    if not isinstance(weights, list) and schedule.num_periods > 1:
+        scanned = range(schedule.num_first, schedule.stop)
+    for layer, kind in enumerate(kinds):
+        if isinstance(weights, list):
+            layer_tree = weights[layer]
+        elif layer not in scanned:
+            layer_tree = _take_layer(weights, arch_config.group_indices[layer])
+        else:
+            # The scan runs all of its layers at the first one.
+            if layer == scanned.start:
+                carry = _scan_layers(carry, weights, context)
+            continue
+        carry = run_by_kind[kind](carry, layer_tree)
     x, kv_cache = carry
     if arch_config.has_final_norm:
         x = norm(x, stack.get("final_norm", {}), arch_config)

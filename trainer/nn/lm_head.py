@@ -359,7 +359,8 @@ def _weighted_sum(values: Array, chunk: _Chunk, function: str) -> Array:
     token_weight = chunk[2]
     if jnp.shape(values) != token_weight.shape:
         why = f"it has shape {list(jnp.shape(values))}, not that of the targets, {list(token_weight.shape)}"
-        raise PrepError(f"{function} did not return a value for each token", why)
+        what = f"{function} did not return a value for each token"
+        raise PrepError(what, why, "return an array with the shape of the targets")
     # select with `where`: the value of a token of weight 0 may be inf
     return jnp.where(token_weight > 0, token_weight * values, 0.0).sum()
 

@@ -17,7 +17,10 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
+from trainer.nn.norms import norm
 
+# Key of the norm of the input among the weights of an MLP.
+INPUT_NORM = "input_norm"
 # 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (arXiv:1606.08415, section 2)
 _TANH_GELU = partial(nn.gelu, approximate=True)
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -36,9 +39,28 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def mlp(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+    x: Array,
+    weights: Mapping[str, Any],
+    constants: None = None,
+    *,
+    arch_config: ArchConfig,
+    sharding: ShardingContext,
 ) -> Array:
-    """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated."""
+    """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated.
+
+    The arguments are those of a function of token chunks, so that no call lies between the chunks and the products.
+
+    Args:
+        x: Input [B, T, D].
+        weights: Projections `up`, `down` and, if it is gated, `gate`. Optionally INPUT_NORM, the norm of `x`.
+        constants: Unused. An MLP needs none.
+        arch_config: The choices of the layers.
+        sharding: The device mesh and its rules.
+
+    Returns:
+        [B, T, D].
+    """
+    x = chunk_input(x, weights, arch_config, sharding)
     num_devices = sharding.num_devices
     # [B, T, D] -> [B, T, F]
     up = linear(x, weights["up"], num_devices=num_devices)
@@ -48,6 +70,15 @@ def mlp(
     hidden = hidden_units(up, gate, arch_config)
     hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
     return linear(hidden, weights["down"], num_devices=num_devices)
+
+
+def chunk_input(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
+    """Normalize the input [B, T, D] of an MLP or of experts, if it has a norm, and constrain its sharding."""
+    if INPUT_NORM in weights:
+        x = norm(x, weights[INPUT_NORM], arch_config)
+    return sharding.constrain(x, "batch", "seq", "embed")
 
 
 def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Array:

@@ -46,12 +46,12 @@ class ModelSpec:
 
     @property
     def saved_leaves(self) -> Mapping[str, ParamLeaf]:
-        """Parameters that a training checkpoint has, by path: the adapters, or all without LoRA."""
+        """Parameters of a training checkpoint, by path: the adapters, or all without LoRA."""
         return self.leaves if self.adapters is None else self.adapters.leaves
 
     @property
     def base_paths(self) -> list[str]:
-        """Paths of the base of adapters, which no training changes. Empty without LoRA."""
+        """Paths of the base of adapters. Training does not change them. Empty without LoRA."""
         return [path for path in self.leaves if path not in self.saved_leaves]
 
     @property

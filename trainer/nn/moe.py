@@ -72,7 +72,7 @@ def _shared_experts(
     x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
     """Compute the shared experts of [B, T, D], times their gate if they have one."""
-    output = mlp(x, weights["shared"], arch_config, sharding)
+    output = mlp(x, weights["shared"], arch_config=arch_config, sharding=sharding)
     if "shared_gate" not in weights:
         return output
     gate = jnp.einsum("btd,d->bt", x, weights["shared_gate"]["weight"])

@@ -8,6 +8,7 @@ Axes: B rows of the batch, T queries, S keys, H heads, E head width, R rotated e
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,20 @@ from jax import Array
 
 from trainer.models.architecture import RelativePositionBias
 from trainer.models.rope_config import Rope
+
+
+class CosSin(NamedTuple):
+    """The rotation of queries and keys by position.
+
+    Attributes:
+        cosine: Rotary cosine, float32 [T, R / 2], or [B, T, R / 2] if rows differ.
+        sine: Like `cosine`.
+        query_scale: Factor of queries, float32 [T, 1] or [B, T, 1]. None means 1.
+    """
+
+    cosine: Array
+    sine: Array
+    query_scale: Array | None = None
 
 
 def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
@@ -46,8 +61,8 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
     return default
 
 
-def rotary_cos_sin(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Compute the rotary cosine and sine, float32 [T, R / 2] or [B, T, R / 2], of whole rows.
+def rotary_cos_sin(rope: Rope, positions: Array) -> CosSin:
+    """Compute the rotary cosine and sine of whole rows.
 
     Args:
         rope: The rotary embedding. Scaling by length uses the length of the row.
@@ -55,12 +70,11 @@ def rotary_cos_sin(rope: Rope, positions: Array) -> tuple[Array, Array]:
             documents.
     """
     frequencies = inverse_frequencies(rope, positions.shape[-1])
-    return _scaled_cos_sin(rope, positions.astype(jnp.float32)[..., None] * frequencies)
+    positions = positions.astype(jnp.float32)[..., None]
+    return _scaled_cos_sin(rope, positions, frequencies)
 
 
-def rotary_cos_sin_at(
-    rope: Rope, positions: Array, lengths: Array, max_length: int
-) -> tuple[Array, Array]:
+def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: int) -> CosSin:
     """Compute the rotary cosine and sine of given positions, in rows of different lengths.
 
     Args:
@@ -68,9 +82,6 @@ def rotary_cos_sin_at(
         positions: int32 [B, T].
         lengths: int32 [B], the number of tokens of each row so far.
         max_length: Upper bound of `lengths`.
-
-    Returns:
-        Cosine and sine, float32 [B, T, R / 2].
     """
     shortest = rope.original_max_positions
     # frequencies are constant from this length on
@@ -84,14 +95,20 @@ def rotary_cos_sin_at(
         ]
     )
     row_frequencies = jnp.asarray(by_length)[jnp.clip(lengths - shortest, 0, len(by_length) - 1)]
-    return _scaled_cos_sin(
-        rope, positions[..., None].astype(jnp.float32) * row_frequencies[:, None]
-    )
+    positions = positions.astype(jnp.float32)[..., None]
+    return _scaled_cos_sin(rope, positions, row_frequencies[:, None])
 
 
-def _scaled_cos_sin(rope: Rope, angles: Array) -> tuple[Array, Array]:
-    """Compute cosine and sine, scaled by the attention factor."""
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+def _scaled_cos_sin(rope: Rope, positions: Array, frequencies: Array | np.ndarray) -> CosSin:
+    """Compute cosine and sine scaled by the attention factor, and the factor of queries, of positions [..., 1]."""
+    angles = positions * frequencies
+    cosine = jnp.cos(angles) * rope.attention_factor
+    sine = jnp.sin(angles) * rope.attention_factor
+    if rope.query_scale_beta == 0:
+        return CosSin(cosine, sine)
+    # Slots before a row's first token have negative positions, whose logarithm would not be finite.
+    steps = jnp.floor(jnp.maximum(positions, 0) / rope.query_scale_positions)
+    return CosSin(cosine, sine, 1 + rope.query_scale_beta * jnp.log1p(steps))
 
 
 def apply_rotary(x: Array, cosine: Array, sine: Array, is_interleaved: bool = False) -> Array:

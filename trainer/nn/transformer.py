@@ -27,7 +27,6 @@ from trainer.nn.attention_mask import (
     KV,
     KV_CACHE_DIMS,
     AttentionMask,
-    CosSin,
     EncoderOutput,
     Segments,
     causal_mask,
@@ -39,7 +38,7 @@ from trainer.nn.layer_stack import layer_weights, run_stack
 from trainer.nn.lm_head import LMHead
 from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.nn.position_encoding import rotary_cos_sin
+from trainer.nn.position_encoding import CosSin, rotary_cos_sin
 
 
 def encode(
@@ -70,7 +69,8 @@ def encode(
     arch_config = model.arch_config.encoder
     sharding = forward_config.sharding
     if arch_config is None:
-        raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
+        why = "it is a decoder-only model"
+        raise PrepError(f"{model.family.name} has no encoder", why, "tokens without a source")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
     mask = AttentionMask(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.errors import Option, PrepError, override_text
@@ -32,7 +31,7 @@ class MemoryChange:
         plan: The plan with them.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     plan: TrainingPlan
 
     @property
@@ -43,7 +42,7 @@ class MemoryChange:
 
 
 # The plan with changed values. None if it is not valid.
-Replan = Callable[[Mapping[str, Any]], TrainingPlan | None]
+Replan = Callable[[Mapping[str, object]], TrainingPlan | None]
 
 
 def find_memory_change(
@@ -71,7 +70,7 @@ def find_memory_change(
         The changes, or None if no combination suffices.
     """
 
-    def replan(values: Mapping[str, Any]) -> TrainingPlan | None:
+    def replan(values: Mapping[str, object]) -> TrainingPlan | None:
         try:
             recipe = with_overrides(plan.recipe, values)
             return plan_training(recipe, model, rules, device=plan.device)
@@ -120,7 +119,7 @@ def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> M
     return change
 
 
-def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
     """Yield changes that keep the mesh and the batch size, in the order in which to try them."""
     length = plan.inputs.seq_length
     current = plan.recipe.model
@@ -148,19 +147,19 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
 
 def _smaller(
     key: str, current: int, sizes: tuple[int, ...], length: int
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[Mapping[str, object]]:
     """Yield a value of `key` for each of `sizes` below the current chunk length."""
     yield from ({key: size} for size in sizes if size < chunk_length(current, length))
 
 
-def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
     """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
     if plan.inputs.local_batch_size == 1:
         return
     # E.g. 2 micro-batches of 4 sequences per replica become 8 of 1.
     batch = plan.recipe.batch
     size = plan.inputs.micro_batch_size * plan.inputs.accumulate
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     # Without this key the size is derived from the micro-batch, and would shrink with it.
     if not batch.size:
         values["batch.size"] = size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
 from trainer.models.errors import Key
@@ -163,17 +162,14 @@ def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
     return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
-def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+def with_overrides(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
     """Return a recipe with other values of dotted keys, which must be valid."""
-    updates: dict[str, Any] = {}
     for key, value in values.items():
         table, _, name = key.rpartition(".")
+        # `model_copy` of pydantic does not validate values.
         if table:
-            # Several keys may be in one table, so a later key changes the copy of an earlier one.
-            # `model_copy` of pydantic does not validate values.
-            updates[table] = updates.get(table, getattr(recipe, table)).model_copy(
-                update={name: value}
-            )
+            changed = getattr(recipe, table).model_copy(update={name: value})
+            recipe = recipe.model_copy(update={table: changed})
         else:
-            updates[name] = value
-    return recipe.model_copy(update=updates)
+            recipe = recipe.model_copy(update={name: value})
+    return recipe

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.formatting import example_value, to_toml
+from trainer.recipe.key_schema import KeySchema, ValueSchema, alternatives
 from trainer.recipe.other_trainers import value_for_synonym
 from trainer.recipe.toml_values import parse_toml_value
 
@@ -20,12 +21,12 @@ _PYTHON_TYPES = {
 }
 
 
-def suggest_value(value: Any, key_schema: Mapping[str, Any]) -> str:
+def suggest_value(value: Any, key_schema: KeySchema) -> str:
     """Return the corrected value as TOML, or the key's example if it cannot be corrected."""
     return correct_value(value, key_schema) or example_value(key_schema)
 
 
-def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
+def correct_value(value: Any, key_schema: KeySchema) -> str:
     """Return a value as TOML in a form accepted by a key.
 
     Args:
@@ -65,18 +66,18 @@ def _parse_toml_value(text: str) -> Any:
         return text
 
 
-def is_accepted(value: Any, key_schema: Mapping[str, Any]) -> bool:
+def is_accepted(value: Any, key_schema: KeySchema) -> bool:
     """Return whether a key accepts a value, by the key's JSON schema."""
     return any(_is_accepted_by(value, alternative) for alternative in alternatives(key_schema))
 
 
-def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
+def _is_accepted_by(value: Any, alternative: ValueSchema) -> bool:
     if "const" in alternative:
         # `1 == True` in Python, so the types are compared as well.
         return value == alternative["const"] and type(value) is type(alternative["const"])
     if "enum" in alternative:
         return isinstance(value, str) and value in alternative["enum"]
-    if alternative["type"] == "array":
+    if "items" in alternative:
         items = alternative["items"]
         minimum = alternative.get("minItems", 1)
         maximum = alternative.get("maxItems", math.inf)
@@ -97,7 +98,7 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
     return _is_within(value, alternative)
 
 
-def _is_within(value: float, alternative: Mapping[str, Any]) -> bool:
+def _is_within(value: float, alternative: ValueSchema) -> bool:
     return (
         (isinstance(value, int) or math.isfinite(value))
         and value >= alternative.get("minimum", -math.inf)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
+from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PositiveFloat, if_absent
 from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat, DataType, IdsDtype
 
@@ -59,7 +60,7 @@ class DataSource(BaseModel):
     path: Paths = Field(description="as `data.path`", examples=["wiki/*.jsonl"])
     weight: PositiveFloat | None = Field(
         default=None,
-        description="share of the sequences, relative to the other sources; all sources have one, or none",
+        description="share of the sequences, relative to the other sources. All sources have one, or none",
         examples=[3],
         json_schema_extra=if_absent("all sequences of all sources are shuffled together"),
     )
@@ -75,7 +76,7 @@ class DataSource(BaseModel):
     bad_lines: NonNegativeInt | None = _as_in_data("bad_lines")
 
 
-SOURCE_SCHEMAS: Mapping[str, Mapping[str, Any]] = DataSource.model_json_schema()["properties"]
+SOURCE_SCHEMAS: Mapping[str, KeySchema] = DataSource.model_json_schema()["properties"]
 
 
 def parse_sources(data: Data) -> tuple[DataSource, ...]:

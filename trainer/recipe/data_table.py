@@ -35,9 +35,10 @@ class Data(BaseModel):
 
     type: DataType = Field(
         default="auto",
-        description="text: each file is a document; json: each line is an object with a document; csv: each row has "
-        "one, also in .tsv files; parquet and arrow: tables with a document per row; ids: .npy and .bin files of token "
-        "ids; auto: as the suffixes of the files tell. Files of text, json and csv may be compressed (.gz, .zst)",
+        description="`text`: each file is a document. `json`: each line is an object with a document. `csv`: each row "
+        "has one, also in .tsv files. `parquet` and `arrow`: tables with a document per row. `ids`: .npy and .bin "
+        "files of token ids. `auto`: as the suffixes of the files tell. Files of text, json and csv may be compressed "
+        "(.gz, .zst)",
         examples=["text"],
     )
     # Required, and None is valid: the loader sets None if the recipe has `sources`. A default of None
@@ -86,27 +87,27 @@ class Data(BaseModel):
     )
     bad_lines: NonNegativeInt = Field(
         default=0,
-        description="invalid lines and rows that are skipped; the first ones are reported, and one more is an error",
+        description="invalid lines and rows that are skipped. The first ones are reported, and one more is an error",
         examples=[10],
     )
     max_document_bytes: Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)] = Field(
         default=DEFAULT_MAX_DOCUMENT_NBYTES,
-        description="bytes that a line, a row or a value of a column may have; a larger one is an invalid line. It "
+        description="bytes that a line, a row or a value of a column may have. A larger one is an invalid line. It "
         "also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than 8 times this size",
         examples=[256 << 20],
     )
     format: DataFormat = Field(
         default="text",
-        description="text: columns of texts or token ids; prompt_completion: text with the `fields` "
-        '"[prompt], completion"; chat: the column `fields` ("messages" by default) has a list of messages, which the '
-        "chat template of the tokenizer renders, with loss on the turns of the assistant",
+        description='`text`: columns of texts or token ids. `prompt_completion`: text with the `fields` "[prompt], '
+        'completion". `chat`: the column `fields` ("messages" by default) has a list of messages, which the chat '
+        "template of the tokenizer renders, with loss on the turns of the assistant",
         examples=["text"],
     )
     fields: str | None = Field(
         default=None,
         min_length=1,
         description="column of the text, or a list of fields: `[question+context], answer`. An encoder reads the "
-        "fields in brackets; without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
+        "fields in brackets. Without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
         "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
         examples=["text"],
         json_schema_extra=if_absent('"text", if the files have columns'),
@@ -135,22 +136,22 @@ class Data(BaseModel):
         default=None,
         description="put the model's end-of-sequence token, if it has one, after each document",
         examples=[True],
-        json_schema_extra=if_absent("true; false for chat and ids"),
+        json_schema_extra=if_absent("true, or false for chat and ids"),
     )
     always_start_with_bos: bool = Field(
         default=False,
         description="replace the first input token of each sequence, or of each of its documents with `packing` "
-        "documents, by the beginning-of-sequence token; targets stay",
+        "documents, by the beginning-of-sequence token. Targets stay",
         examples=[True],
     )
     max_examples: NonNegativeInt = Field(
         default=0,
-        description="lines, or text files, of `path` to use, the first ones; 0: all. `eval.limit` limits evaluation",
+        description="lines, or text files, of `path` to use, the first ones. `0`: all. `eval.limit` limits evaluation",
         examples=[10000],
     )
     source_length: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
-        description="maximum tokens of an encoder source; longer sources are truncated",
+        description="maximum tokens of an encoder source. Longer sources are truncated",
         examples=[512],
         json_schema_extra=if_absent("no sources"),
     )
@@ -167,21 +168,21 @@ class Data(BaseModel):
         json_schema_extra=if_absent("the model's tokenizer"),
     )
     seq_length: Annotated[int, Field(ge=2)] = Field(
-        description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
+        description="tokens per sequence. With an encoder, maximum tokens of a target: longer targets are truncated",
         examples=[1024],
     )
     packing: Packing = Field(
         default="concatenate",
-        description="concatenate: all documents are concatenated and cut into sequences; the remainder is dropped. "
-        "documents: whole documents share a sequence, and none attends to another. none: each document is a sequence "
-        "of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of source and "
-        "target is a sequence of its own",
+        description="`concatenate`: all documents are concatenated and cut into sequences. The remainder is dropped. "
+        "`documents`: whole documents share a sequence, and none attends to another. `none`: each document is a "
+        "sequence of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of "
+        "source and target is a sequence of its own",
         examples=["documents"],
     )
     objective: Objective = Field(
         default="next_token",
-        description="next_token: predict each token from those before it, and from the source; span_corruption: an "
-        "encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
+        description="`next_token`: predict each token from those before it, and from the source. `span_corruption`: "
+        "an encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
         examples=["span_corruption"],
     )
     # T5 was trained with 15 % of the tokens in spans of 3 (arXiv:1910.10683, section 3.7).

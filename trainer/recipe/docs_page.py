@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
+from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.other_trainers import other_trainers
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
@@ -14,7 +15,7 @@ INTRO = """\
 # Recipes
 
 This page is for users of `prep train`. It lists every key of a recipe, the TOML file that describes a run.
-`prep recipes` lists examples; the checkpoints that they name are made by conversions:
+`prep recipes` lists examples. Conversions make the checkpoints that they name:
 
 ```console
 $ prep pad-vocab gpt-neo-1.3B --multiple 8
@@ -24,9 +25,9 @@ gpt-neo-1.3B-padded-init
 ```
 
 Unknown keys, values of the wrong type and conflicting keys are errors. One message lists all errors with their lines.
-A recipe does not include other files. `--set optimizer.lr=1e-5` overrides one value. The value after `=` is TOML; it is
-taken as text if it is not valid TOML or if the key takes text (`--set mesh=1,8,1`). The run keeps the complete recipe,
-with all defaults and overrides, as `recipe.toml`, which is a valid recipe itself.
+A recipe does not include other files. `--set optimizer.lr=1e-5` overrides one value. The value after `=` is TOML. It
+is taken as text if it is not valid TOML or if the key takes text (`--set mesh=1,8,1`). The run keeps the complete
+recipe, with all defaults and overrides, as `recipe.toml`, which is a valid recipe itself.
 
 Paths are relative to the working directory. In paths, and only there, `~` stands for the home folder and `${NAME}` for
 an environment variable, which must be set.
@@ -47,7 +48,7 @@ Without `q_chunk_size`, `k_chunk_size` or `head_chunk_size` the size depends on 
 
 | devices | tile of blockwise attention | head chunk |
 |---|---|---|
-| CPU | 64 x 64 tokens; 128 x 128 for sequences of more than 1,024 tokens | 256 tokens of the micro-batch on a device |
+| CPU | 64 x 64 tokens, 128 x 128 for sequences of more than 1,024 tokens | 256 tokens of the micro-batch on a device |
 | all others | 512 x 512 tokens | 512 tokens of each sequence |
 
 The sizes change results by rounding only. `prep plan` assumes accelerators.
@@ -60,9 +61,9 @@ The learning rate rises linearly from `init_lr` for `warmup_steps`, then decays 
 | `schedule` | after warm-up |
 |---|---|
 | `linear`, `cosine` | decays to `end_lr` |
-| `constant` | stays at `lr`; `end_lr` and `decay_steps` have no effect |
+| `constant` | stays at `lr`. `end_lr` and `decay_steps` have no effect |
 | `wsd` | stays at `lr`, then decays linearly to `end_lr` in the last `cooldown_steps` before `decay_steps` |
-| `rsqrt` | `lr` * sqrt(`warmup_steps` / step); `end_lr` and `decay_steps` have no effect |
+| `rsqrt` | `lr` * sqrt(`warmup_steps` / step). `end_lr` and `decay_steps` have no effect |
 
 With `rsqrt`, `init_lr = lr` keeps the rate constant in warm-up, as T5 does.
 """
@@ -82,8 +83,8 @@ With `scale_by = "stacked"`, root mean squares are over all stacked layers toget
   to 0.01: with `rsqrt` the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)). The weight decay of a step is
   weight_decay / 1e-4 times the square of the learning rate.
 
-Frozen leaves have no gradients and no optimizer state. The moving average of `ema` is `opt_state.ema` in a checkpoint;
-it is resumed and resharded. `prep export` and `prep generate` take it with `--ema`; evaluation does not use it.
+Frozen leaves have no gradients and no optimizer state. The moving average of `ema` is `opt_state.ema` in a checkpoint.
+It is resumed and resharded. `prep export` and `prep generate` take it with `--ema`. Evaluation does not use it.
 `train.reduction = "exact"` supports `adamw`, `lion` and `sgd`.
 
 | type | keys besides those of all | other defaults |
@@ -139,7 +140,7 @@ def _optimizer_rows() -> Iterator[str]:
         yield _row(f"`{name}`", keys, ", ".join(differing))
 
 
-def _default(key_schema: Mapping[str, Any]) -> str:
+def _default(key_schema: KeySchema) -> str:
     """Return the default of a key, or the meaning of its absence."""
     if "absent" in key_schema:
         return str(key_schema["absent"])
@@ -170,7 +171,7 @@ def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     return _row(f"`{key}`", ", ".join(f"`{name}`" for name in names))
 
 
-def _key_row(name: str, key_schema: Mapping[str, Any]) -> str:
+def _key_row(name: str, key_schema: KeySchema) -> str:
     default = _default(key_schema)
     shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
     return _row(f"`{name}`", describe_type(key_schema), shown, key_schema["description"])

@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from decimal import Decimal
-from typing import Any
+
+from trainer.recipe.key_schema import KeySchema, ValueSchema, alternatives
 
 TYPE_NAMES = {
     "integer": "an integer",
@@ -77,33 +78,25 @@ def _cut(text: str) -> str:
     return f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
-def alternatives(key_schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemas of a key's accepted types, without null, the value of an absent key."""
-    return [
-        schema for schema in key_schema.get("anyOf", [key_schema]) if schema.get("type") != "null"
-    ]
-
-
-def describe_type(key_schema: Mapping[str, Any]) -> str:
+def describe_type(key_schema: KeySchema) -> str:
     """Return the type of a key as text: `an integer >= 1 or "all"`."""
     return " or ".join(map(_describe_alternative, alternatives(key_schema)))
 
 
-def _describe_alternative(alternative: Mapping[str, Any]) -> str:
+def _describe_alternative(alternative: ValueSchema) -> str:
     if "const" in alternative:
         return to_toml(alternative["const"])
     if "enum" in alternative:
         *first, last = map(to_toml, alternative["enum"])
         return f"{', '.join(first)} or {last}"
-    if alternative["type"] == "array":
+    if "items" in alternative:
         items = alternative["items"]
         if "enum" in items:
             return f"a list of {_describe_alternative(items)}"
         # Equal bounds are a fixed length: `a list of 2 numbers`. A list without an upper bound has no count.
+        count = ""
         if alternative.get("minItems") == alternative.get("maxItems", 0):
-            count = f"{alternative['minItems']} "
-        else:
-            count = ""
+            count = f"{alternative.get('minItems')} "
         noun = TYPE_NAMES[items.get("format", items["type"])].removeprefix("a ")
         return f"a list of {count}{noun}s{_describe_bounds(items)}"
     return TYPE_NAMES[alternative.get("format", alternative["type"])] + _describe_bounds(
@@ -111,16 +104,19 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
     )
 
 
-def _describe_bounds(schema: Mapping[str, Any]) -> str:
-    bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in schema]
+def _describe_bounds(schema: ValueSchema) -> str:
+    values: Mapping[str, object] = schema
+    bounds = [f"{sign} {values[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in values]
     if bounds:
         return f" {' and '.join(bounds)}"
     return ""
 
 
-def example_value(key_schema: Mapping[str, Any]) -> str:
+def example_value(key_schema: KeySchema) -> str:
     """Return an example of a key's value, or its default, as TOML."""
-    return to_toml(key_schema["examples"][0] if "examples" in key_schema else key_schema["default"])
+    if "examples" in key_schema:
+        return to_toml(key_schema["examples"][0])
+    return to_toml(key_schema.get("default"))
 
 
 def suggest(word: str, known: Collection[str]) -> str:

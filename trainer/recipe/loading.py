@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,17 +16,18 @@ from trainer.recipe.corrections import correct_value
 from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import (
-    alternatives,
     describe_type,
     example_value,
     format_value,
     suggest,
 )
+from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.problems import Diagnostic, Problem, diagnostics_error
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
+from trainer.recipe.toml_values import TomlTable, TomlValue
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, is_known, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -183,37 +183,41 @@ def _schema_key(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
+def _with_dependent_defaults(raw: RawRecipe) -> dict[str, object]:
     """Return all known values with the defaults that depend on other values.
 
     Every table is present, so that pydantic reports missing keys instead of missing tables.
     """
-    tables: dict[str, Any] = {
+    known = _drop_unknown_keys(raw.tables)
+    tables: dict[str, object] = {
         "name": raw.path.stem,
         **{name: {} for name in TABLE_NAMES},
-        **_drop_unknown_keys(raw.tables),
+        **known,
     }
-    if not isinstance(tables["data"], dict):
+    data = known.get("data", {})
+    if not isinstance(data, dict):
         return tables
-    data_type = tables["data"].get("type", Data.model_fields["type"].default)
+    defaults: dict[str, object] = {}
+    if raw.has(SOURCES_KEY):
+        defaults["path"] = None
+    data_type = data.get("type", Data.model_fields["type"].default)
     if (
         isinstance(data_type, str)
         and data_type in DEFAULT_FIELDS
         and not raw.has("data.fields_from_example")
     ):
         # The default columns depend on the type, and on the format, e.g. `messages` for chats.
-        fields = DEFAULT_FIELDS[data_type]
+        defaults["fields"] = DEFAULT_FIELDS[data_type]
         if raw.has("data.format"):
-            fields = FORMAT_FIELDS.get(str(raw.get("data.format")), fields)
-        tables["data"] = {"fields": fields} | tables["data"]
-    if raw.has(SOURCES_KEY):
-        tables["data"] = {"path": None} | tables["data"]
+            columns = FORMAT_FIELDS.get(str(raw.get("data.format")))
+            defaults["fields"] = columns or defaults["fields"]
+    tables["data"] = defaults | data
     return tables
 
 
-def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unknown_keys(tables: Mapping[str, TomlValue]) -> TomlTable:
     """Return the tables without unknown keys."""
-    known: dict[str, Any] = {}
+    known: TomlTable = {}
     for name, values in tables.items():
         if name in TABLE_NAMES and isinstance(values, dict):
             known[name] = {
@@ -232,14 +236,16 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
     for key in KEY_SCHEMAS:
         if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
             table, _, name = key.partition(".")
+            values = tables[table]
+            assert isinstance(values, dict)
             try:
-                tables[table][name] = _expand_value(raw.get(key), key)
+                values[name] = _expand_value(raw.get(key), key)
             except PrepError as error:
                 diagnostics.append(raw.diagnostic(key, error.what, error.why, error.hint))
     return replace(raw, tables=tables), diagnostics
 
 
-def _expand_value(value: Any, key: str) -> Any:
+def _expand_value(value: TomlValue, key: str) -> TomlValue:
     if isinstance(value, list):
         return [_expand_value(item, key) for item in value]
     # A table of `data.sources`.
@@ -295,7 +301,7 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
     return raw.diagnostic(key, f"`{key}` is {format_value(value)}", _describe_key(key), hint)
 
 
-def _similar_choice(value: Any, key_schema: Mapping[str, Any]) -> str:
+def _similar_choice(value: TomlValue, key_schema: KeySchema) -> str:
     """Return the choice of a key, or of its lists, that is similar to an invalid text, or "" if there is none."""
     is_list = isinstance(value, list)
     items = [value]
@@ -305,8 +311,10 @@ def _similar_choice(value: Any, key_schema: Mapping[str, Any]) -> str:
     for alternative in alternatives(key_schema):
         schema = alternative
         if is_list:
-            schema = alternative.get("items", {})
-        choices += map(str, schema.get("enum", ()))
+            if "items" not in alternative:
+                continue
+            schema = alternative["items"]
+        choices += schema.get("enum", ())
     for item in items:
         if isinstance(item, str) and item not in choices:
             similar = suggest(item, choices)

@@ -28,7 +28,7 @@ class Lora(BaseModel):
 
     rank: NonNegativeInt = Field(
         default=0,
-        description="rank of the adapters; 0: none, all parameters are trained",
+        description="rank of the adapters. `0`: none, all parameters are trained",
         examples=[16],
     )
     alpha: PositiveFloat | None = Field(
@@ -40,7 +40,7 @@ class Lora(BaseModel):
     targets: Annotated[RuleTexts, Field(min_length=1)] = Field(
         default=DEFAULT_TARGETS,
         description="projections with an adapter, as patterns: `attn.q`, `attn.k`, `attn.v`, `attn.o`, `cross.*`, "
-        "`mlp.gate`, `mlp.up`, `mlp.down`; those that the checkpoint stores in one tensor are adapted together",
+        "`mlp.gate`, `mlp.up`, `mlp.down`. Those that the checkpoint stores in one tensor are adapted together",
         examples=[["attn.*", "mlp.*"]],
     )
     use_rslora: bool = Field(
@@ -50,13 +50,13 @@ class Lora(BaseModel):
     )
     path: PathText | None = Field(
         default=None,
-        description="adapter in the format of PEFT to start from: a folder; it sets all keys above",
+        description="adapter in the format of PEFT to start from: a folder. It sets all keys above",
         examples=["my-adapter"],
         json_schema_extra=if_absent("new adapters"),
     )
     base_dtype: Literal["stored", "float32", "bfloat16"] = Field(
         default="stored",
-        description="dtype of the frozen parameters in device memory; stored: that of the checkpoint",
+        description="dtype of the frozen parameters in device memory. `stored`: that of the checkpoint",
         examples=["bfloat16"],
     )
 

@@ -57,66 +57,68 @@ class Model(BaseModel):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="dtype of the computation; parameters keep `param_dtype`; float16 has `optimizer.loss_scale`",
+        description="dtype of the computation. Parameters keep `param_dtype`. `float16` has `optimizer.loss_scale`",
         examples=["bfloat16"],
     )
     param_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="dtype of the trained parameters in device memory and checkpoints; updates are computed in float32 "
-        "and rounded to bfloat16 stochastically; averages of `optimizer.ema` stay float32",
+        description="dtype of the trained parameters in device memory and checkpoints. Updates are computed in "
+        "float32 and rounded to bfloat16 stochastically. Averages of `optimizer.ema` stay float32",
         examples=["bfloat16"],
     )
     scan_layers: bool = Field(
         default=True,
-        description="compile one layer and loop over it; false: unroll all layers",
+        description="compile one layer and loop over it. `false`: unroll all layers",
         examples=[True],
     )
     remat_policy: PolicyName | ActivationNames = Field(
         default="none",
         description="activations that a layer saves for its backward pass besides its input: a name of "
-        "`jax.checkpoint_policies`, or a list of activations; none: all but those of norms and activation functions",
+        "`jax.checkpoint_policies`, or a list of activations. `none`: all but those of norms and activation functions",
         examples=["nothing_saveable"],
     )
     offload: Offload = Field(
         default="none",
-        description="residuals: save the inputs of layers in pinned host memory instead of device memory",
+        description="`residuals`: save the inputs of layers in pinned host memory instead of device memory",
         examples=["residuals"],
     )
     head_chunk_size: OptionalChunkSize = Field(
         default=None,
-        description="tokens of a device per row whose logits and loss are computed at a time; -1: all",
+        description="tokens of a device per row whose logits and loss are computed at a time. `-1`: all",
         examples=[512],
     )
     ffn_chunk_size: PositiveInt | Literal[-1] = Field(
         default=-1,
-        description="tokens of a device per row whose projections and MLP are computed at a time; -1: all",
+        description="tokens of a device per row whose projections and MLP are computed at a time. `-1`: all",
         examples=[2048],
     )
     attention_kernel: Literal["auto", "reference", "blockwise", "cudnn", "pallas-splash"] = Field(
         default="auto",
-        description="auto: the best kernel for the devices, the model and the length; reference: the scores of all "
-        "queries and keys at once; blockwise: tile by tile, with memory linear in the length; cudnn: flash attention "
-        "of cuDNN; pallas-splash: splash attention on TPUs",
+        description="`auto`: the best kernel for the devices, the model and the length. `reference`: the scores of "
+        "all queries and keys at once. `blockwise`: tile by tile, with memory linear in the length. `cudnn`: flash "
+        "attention of cuDNN. `pallas-splash`: splash attention on TPUs",
         examples=["blockwise"],
     )
     q_chunk_size: OptionalChunkSize = Field(
         default=None,
-        description="queries of a tile of blockwise attention; -1: all",
+        description="queries of a tile of blockwise attention. `-1`: all",
         examples=[1024],
     )
     k_chunk_size: OptionalChunkSize = Field(
-        default=None, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
+        default=None,
+        description="keys of a tile of blockwise attention. `-1`: all",
+        examples=[1024],
     )
     rope_scaling: dict[str, Any] | None = Field(
         default=None,
         description="scaling of the rotary embedding for longer contexts, with the keys of `rope_scaling` or "
-        "`rope_parameters` in a config.json; `rope_type` is default, linear, dynamic, llama3, yarn or longrope",
+        "`rope_parameters` in a config.json. `rope_type` is default, linear, dynamic, llama3, yarn or longrope",
         examples=[{"rope_type": "yarn", "factor": 4.0}],
         json_schema_extra=if_absent("the checkpoint's"),
     )
     rope_theta: PositiveFloat | None = Field(
         default=None,
-        description="base of the rotary frequencies; NTK-aware scaling raises it",
+        description="base of the rotary frequencies. NTK-aware scaling raises it",
         examples=[500000],
         json_schema_extra=if_absent("the checkpoint's"),
     )
@@ -129,7 +131,7 @@ class Model(BaseModel):
     dropout: DropoutRates = Field(
         default=0.0,
         description="rate of dropout of attention probabilities, residuals (outputs of attention and MLP) and "
-        "embeddings, or a table with the rates `attention`, `residual` and `embedding`; config: the rates of the "
+        "embeddings, or a table with the rates `attention`, `residual` and `embedding`. `config`: the rates of the "
         "checkpoint's config.json",
         examples=[0.1],
     )

@@ -32,7 +32,7 @@ PALM_REFERENCE_LR = 0.01
 
 ClipNorm = Annotated[
     NonNegativeFloat,
-    Field(description="maximum global norm of the gradients; 0: no clipping", examples=[1.0]),
+    Field(description="maximum global norm of the gradients. `0`: no clipping", examples=[1.0]),
 ]
 FirstDecay = Annotated[
     UnitInterval, Field(description="decay rate of the first moment", examples=[0.9])
@@ -45,7 +45,7 @@ Epsilon = Annotated[
     Field(description="added to the square root of the second moment", examples=[1e-8]),
 ]
 Momentum = Annotated[
-    UnitInterval, Field(description="decay rate of the momentum; 0: none", examples=[0.9])
+    UnitInterval, Field(description="decay rate of the momentum. `0`: none", examples=[0.9])
 ]
 Nesterov = Annotated[bool, Field(description="Nesterov's momentum", examples=[True])]
 SecondMomentPower = Annotated[
@@ -64,7 +64,7 @@ ScaleBy = Annotated[
     Literal["layer", "stacked"],
     Field(
         description="root mean squares of parameters and updates: of each layer's matrix, or of all stacked layers "
-        "together, as in optax; the result then depends on whether the checkpoint stacks its layers",
+        "together, as in optax. The result then depends on whether the checkpoint stacks its layers",
         examples=["stacked"],
     ),
 ]
@@ -83,13 +83,13 @@ class OptimizerTable(BaseModel):
     )
     end_lr: NonNegativeFloat = Field(
         default=0.0,
-        description="learning rate at the end of the decay; not used by constant",
+        description="learning rate at the end of the decay. `constant` does not use it",
         examples=[2e-6],
     )
     schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
         default="linear",
-        description="shape of the learning rate decay; wsd: constant, then linear in the last `cooldown_steps`; rsqrt: "
-        "with the inverse square root of the step",
+        description="shape of the learning rate decay. `wsd`: constant, then linear in the last `cooldown_steps`. "
+        "`rsqrt`: with the inverse square root of the step",
         examples=["cosine"],
     )
     warmup_steps: NonNegativeInt | None = Field(
@@ -118,8 +118,8 @@ class OptimizerTable(BaseModel):
     )
     weight_decay: NonNegativeFloat = Field(
         default=0.0,
-        description="weight decay, multiplied by the learning rate; not applied to biases and norms, nor to relative "
-        "position biases",
+        description="weight decay, multiplied by the learning rate. It is not applied to biases and norms, nor to "
+        "relative position biases",
         examples=[0.01],
     )
     decay_embeddings: bool = Field(
@@ -134,29 +134,29 @@ class OptimizerTable(BaseModel):
     decay_include: Patterns = Field(
         default=(),
         description="biases, norms and other leaves that have weight decay as well, in the notation of "
-        "`decay_exclude`, which has priority; `re:.`: all",
+        "`decay_exclude`, which has priority. `re:.`: all",
         examples=[["re:norm"]],
     )
     freeze: Patterns = Field(
         default=(),
-        description="leaves that are not trained, in the notation of `decay_exclude`; they have no optimizer state",
+        description="leaves that are not trained, in the notation of `decay_exclude`. They have no optimizer state",
         examples=[["embed.tokens", "re:norm"]],
     )
     moment_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="dtype of the moments between steps; bfloat16: half the memory, rounded stochastically by `seed`, "
-        "step and element",
+        description="dtype of the moments between steps. `bfloat16`: half the memory, rounded stochastically by "
+        "`seed`, step and element",
         examples=["bfloat16"],
     )
     ema: UnitInterval = Field(
         default=0.0,
-        description="decay rate of an exponential moving average of the parameters, in the optimizer state; 0: none",
+        description="decay rate of an exponential moving average of the parameters, in the optimizer state. `0`: none",
         examples=[0.999],
     )
     loss_scale: PositiveFloat | Literal["dynamic"] | None = Field(
         default=None,
-        description="factor of the loss for gradients in float16; dynamic: halved after a step that overflows, which "
-        "is skipped, and doubled after 2,000 steps without one",
+        description="factor of the loss for gradients in float16. `dynamic`: halved after a step that overflows, "
+        "which is skipped, and doubled after 2,000 steps without one",
         examples=[1024.0],
         json_schema_extra=if_absent("dynamic for float16, else none"),
     )
@@ -188,7 +188,7 @@ class AdafactorTable(OptimizerTable):
     )
     clip_threshold: NonNegativeFloat = Field(
         default=1.0,
-        description="maximum root mean square of the update of a parameter, layer by layer; 0: no limit",
+        description="maximum root mean square of the update of a parameter, layer by layer. `0`: no limit",
         examples=[1.0],
     )
     scale_by_parameter: ScaleByParameter = True
@@ -219,7 +219,7 @@ class MuonTable(OptimizerTable):
     nesterov: Nesterov = True
     bias_correction: bool = Field(
         default=True,
-        description="correct the bias of the momentum as Adam and optax do; false: as in the original post",
+        description="correct the bias of the momentum as Adam and optax do. `false`: as in the original post",
         examples=[False],
     )
     newton_schulz_steps: PositiveInt = Field(
@@ -229,7 +229,7 @@ class MuonTable(OptimizerTable):
     # take the learning rate and the weight decay of AdamW.
     update_rms: NonNegativeFloat = Field(
         default=0.2,
-        description="root mean square of the updates of matrices, 0.2 for the `lr` of AdamW; 0: scale by "
+        description="root mean square of the updates of matrices, 0.2 for the `lr` of AdamW. `0`: scale by "
         "sqrt(max(1, rows / columns)) instead",
         examples=[0.2],
     )

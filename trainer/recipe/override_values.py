@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
-from trainer.recipe.formatting import alternatives
+from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.toml_values import parse_toml_value
 
 # A shell expands these signs within double quotes too.
@@ -15,7 +14,7 @@ SHELL_EXPANDS = re.compile(r"[$`\\!]")
 BARE_TEXT = re.compile(r"[\w./,:+-]+")
 
 
-def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any:
+def parse_override_value(text: str, key_schema: KeySchema | None) -> Any:
     """Parse VALUE as TOML, or keep it as text.
 
     VALUE is text if it is not valid TOML, or if the key takes text and VALUE is TOML of another
@@ -37,7 +36,7 @@ def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any
     return value
 
 
-def override_argument(key: str, toml_value: str, key_schema: Mapping[str, Any]) -> str:
+def override_argument(key: str, toml_value: str, key_schema: KeySchema) -> str:
     """Return KEY=VALUE for a shell command, with as few quotes as the value needs.
 
     Args:
@@ -55,7 +54,7 @@ def override_argument(key: str, toml_value: str, key_schema: Mapping[str, Any]) 
     return next(shortest, f"{key}={shlex.quote(toml_value)}")
 
 
-def _reads_back(argument: str, value: Any, key_schema: Mapping[str, Any]) -> bool:
+def _reads_back(argument: str, value: Any, key_schema: KeySchema) -> bool:
     """Return whether `--set` reads the value from the argument that a shell passes on."""
     words = shlex.split(argument)
     if len(words) != 1 or SHELL_EXPANDS.search(argument):

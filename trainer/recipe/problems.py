@@ -10,6 +10,7 @@ from trainer.models.errors import Command, PrepError, Text, join_texts, text, us
 
 # Diagnostics that are listed. The rest are counted.
 MAX_SHOWN = 20
+ALL_KEYS_HINT = text("{} lists all keys", Command("docs", "recipes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,10 @@ def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepErro
     ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.is_override))
     if len(ordered) == 1:
         only = ordered[0]
-        return usage_error(text("{}: {}", only.place, only.what), only.why, only.hint)
+        what = text("{}: {}", only.place, only.what)
+        return usage_error(what, only.why, only.hint or ALL_KEYS_HINT)
     lines: list[str] = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
     if len(ordered) > MAX_SHOWN:
         lines.append(f"and {len(ordered) - MAX_SHOWN:,} more")
-    hint = text("{} lists all keys", Command("docs", "recipes"))
-    return usage_error(f"{path} has {len(ordered):,} errors", join_texts("\n", lines), hint)
+    what = f"{path} has {len(ordered):,} errors"
+    return usage_error(what, join_texts("\n", lines), ALL_KEYS_HINT)

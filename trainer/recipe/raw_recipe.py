@@ -7,14 +7,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from trainer.models.errors import Command, Option, PrepError, text, usage_error
 from trainer.recipe.formatting import BARE_KEY, format_text, format_value, suggest, to_toml
 from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.problems import Diagnostic
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
-from trainer.recipe.toml_values import parse_toml, parse_toml_value
+from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml, parse_toml_value
 from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
 # Control characters, and the surrogates of bytes of an argument that are not UTF-8.
@@ -86,7 +85,7 @@ class RawRecipe:
     """
 
     path: Path
-    tables: Mapping[str, Any]
+    tables: Mapping[str, TomlValue]
     overridden_keys: frozenset[str] = frozenset()
     line_numbers: Mapping[KeyPath, int] = field(default_factory=dict)
     is_of_options: bool = False
@@ -99,14 +98,16 @@ class RawRecipe:
             return table in self.tables
         return isinstance(values, Mapping) and name in values
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> TomlValue:
         """Return the raw value of a key that `has` finds."""
         table, _, name = key.partition(".")
-        if name:
-            return self.tables[table][name]
-        return self.tables[table]
+        value = self.tables[table]
+        if not name:
+            return value
+        assert isinstance(value, dict)
+        return value[name]
 
-    def copy_tables(self) -> dict[str, Any]:
+    def copy_tables(self) -> TomlTable:
         """Return a copy of the tables that may be changed."""
         tables = dict(self.tables)
         for name, value in tables.items():
@@ -199,7 +200,7 @@ def _decode(data: bytes, path: Path) -> str:
         raise usage_error(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
 
 
-def _parse_toml(text: str, path: Path) -> dict[str, Any]:
+def _parse_toml(text: str, path: Path) -> TomlTable:
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -268,7 +269,7 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
     return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 
-def _parse_override(override: str) -> tuple[str, Any] | Diagnostic:
+def _parse_override(override: str) -> tuple[str, TomlValue] | Diagnostic:
     key, equals, value_text = (part.strip(" \t") for part in override.partition("="))
     option = replace(OVERRIDES, value=format_text(override))
     if not equals:
@@ -381,7 +382,7 @@ def key_line_numbers(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+def _statements(text: str) -> Iterator[tuple[int, str, TomlTable]]:
     """Yield (first line, text, parsed values) of each statement: the lines up to the end of its strings and lists."""
     start = 0
     depth = 0
@@ -397,7 +398,7 @@ def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
             line += statement.count("\n") + 1
 
 
-def _key_paths(tree: Mapping[str, Any], parent: KeyPath = ()) -> Iterator[KeyPath]:
+def _key_paths(tree: TomlTable, parent: KeyPath = ()) -> Iterator[KeyPath]:
     for name, value in tree.items():
         yield (*parent, name)
         if isinstance(value, dict):

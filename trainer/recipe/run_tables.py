@@ -25,7 +25,7 @@ class Eval(BaseModel):
     model_config = STRICT
 
     limit: NonNegativeInt = Field(
-        default=0, description="sequences to evaluate on; 0: all evaluation data", examples=[256]
+        default=0, description="sequences to evaluate on. `0`: all evaluation data", examples=[256]
     )
     at_start: bool | None = Field(
         default=None,
@@ -42,7 +42,7 @@ class Checkpoint(BaseModel):
 
     every: NonNegativeInt = Field(
         default=0,
-        description="steps between two checkpoints; 0: only after the last step",
+        description="steps between two checkpoints. `0`: only after the last step",
         examples=[500],
     )
     every_epochs: PositiveFloat | None = Field(
@@ -56,7 +56,7 @@ class Checkpoint(BaseModel):
     )
     milestones: NonNegativeInt = Field(
         default=0,
-        description="steps between two checkpoints that are never removed; 0: none",
+        description="steps between two checkpoints that are never removed. `0`: none",
         examples=[10000],
     )
     best: Literal["eval_loss"] | None = Field(
@@ -67,7 +67,7 @@ class Checkpoint(BaseModel):
     )
     optimizer_state: bool = Field(
         default=True,
-        description="save the optimizer state, which resuming needs; false: only parameters",
+        description="save the optimizer state, which resuming needs. `false`: only parameters",
         examples=[True],
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
@@ -78,7 +78,7 @@ class Checkpoint(BaseModel):
     )
     export_every: NonNegativeInt = Field(
         default=0,
-        description="steps between two exports to Hugging Face folders `exports/STEP` in the run's folder; 0: none",
+        description="steps between two exports to Hugging Face folders `exports/STEP` in the run's folder. `0`: none",
         examples=[1000],
     )
     push: str | None = Field(
@@ -97,12 +97,12 @@ class Log(BaseModel):
 
     all_workers: bool = Field(
         default=False,
-        description="print the lines of every process, and write a metrics file for each; false: only for process 0",
+        description="print the lines of every process, and write a metrics file for each. `false`: only for process 0",
         examples=[True],
     )
     tensorboard: bool | PathText = Field(
         default=False,
-        description="write event files for TensorBoard: true: to `tensorboard` in the run's folder; a path: to a "
+        description="write event files for TensorBoard. `true`: to `tensorboard` in the run's folder. A path: to a "
         "folder with the run's name in it. Needs the extra `tensorboard`",
         examples=[True],
     )
@@ -115,7 +115,7 @@ class Log(BaseModel):
     )
     samples: Prompts | None = Field(
         default=None,
-        description="prompts to generate texts from during the run, with the most likely token at each position; an "
+        description="prompts to generate texts from during the run, with the most likely token at each position. An "
         "encoder-decoder model reads them with its encoder. They are written to `samples.jsonl` in the run's folder, "
         "and shown in its report",
         examples=[["Once upon a time"]],
@@ -123,12 +123,13 @@ class Log(BaseModel):
     )
     sample_every: NonNegativeInt = Field(
         default=0,
-        description="steps between two generations of `samples`, from step 0 on; 0: only after the last step",
+        description="steps between two generations of `samples`, from step 0 on. `0`: only after the last step",
         examples=[500],
     )
     sample_tokens: PositiveInt = Field(
         default=64,
-        description="maximum number of new tokens of each text; fewer if the longest prompt leaves fewer positions",
+        description="maximum number of new tokens of each text. There are fewer if the longest prompt leaves "
+        "fewer positions",
         examples=[64],
     )
 
@@ -162,16 +163,16 @@ class Cluster(BaseModel):
     )
     n_local_devices: PositiveInt | None = Field(
         default=None,
-        description="number of devices of this process: the first ones of its host; under SLURM and Open MPI the next "
+        description="number of devices of this process: the first ones of its host. Under SLURM and Open MPI the next "
         "ones, by local index",
         examples=[8],
-        json_schema_extra=if_absent("all devices; an even part under SLURM or Open MPI"),
+        json_schema_extra=if_absent("all devices, or an even part under SLURM or Open MPI"),
     )
     dcn_mesh: str | None = Field(
         default=None,
         min_length=1,
-        description="number of slices per mesh axis, for slices that a slower network connects: `fsdp:2`; each divides "
-        "its axis of `mesh`",
+        description="number of slices per mesh axis, for slices that a slower network connects: `fsdp:2`. Each "
+        "divides its axis of `mesh`",
         examples=["fsdp:2"],
         json_schema_extra=if_absent("one slice"),
     )
@@ -185,7 +186,7 @@ class Cluster(BaseModel):
     )
     step_timeout: NonNegativeFloat = Field(
         default=0.0,
-        description="seconds after which an unfinished step ends the run; 0: no limit",
+        description="seconds after which an unfinished step ends the run. `0`: no limit",
         examples=[1800],
     )
 

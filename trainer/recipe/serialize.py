@@ -37,7 +37,7 @@ def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
             current_table = table
         value = value_of(recipe, key)
         if value is None:
-            line = f"# {name}: {schemas[key]['absent']}"
+            line = f"# {name}: {schemas[key].get('absent')}"
         else:
             line = f"{name} = {_value_text(key, value)}"
         yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line

@@ -6,12 +6,12 @@ Error messages, docs/reference/recipes.md and the JSON schema are generated from
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
 from trainer.recipe.data_table import Data
-from trainer.recipe.formatting import alternatives
+from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
@@ -103,7 +103,7 @@ class Train(BaseModel):
     )
     eval_every: NonNegativeInt = Field(
         default=0,
-        description="steps between two evaluations; 0: only at the end, if there is evaluation data",
+        description="steps between two evaluations. `0`: only at the end, if there is evaluation data",
         examples=[500],
     )
     eval_every_epochs: PositiveFloat | None = Field(
@@ -120,14 +120,14 @@ class Train(BaseModel):
     )
     reduction: Literal["fast", "exact"] = Field(
         default="fast",
-        description="fast: sum gradients in the order that is fastest on the mesh; exact: in a fixed order, so that "
-        "results do not depend on the number of devices that split the batch",
+        description="`fast`: sum gradients in the order that is fastest on the mesh. `exact`: in a fixed order, so "
+        "that results do not depend on the number of devices that split the batch",
         examples=["exact"],
     )
     reduction_shards: PositiveInt | None = Field(
         default=None,
-        description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of "
-        "dp x fsdp x `accumulate` on every mesh whose results should be equal; by default the largest up to 8",
+        description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of dp x "
+        "fsdp x `accumulate` on every mesh whose results should be equal. By default the largest up to 8",
         examples=[16],
         json_schema_extra=if_absent("a power of two up to 8"),
     )
@@ -157,8 +157,8 @@ class Recipe(BaseModel):
     )
     mesh: str = Field(
         "-1,1,1",
-        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`; one size may be -1: all remaining "
-        "devices; sp splits the tokens of a sequence",
+        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`. One size may be -1: all remaining "
+        "devices. `sp` splits the tokens of a sequence",
         examples=["1,8,1"],
     )
     rules: RuleTexts | None = Field(
@@ -204,7 +204,7 @@ def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[s
     return members
 
 
-def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, KeySchema]]:
     """Yield dotted key and JSON schema of every key. Tables are not keys."""
     for name, property_schema in recipe_schema["properties"].items():
         members = [member["properties"] for member in table_members(recipe_schema, name)]
@@ -218,32 +218,31 @@ def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mappi
             yield f"{name}.{key}", leaf_schema
 
 
-def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_members(members: Sequence[Mapping[str, KeySchema]]) -> dict[str, KeySchema]:
     """Return the key schemas of a union's members by name: first `type`, with all alternatives, then all other keys.
 
     A key that several members have is described by the first of them.
     """
     types = [member["type"] for member in members]
-    names = [type_schema["const"] for type_schema in types]
-    description = "; ".join(f"{name}: {item['description']}" for name, item in zip(names, types))
-    merged: dict[str, Any] = {
-        "type": {
-            "enum": names,
-            "type": "string",
-            "default": types[0]["default"],
-            "description": description,
-        },
+    names = [alternatives(type_schema)[0].get("const") for type_schema in types]
+    description = ". ".join(f"`{name}`: {item['description']}" for name, item in zip(names, types))
+    type_key = {
+        "enum": names,
+        "type": "string",
+        "default": types[0].get("default"),
+        "description": description,
     }
+    merged = {"type": cast(KeySchema, type_key)}
     for member in members:
         merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
     return merged
 
 
 # Dotted key -> JSON schema.
-KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))
+KEY_SCHEMAS: Mapping[str, KeySchema] = dict(_leaf_schemas(schema()))
 
 
-def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, KeySchema]]]:
     """Yield the type of each optimizer, and the JSON schema of each of its keys by name."""
     members = table_members(schema(), "optimizer")
     # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
@@ -253,7 +252,7 @@ def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, Mapping[str, Any]]]
 
 
 # Type -> name of a key -> JSON schema.
-OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, Mapping[str, Any]]] = dict(_optimizer_schemas())
+OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, KeySchema]] = dict(_optimizer_schemas())
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
@@ -264,9 +263,9 @@ def is_path(key: str) -> bool:
     )
 
 
-def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
+def key_schemas_of(optimizer: str) -> dict[str, KeySchema]:
     """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
-    schemas: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, KeySchema] = {}
     for key, item in KEY_SCHEMAS.items():
         table, _, name = key.rpartition(".")
         if table != "optimizer":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import tomllib
+from datetime import date, datetime, time
 from typing import Any
 
 # Deepest nesting of tables and lists.
 MAX_DEPTH = 100
 # TOML promises 64. Python shows no more than 4,300 digits.
 MAX_INTEGER_BITS = 1024
+TomlValue = (
+    str | int | float | bool | datetime | date | time | list["TomlValue"] | dict[str, "TomlValue"]
+)
+TomlTable = dict[str, TomlValue]
 
 
-def parse_toml(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> TomlTable:
     """Return the values of a TOML document.
 
     Raises:
@@ -36,7 +41,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return values
 
 
-def parse_toml_value(text: str) -> Any:
+def parse_toml_value(text: str) -> TomlValue:
     """Return one value, as it may follow `key =`. See `parse_toml` for the errors.
 
     Raises:

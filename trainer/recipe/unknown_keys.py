@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 from trainer.models.errors import Key, Text, text
 from trainer.recipe.corrections import suggest_value
@@ -19,13 +18,15 @@ from trainer.recipe.other_trainers import (
 )
 from trainer.recipe.override_values import override_argument
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
-from trainer.recipe.toml_values import parse_toml_value
+from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml_value
 
 # Unknown keys for which a hint is searched.
 MAX_HINTED = 100
 
 
-def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[str]]:
+def find_unknown_keys(
+    tables: Mapping[str, TomlValue],
+) -> tuple[list[tuple[str, TomlValue]], list[str]]:
     """Return the unknown keys, in the order of the file.
 
     Returns:
@@ -34,7 +35,7 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]],
         millisecond.
     """
     unknown = [*_unknown_items(tables)]
-    hinted: list[tuple[str, Any]] = []
+    hinted: list[tuple[str, TomlValue]] = []
     for path, value in unknown[:MAX_HINTED]:
         # A quoted key may contain a dot.
         is_table = "." not in path or path in tables
@@ -45,7 +46,7 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]],
     return hinted, [path for path, _ in unknown[MAX_HINTED:]]
 
 
-def _unknown_items(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _unknown_items(tables: Mapping[str, TomlValue]) -> Iterator[tuple[str, TomlValue]]:
     """Yield path and value of each unknown table, and of each unknown key of a known table."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
@@ -58,7 +59,7 @@ def _unknown_items(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
+def is_known(table: str, key: str, values: TomlTable) -> bool:
     """Return whether a table has a key. `[optimizer]` has the keys of its type.
 
     Args:
@@ -71,7 +72,7 @@ def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
     return f"{table}.{key}" in KEY_SCHEMAS
 
 
-def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _unknown_table_keys(name: str, value: TomlValue) -> Iterator[tuple[str, TomlValue]]:
     """Yield the keys of an unknown table that have a specific hint, or else the table itself."""
     table = suggest(name, TABLE_NAMES)
     if table and isinstance(value, dict):
@@ -87,7 +88,7 @@ def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _unknown_leaves(name, value)
 
 
-def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _unknown_leaves(path: str, value: TomlValue) -> Iterator[tuple[str, TomlValue]]:
     """Yield the leaves of an unknown key's value if any has a specific hint, or else the key itself."""
     if not isinstance(value, dict):
         yield path, value
@@ -100,7 +101,7 @@ def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: TomlValue) -> Iterator[tuple[str, TomlValue]]:
     if not isinstance(value, dict) or not value:
         yield path, value
         return
@@ -133,7 +134,7 @@ def _same_name_in_any_table(path: str) -> str:
     return next((key for key in KEY_SCHEMAS if key.rpartition(".")[2] == name), "")
 
 
-def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
+def unknown_key_hint(path: str, value: TomlValue, is_override: bool = False) -> str:
     """Return a hint for an unknown key: the recipe key to use, with the user's value if that key accepts it.
 
     Args:

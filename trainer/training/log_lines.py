@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.training.evaluation import EvaluationResult
@@ -66,10 +66,9 @@ def evaluation_line(step: int, result: EvaluationResult) -> dict[str, Any]:
     }
 
 
-def sample_lines(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-    """Yield the line of each text that was generated after a step."""
-    for sample in samples:
-        yield {"step": step, "prompt": sample.prompt, "text": sample.text}
+def sample_lines(step: int, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the line of each text that was generated after a step."""
+    return [{"step": step, "prompt": sample.prompt, "text": sample.text} for sample in samples]
 
 
 def finite_or_none(value: float) -> float | None:

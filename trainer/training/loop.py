@@ -36,6 +36,9 @@ from trainer.training.stop import StopSignals
 METRICS_LAG = 2
 # CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
 CPU_METRICS_LAG = 0
+# Values of a log line and of an evaluation that are in the result of a run
+RESULT_METRICS = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
+RESULT_EVAL_METRICS = ("eval_loss", "eval_perplexity", "eval_tokens")
 CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 # Steps. 0 means never.
 Interval = int | Fraction
@@ -127,15 +130,17 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class LoopResult:
     """The last step of a run, and the reason of an early stop.
 
     Attributes:
         step: The last step taken.
+        metrics: Last values of the logged metrics, the last samples, and the seconds of the compilation.
         stop_reason: Why the run stopped early. Empty if all steps were taken.
     """
 
     step: int
+    metrics: Mapping[str, Any]
     stop_reason: str = ""
 
 
@@ -222,12 +227,13 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
+        self.last_metrics: dict[str, Any] = {}
         self.timer = StepTimer()
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
         self.eval_step = _jit_eval_step(config.setup)
 
-    def run(self) -> RunResult:
+    def run(self) -> LoopResult:
         """Take the remaining steps, or stop early for a stop reason.
 
         Save the last step in both cases.
@@ -253,24 +259,32 @@ class Loop:
             self._sample()
         self._save()
         self._wait_for_save()
-        return RunResult(self.step, reason)
+        return LoopResult(self.step, self.last_metrics, reason)
 
     def _take_steps(self, compiled_step: CompiledStep) -> str:
         """Take the remaining steps, and return the reason of an early stop."""
+        config = self.config
         reason = ""
-        while self.step < self.config.steps and not (reason := self._stop_reason()):
+        while self.step < config.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
             if self.profiler is not None:
                 # The profiler waits for all steps in flight: a trace begins and ends between steps.
                 self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
-            batch = self._load_batch()
+            batch = load_batch(
+                config.train,
+                config.order.rows(self.step),
+                config.setup.sharding,
+                epochs=config.order.epochs(self.step),
+            )
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             # The dispatch is asynchronous: `metrics` are arrays that may not be computed yet. They
             # are read METRICS_LAG steps later.
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(self.metrics_lag)
-            self._report_save()
+            # A save that has ended is reported, or its error is raised, at the next step.
+            if self.pending_save and self.pending_save[1].is_done:
+                self._wait_for_save()
             self._run_due_events()
         self._drain_metrics(0)
         return reason
@@ -279,16 +293,6 @@ class Loop:
         if self.config.stop_after and self.step - self.start_step >= self.config.stop_after:
             return text("{}", Option("stop_after", self.config.stop_after))
         return self.stop_signals.reason()
-
-    def _load_batch(self) -> dict[str, Array]:
-        """Load the batch of the next step."""
-        config = self.config
-        return load_batch(
-            config.train,
-            config.order.rows(self.step),
-            config.setup.sharding,
-            epochs=config.order.epochs(self.step),
-        )
 
     def _compile_step(self) -> CompiledStep:
         """Compile the training step for the state's shardings.
@@ -305,7 +309,9 @@ class Loop:
         batch = batch_shapes(self.config.train, self.config.order.batch_size, setup.sharding)
         batch |= self.stop_signals.batch_shapes()
         compiled = jit_train_step(setup).lower(shapes, batch).compile()
-        self.callbacks.on_compile(self.timer.clock() - start_s)
+        compile_s = self.timer.clock() - start_s
+        self.last_metrics["compile_seconds"] = round(compile_s, 3)
+        self.callbacks.on_compile(compile_s)
         return compiled
 
     def _run_due_events(self) -> None:
@@ -359,6 +365,7 @@ class Loop:
         if memory_nbytes is not None:
             line["memory_bytes"] = memory_nbytes
         self.metrics.write(line)
+        self.last_metrics |= {key: line[key] for key in RESULT_METRICS if key in line}
         self.callbacks.on_log(line, step_s * (config.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
@@ -381,6 +388,7 @@ class Loop:
         line = evaluation_line(self.step, result)
         self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
+        self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
         self.callbacks.on_evaluate(line)
         self.timer.resume()
 
@@ -392,8 +400,10 @@ class Loop:
         self._drain_metrics(0)
         self.timer.pause()
         samples = self.config.sampler.generate(self.state["params"])
-        for line in sample_lines(self.step, samples):
+        lines = sample_lines(self.step, samples)
+        for line in lines:
             self.sample_log.write(line)
+        self.last_metrics["samples"] = lines
         self.callbacks.on_samples(self.step, samples)
         self.timer.resume()
 
@@ -448,14 +458,6 @@ class Loop:
                     f"step {self.step}: {error.what} - {error.why}; they are saved without a cast"
                 )
         return fields
-
-    def _report_save(self) -> None:
-        """Report a save that has ended since the last call.
-
-        Raise its PrepError if it failed.
-        """
-        if self.pending_save and self.pending_save[1].is_done:
-            self._wait_for_save()
 
     def _wait_for_save(self) -> None:
         """Wait for the save in the background, and report it.

@@ -89,7 +89,7 @@ class StepSetup:
 
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
-        """Parameters that training changes, by path: the saved ones without those of `optimizer.freeze`."""
+        """Parameters changed by training, by path: the saved ones, except the matches of `optimizer.freeze`."""
         return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:
@@ -99,12 +99,12 @@ class StepSetup:
         return self.base_dtypes.get(path, "float32")
 
     def trained_params(self, params: Tree) -> Tree:
-        """Return the parameters that training changes."""
+        """Return the parameters changed by training."""
         leaves = flatten_tree(params)
         return unflatten_tree({path: leaves[path] for path in self.trained_leaves})
 
     def with_trained_params(self, params: Tree, trained: Tree) -> Tree:
-        """Return all parameters, with new values of the ones that training changes."""
+        """Return all parameters, with new values of the trained ones."""
         return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
 
 

@@ -17,7 +17,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
-from prepcli.formats.orbax import METADATA_FILE, find_item
+from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
@@ -50,6 +50,8 @@ from trainer.models.lora import manifest_family
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
 MAX_OPEN_FILES = 200
+# Rule that drops texts and empty containers.
+NO_ARRAY_RULE = "not an array"
 # Small files of a model, in a folder that may contain unrelated files.
 MODEL_FILES = {
     *(
@@ -143,6 +145,9 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
     extra_entries: tuple[DroppedTensor, ...] = ()
     if family.is_verbatim:
         tensors = verbatim_tensors(leaves)
+        extra_entries = tuple(
+            DroppedTensor(dotted_name(entry.path), 0, NO_ARRAY_RULE) for entry in item.non_arrays
+        )
     else:
         tree = match_foreign_tree(leaves, family, config, display_name)
         names = tree.names

@@ -107,7 +107,7 @@ def test_gke_manifest_mounts_the_files_and_the_claim():
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     recipe_text=texts, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3)

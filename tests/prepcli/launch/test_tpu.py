@@ -48,7 +48,7 @@ def test_tpu_script_uses_an_existing_tpu(recorders: Path):
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(name=lines, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3))
 def test_tpu_script_passes_on_every_value(

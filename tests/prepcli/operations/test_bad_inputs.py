@@ -122,7 +122,10 @@ def test_unexpected_tensors_are_all_named(capsys):
     for layer in range(3):
         for part, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
             assert f"model.layers.{layer}.self_attn.{part}_proj.bias [{rows}]" in lines[1]
-    assert lines[2] == " hint: `--drop 'model.layers.*.self_attn.q_proj.bias'` ignores them"
+    assert lines[2] == (
+        " hint: `--drop 'model.layers.*.self_attn.q_proj.bias'` ignores them;"
+        " `--verbatim` keeps the names of the file"
+    )
     assert main(["save-init", "./m", "--drop", "model.layers.*.self_attn.*.bias", "-q"]) == 0
 
 
@@ -146,7 +149,10 @@ def test_first_tensors_of_wrong_shape_are_named(capsys):
         in lines[1]
     )
     assert re.search(r" and [2-5] more$", lines[1])
-    assert lines[2] == " hint: check that config.json and the weights belong to the same model"
+    assert lines[2] == (
+        " hint: check that config.json and the weights belong to the same model;"
+        " `--verbatim` keeps the names of the file"
+    )
 
 
 def test_all_tensor_mismatches_are_in_one_error(capsys):

@@ -105,17 +105,10 @@ def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
     linen, variables = prep.linen_model(tmp_path / "t5")
     np.testing.assert_array_equal(jax.jit(linen.apply)(variables, TOKENS, source), expected)
     no_padding, padding = jnp.ones_like(source), jnp.ones_like(source).at[:, 3:].set(0)
+    batch = (variables, TOKENS, TOKENS, no_padding)
+    loss_sums = jax.jit(partial(linen.apply, method="loss_sums"))
     sums: list[Any] = [
-        linen.apply(
-            variables,
-            TOKENS,
-            TOKENS,
-            no_padding,
-            source=source,
-            source_mask=mask,
-            method="loss_sums",
-        )
-        for mask in (None, no_padding, padding)
+        loss_sums(*batch, source=source, source_mask=mask) for mask in (None, no_padding, padding)
     ]
     assert sums[0].loss == sums[1].loss != sums[2].loss
 

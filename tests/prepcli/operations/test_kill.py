@@ -27,7 +27,9 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.waiting import MAX_S
 
 
-@pytest.mark.parametrize("name", slow_except(["pad-vocab", "save-init"], ["save-init"]))
+@pytest.mark.parametrize(
+    "name", slow_except(["pad-vocab", "save-init", "verbatim"], ["save-init", "verbatim"])
+)
 def test_commands_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=1, launches=ONE_PROCESS)
 

@@ -100,6 +100,7 @@ class MemoryLimits:
 
 FAST_COMMANDS = [
     ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"],
+    ["save-init", "./m", "--verbatim", "--mesh", "1,2,4", "--out", "out"],
     ["save-init", "./m", "--scan-axis", "1", "--dtype", "bfloat16", "--out", "out"],
     ["save-init", "./m", "--compress", "zstd", "--out", "out"],
     ["pad-vocab", "./m", "--multiple", "1000", "--init", "mean", "--out", "out"],

@@ -41,7 +41,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 FREEZE = {"freeze": ("re:attn\\.[qk]", "embed.tokens"), "ema": 0.9, "moment_dtype": "bfloat16"}
 CASES = [(base, name, keys) for base in BASES for name in KEYS for keys in ({}, FREEZE)]
-DEFAULT_CASES = [("gpt2", "adafactor", FREEZE), ("llama", "muon", {}), ("gpt_neo", "adafactor", {})]
+DEFAULT_CASES = [("gpt2", "adafactor", FREEZE), ("llama", "muon", {})]
 
 
 def make_run(base: str, optimizer: Optimizer) -> TrainingState:

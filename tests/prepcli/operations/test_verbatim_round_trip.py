@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from tests.helpers.fork_server import run_python
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.stored_tensors import (
     StoredTensor,
@@ -209,3 +210,44 @@ def test_unsupported_requests_are_refused(
     run_ok("save-init", "./m")
     code = 2 if words[-2] == "--pad-vocab" else 1
     assert run_failing(capsys, code, *words).count("error:") == 1
+
+
+def test_experts_are_split_over_fsdp_and_layers_are_not():
+    tensors: dict[str, StoredTensor] = {}
+    for layer in range(2):
+        for expert in range(4):
+            name = f"h.{layer}.experts.{expert}.w"
+            tensors[name] = random_tensor(expert, "F32", 4, (512, 1024))
+    write_folder(Path("m"), tensors, None)
+    run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "init")
+    leaf = json.loads(Path("init/prep-manifest.json").read_text())["leaves"][
+        "params.h.*.experts.*.w"
+    ]
+    assert (leaf["shape"], leaf["chunk"]) == ([2, 4, 512, 1024], [1, 1, 512, 512])
+    assert orbax_bytes(Path("init")) == {name: tensor[2] for name, tensor in tensors.items()}
+
+
+def test_output_with_too_many_chunks_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    write_folder(Path("m"), layered_model(), CONFIG)
+    monkeypatch.setattr("prepcli.operations.save_init.MAX_ENTRIES", 10)
+    assert "would have 33 chunks" in run_failing(capsys, 2, "save-init", "./m")
+    assert not Path("m-init").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["w{0}.weight", "layers.{0}.weight"])
+def test_many_tensors_are_planned_in_bounded_memory(pattern: str):
+    tensors: dict[str, StoredTensor] = {}
+    for number in range(200_000):
+        tensors[pattern.format(number)] = ("U8", (2, 2), b"abcd")
+    write_folder(Path("m"), tensors, CONFIG)
+    script = (
+        "import resource, prepcli\n"
+        "prepcli.save_init('./m', mesh='1,64,4', dry_run=True)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    process = run_python(script)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 1200 << 10

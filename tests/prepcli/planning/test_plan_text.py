@@ -24,7 +24,7 @@ from prepcli.planning.plan import (
     Stream,
     Strided,
 )
-from prepcli.planning.plan_text import NAMES, encode_text
+from prepcli.planning.plan_text import NAMES, encode_text, iter_text
 from trainer.models.axis_map import bind_row, parse_row
 
 
@@ -161,3 +161,9 @@ GOLDEN = (
     "other='wte'),), settings={'config': {'vocab_size': 3}}, names={'wte': 'transformer.wte'}, item='params', "
     "zstd_level=1)"
 )
+
+
+def test_pieces_of_text_are_the_text_of_the_plan():
+    plan = make_plan()
+    for part in (plan, dataclasses.replace(plan, streams=plan.streams[:1], leaves=())):
+        assert "".join(iter_text(part)) == encode_text(part)

@@ -152,7 +152,7 @@ def test_inspect_selects_by_pattern(capsys: Capture) -> None:
     [
         ("weight", " hint: did you mean `*weight*`?\n"),
         ("a.wieght", " hint: did you mean `a.weight`?\n"),
-        ("zzz", ""),
+        ("zzz", " hint: a pattern of names, such as `*.q.*`\n"),
     ],
 )
 def test_pattern_without_match_gets_a_suggestion(capsys: Capture, pattern: str, hint: str) -> None:
@@ -199,7 +199,9 @@ def test_inspect_shows_true_vocabulary(capsys: Capture) -> None:
 
 def test_inspect_names_unknown_model_type(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    assert inspect_lines(capsys, "m")[0] == "m  mamba (unknown family)  2 values  16 bytes float64"
+    lines = inspect_lines(capsys, "m")
+    assert lines[0] == "m  mamba (unknown family)  2 values  16 bytes float64"
+    assert lines[2] == "names kept as in the file; prep cannot train this architecture"
 
 
 def test_inspect_warns_about_invalid_config(capsys: Capture) -> None:

@@ -129,9 +129,13 @@ def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
         "error: saved was not written by prep\n  why: it has no manifest that describes the dims of its leaves\n"
         " hint: `prep save-init` converts it\n",
     )
-    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
-    assert (code, message.splitlines()[0]) == (1, "error: model_type `mamba` is not supported")
+
+
+def test_shards_of_unknown_family_are_split_by_size(capsys: Capture) -> None:
+    tensors = {"x": np.ones((4, 6), np.float32)}
+    write_hf_folder(Path("m"), {"model.safetensors": tensors}, {"model_type": "mamba"})
+    lines = inspect_lines(capsys, "m", "--shards", "x", "--mesh", "1,2,2")
+    assert lines[0].startswith("params.x  [4, 6] float32  P(fsdp, mp)")
 
 
 def test_shards_reject_config_of_other_model(capsys: Capture) -> None:

@@ -103,7 +103,7 @@ def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
     [
         (["model-Q4_K_M.gguf"], "./m is in GGUF format"),
         (["MODEL.GGUF"], "./m is in GGUF format"),
-        ([".metadata", "__0_0.distcp"], "./m is a torch distributed checkpoint"),
+        (["__0_0.distcp"], "./m is an incomplete torch distributed checkpoint"),
         (["imatrix.bin", "model.gguf"], "./m is in GGUF format"),
         (["training_args.bin", "optimizer.pt"], "./m holds no model"),
         (["optimizer.json", "rng_state_0.pth"], "./m holds no model"),

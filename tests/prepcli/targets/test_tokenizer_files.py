@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from prepcli.planning.plan import SmallFile
 from prepcli.sources.source import small_files
 from prepcli.targets.hf_folder import copied_files
 from prepcli.targets.tokenizer_files import with_recipe_tokenizer
+from tests.helpers.shared_steps import share_steps
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_folder import RECIPE, WORDS, make_training_folder, write_tokenizer
 from trainer.planning.training_plan import with_overrides
 from trainer.recipe import Recipe, load_recipe
@@ -32,6 +35,13 @@ def write_files(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).write_text(text)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_steps() -> Iterator[None]:
+    """Compile the steps of runs with equal setups once."""
+    with share_steps():
+        yield
 
 
 @pytest.fixture
@@ -138,7 +148,7 @@ def test_merged_adapter_has_the_tokenizer_that_trained(
     )
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-init"])
+@pytest.mark.parametrize("model", slow_except(["tiny", "tiny-init"], ["tiny"]))
 def test_steps_have_the_tokenizer_that_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ):

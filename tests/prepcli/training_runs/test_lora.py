@@ -27,9 +27,35 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
+    write_lora_recipe()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of three steps, and its adapter."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        make_training_folder()
+        write_lora_recipe()
+        assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+        assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    return folder
+
+
+@pytest.fixture
+def trained(trained_folder: Path, work_dir: Path) -> Path:
+    """Copy the run and its adapter to the working folder of a test."""
+    shutil.copytree(trained_folder, work_dir, dirs_exist_ok=True)
+    return work_dir
+
+
+def write_lora_recipe() -> None:
+    """Add a table `lora` to the recipe in the current folder."""
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text() + LORA)
-    return tmp_path
 
 
 def read_leaves(path: Path) -> dict[str, np.ndarray]:
@@ -42,8 +68,7 @@ def read_leaves(path: Path) -> dict[str, np.ndarray]:
     return leaves
 
 
-def test_lora_run_saves_adapters_alone(work_dir: Path):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+def test_lora_run_saves_adapters_alone(trained: Path):
     leaves = read_leaves(Path("runs/recipe/3"))
     params = {name for name in leaves if name.startswith("params.")}
     projections = ("attn.q", "attn.v", "mlp.gate", "mlp.up", "mlp.down")
@@ -73,8 +98,7 @@ def test_stopped_lora_run_resumes_exactly(work_dir: Path):
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
-def test_manifest_of_lora_step_names_the_base(work_dir: Path):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+def test_manifest_of_lora_step_names_the_base(trained: Path):
     manifest = read_manifest(Path("runs/recipe/3"))
     assert manifest is not None
     targets = ["attn.q", "attn.v", "mlp.*"]
@@ -109,9 +133,7 @@ def test_changed_adapter_settings_stop_a_resume(work_dir: Path, capsys: pytest.C
         assert f"lora.rank: 4 -> {key[-1]}" in capsys.readouterr().err
 
 
-def test_exported_adapter_starts_another_run(work_dir: Path):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
-    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+def test_exported_adapter_starts_another_run(trained: Path):
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "--out", "second", "-q"]) == OK
@@ -136,11 +158,8 @@ def other_model(row: int) -> None:
 
 
 @pytest.fixture
-def adapter(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def adapter(trained: Path) -> Path:
     """Return the adapter of a run, whose recipe has the padded init of the base."""
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
-    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
-    capsys.readouterr()
     return Path("adapter")
 
 
@@ -209,9 +228,8 @@ def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.Ca
 
 
 def test_steps_of_adapters_are_no_complete_models(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
     for words in (
         ["generate", "runs/recipe", "--tokens", "1,2"],
         ["export", "runs/recipe", "--layout", "easylm"],
@@ -224,17 +242,15 @@ def test_steps_of_adapters_are_no_complete_models(
 
 
 def test_verify_refuses_to_compare_adapters_with_a_model(
-    work_dir: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
     capsys.readouterr()
     for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
         assert main(["verify", *words, "-q"]) == FAILED
         assert "runs/recipe has adapters, and tiny-init a model" in capsys.readouterr().err
 
 
-def test_resharded_adapters_keep_their_values(work_dir: Path):
-    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+def test_resharded_adapters_keep_their_values(trained: Path):
     assert (
         main(
             [

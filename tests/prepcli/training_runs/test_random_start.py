@@ -51,6 +51,7 @@ def test_random_start_trains_resumes_and_exports(
     assert main(["verify", "whole", "run-whole", "-q"]) == OK
 
 
+@pytest.mark.slow  # test_param_rounding compares random parameters of two meshes
 def test_random_start_does_not_depend_on_the_mesh(work_dir: Path):
     one_step = (
         "--set",

@@ -37,7 +37,7 @@ def set_keys(*settings: str) -> list[str]:
 
 
 def train(run: str, *settings: str, words: tuple[str, ...] = ()) -> None:
-    run_ok("train", "recipe.toml", "--out", run, *set_keys("mesh=1,1,8", *settings), *words)
+    run_ok("train", "recipe.toml", "--out", run, *set_keys(*settings), *words)
 
 
 def eval_losses(run: str) -> dict[int, float]:
@@ -74,7 +74,7 @@ def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.Ca
         "recipe.toml",
         "--out",
         "cut",
-        *set_keys("mesh=1,1,8", *settings),
+        *set_keys(*settings),
         "--stop-after",
         "7",
     )
@@ -102,7 +102,7 @@ def test_losses_of_other_numbers_of_sequences_are_not_compared(
         "recipe.toml",
         "--out",
         "run",
-        *set_keys("mesh=1,1,8", *settings, "eval.limit=2"),
+        *set_keys(*settings, "eval.limit=2"),
     )
     run_failing(capsys, 75, *command, "--stop-after", "5")
     train("run", *settings)
@@ -163,7 +163,7 @@ def read_weights(folder: Path) -> dict[str, bytes]:
 
 
 def test_step_option_refuses_what_a_run_lacks(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    train("run", "train.steps=3")
+    train("run", "train.steps=4")
     capsys.readouterr()
     assert (
         error_lines(capsys, "export", "run", "--step", "best")[0] == "error: run has no best step"
@@ -179,8 +179,8 @@ def test_step_option_refuses_what_a_run_lacks(work_dir: Path, capsys: pytest.Cap
 def test_parameters_are_saved_in_the_dtype_of_the_recipe(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
-    train("run", "train.steps=3", "checkpoint.optimizer_state=false", "checkpoint.dtype=bfloat16")
-    cast = (read_manifest(Path("run", "3")) or NO_MANIFEST).fields["param_cast"]
+    train("run", "train.steps=4", "checkpoint.optimizer_state=false", "checkpoint.dtype=bfloat16")
+    cast = (read_manifest(Path("run", "4")) or NO_MANIFEST).fields["param_cast"]
     assert (cast["from"], cast["to"]) == ("float32", "bfloat16")
     assert 0 < cast["changed"] <= cast["values"]
     run_ok("export", "run", "--out", "hf")
@@ -193,8 +193,8 @@ def test_parameters_are_saved_in_the_dtype_of_the_recipe(
 
 
 def test_parameters_in_the_dtype_of_the_state_are_not_cast(work_dir: Path):
-    train("run", "train.steps=3", "checkpoint.dtype=float32")
-    assert "param_cast" not in (read_manifest(Path("run", "3")) or NO_MANIFEST).fields
+    train("run", "train.steps=4", "checkpoint.dtype=float32")
+    assert "param_cast" not in (read_manifest(Path("run", "4")) or NO_MANIFEST).fields
 
 
 def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -204,7 +204,7 @@ def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.Captu
         "checkpoint.optimizer_state=false",
         "checkpoint.dtype=bfloat16",
     )
-    command = ("train", "recipe.toml", "--out", "run", *set_keys("mesh=1,1,8", *settings))
+    command = ("train", "recipe.toml", "--out", "run", *set_keys(*settings))
     run_failing(capsys, 75, *command, "--stop-after", "1")
     lines = error_lines(capsys, *command)
     assert lines[0] == "error: step 1 has no exact parameters to resume from"
@@ -245,7 +245,7 @@ def test_next_start_makes_a_missing_export(work_dir: Path, capsys: pytest.Captur
         "recipe.toml",
         "--out",
         "run",
-        *set_keys("mesh=1,1,8", *settings),
+        *set_keys(*settings),
         "--stop-after",
         "2",
     )
@@ -273,7 +273,7 @@ def test_last_step_is_pushed_once(work_dir: Path):
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))
     }
-    settings = set_keys("mesh=1,1,8", "train.steps=3", "checkpoint.push=o/m")
+    settings = set_keys("train.steps=4", "checkpoint.push=o/m")
 
     def run(url: str, **variables: str) -> dict[str, Any]:
         environment = inherited | hub_environment(url, work_dir / "home") | variables
@@ -291,7 +291,7 @@ def test_last_step_is_pushed_once(work_dir: Path):
         report = run(hub.url, HF_TOKEN=TOKEN)
         assert report["ok"], report
         assert report["pushed"]["repo"] == "o/m"
-        exported = read_files(Path("run", "exports", "3"))
+        exported = read_files(Path("run", "exports", "4"))
         assert hub.repos["o/m"].branches["main"] == exported
         hub.requests.clear()
         assert run(hub.url, HF_TOKEN=TOKEN)["ok"]

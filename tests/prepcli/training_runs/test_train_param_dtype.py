@@ -88,15 +88,8 @@ def test_float32_run_starts_from_a_bfloat16_step(
 ):
     assert main(["train", "recipe.toml", "--out", "narrow", *OPTIONS, "-q"]) == OK
     capsys.readouterr()
-    options = [
-        "--set",
-        "model.path=narrow/4",
-        "--set",
-        "train.steps=3",
-        "--set",
-        "optimizer.lr=1e-9",
-    ]
-    assert main(["train", "recipe.toml", "--out", "wide", *options]) == OK
+    options = ["--set", "model.path=narrow/4", "--stop-after", "3"]
+    assert main(["train", "recipe.toml", "--out", "wide", *options]) == STOPPED
     assert "values changed" not in capsys.readouterr().err
     assert {leaf.dtype.name for name, leaf in read_step("wide/3").items() if "." in name} == {
         "float32",

@@ -74,7 +74,7 @@ def test_resumed_run_has_the_samples_of_a_whole_one(
         "--set",
         "mesh=2,2,2",
         "--set",
-        "train.steps=3",
+        "train.steps=8",
     )
     assert not read_run(Path("cut")).samples
 

@@ -441,6 +441,7 @@ HARMLESS = {
     # The trainer always computes the softmax in float32, and sums of tensor-parallel slices as one.
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "slow_but_exact"),
     "learned_pos_emb",  # transformers never reads it
+    "decoder_start_token_id",  # generation reads it
     *(
         "summary_activation",
         "summary_first_dropout",

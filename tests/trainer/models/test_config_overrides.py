@@ -37,7 +37,8 @@ def test_field_without_a_value_takes_its_type_only(field: str, value: object, ki
     with pytest.raises(UsageError) as caught:
         override_fields(LLAMA, {field: value})
     assert caught.value.what == f"`model.overrides` sets `{field}` to {value!r}"
-    assert caught.value.why.startswith(f"it must be {kind}, such as ")
+    assert caught.value.why == f"it must be {kind}"
+    assert caught.value.hint.startswith("for example ")
 
 
 def test_field_without_a_value_can_be_set():

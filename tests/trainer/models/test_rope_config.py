@@ -181,6 +181,6 @@ def test_rotary_cos_sin_includes_attention_factor():
         high_freq_factor=32.0,
         attention_factor=0.5,
     )
-    cosine, sine = rotary_cos_sin(rope, jnp.arange(3))
+    cosine, sine, _ = rotary_cos_sin(rope, jnp.arange(3))
     assert cosine.shape == sine.shape == (3, DIM // 2)
     np.testing.assert_allclose(cosine**2 + sine**2, 0.25, rtol=1e-6)

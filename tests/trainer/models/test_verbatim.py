@@ -139,7 +139,14 @@ def test_architecture_is_refused(config: dict[str, str]):
 
 
 @pytest.mark.parametrize(
-    "record", [{}, {"dtype": "int8"}, {"dtype": 1, "shape": []}, {"dtype": "int8", "shape": "2"}]
+    "record",
+    [
+        {},
+        {"dtype": "int8"},
+        {"dtype": 1, "shape": []},
+        {"dtype": "int8", "shape": "2"},
+        {"dtype": "int8", "shape": [-1]},
+    ],
 )
 def test_manifest_without_types_is_rejected(record: dict[str, object]):
     with pytest.raises(PrepError, match="has no dtype and shape"):

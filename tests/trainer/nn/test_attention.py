@@ -13,9 +13,9 @@ import pytest
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig
 from trainer.models.rope_config import Rope
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import CosSin, causal_mask
+from trainer.nn.attention_mask import causal_mask
 from trainer.nn.context import LayerContext
-from trainer.nn.position_encoding import rotary_cos_sin
+from trainer.nn.position_encoding import CosSin, rotary_cos_sin
 
 T, D, HEAD_DIM = 6, 8, 4
 
@@ -123,8 +123,8 @@ def test_rotary_attention_depends_on_distances_only():
     cos_sin = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T))
     unrotated = attend(x, weights, FULL_ATTENTION)
     rotated = attend(x, weights, FULL_ATTENTION, cos_sin)
-    cosine, sine = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T + 3))
-    shifted = attend(x, weights, FULL_ATTENTION, (cosine[3:], sine[3:]))
+    cosine, sine, _ = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T + 3))
+    shifted = attend(x, weights, FULL_ATTENTION, CosSin(cosine[3:], sine[3:]))
     np.testing.assert_allclose(shifted, rotated, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(rotated[:, 0], unrotated[:, 0], rtol=1e-5)
     assert abs(rotated - unrotated).max() > 1e-2

@@ -65,6 +65,4 @@ def test_products_of_a_layer_are_few_calls_deep(
     options = ForwardConfig(scan_layers=is_scanned)
     calls = calls_to_products(LLAMA, options, monkeypatch)
     assert calls.keys() == {"trainer.nn.attention", "trainer.nn.mlp"}
-    assert len(calls["trainer.nn.attention"]) <= 7 + num_more, calls
-    # One more, because shared experts call the same MLP.
-    assert len(calls["trainer.nn.mlp"]) <= 8 + num_more, calls
+    assert max(map(len, calls.values())) <= 7 + num_more, calls

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import Array
 
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
@@ -35,13 +37,18 @@ FAST = [(FULL_ATTENTION, 1), (1, 2), (2, T - 1), (3, 2)]
 def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length: int):
     whole = attend(X, WEIGHTS, window)
     cache, outputs = make_cache(window, num_slots=T + 3), []
-    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
-        slots = cache.key_slots(window, stop - start)
+
+    @jax.jit
+    def attend_to_cache(x: Array, positions: Array, cache: KVCache) -> tuple[Array, KVCache]:
+        slots = cache.key_slots(window, len(positions))
         valid = jnp.broadcast_to(slots >= 0, (2, len(slots)))
-        mask = AttentionMask(jnp.arange(start, stop), slots, kv_valid=valid, window=window)
-        context = LayerContext(make_arch(), mask, kv_cache=cache)
-        output, cache = attention(jnp.asarray(X[:, start:stop]), WEIGHTS, context)
-        assert cache is not None
+        mask = AttentionMask(positions, slots, kv_valid=valid, window=window)
+        output, appended = attention(x, WEIGHTS, LayerContext(make_arch(), mask, kv_cache=cache))
+        assert appended is not None
+        return output, appended
+
+    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
+        output, cache = attend_to_cache(X[:, start:stop], np.arange(start, stop), cache)
         assert (int(cache.length), int(cache.layer)) == (start, 1)
         cache = cache.advance(stop - start)
         outputs.append(output)
@@ -49,8 +56,8 @@ def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length
     assert (int(cache.length), int(cache.layer)) == (T, 0)
 
 
-@settings(max_examples=25)
-@given(num_slots=st.integers(1, 8), window=st.integers(0, 9), data=st.data())
+@settings(max_examples=15)
+@given(num_slots=st.sampled_from((1, 2, 5, 8)), window=st.integers(0, 9), data=st.data())
 def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data: st.DataObject):
     """The key of a token is the number of its slot."""
     prefill_length = data.draw(st.integers(1, num_slots))
@@ -59,12 +66,12 @@ def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data:
         (0, prefill_length),
         *((i, i + 1) for i in range(prefill_length, num_slots)),
     ]:
-        new = jnp.broadcast_to(
-            jnp.arange(start, stop, dtype=jnp.float32)[:, None, None],
+        new = np.broadcast_to(
+            np.arange(start, stop, dtype=np.float32)[:, None, None],
             (2, stop - start, 2, HEAD_DIM),
         )
         slots = np.asarray(cache.key_slots(window, stop - start))
-        cache, kv = cache.append(KV(new, new), window, UNSHARDED)
+        cache, kv = cache.append(KV(jnp.asarray(new), jnp.asarray(new)), window, UNSHARDED)
         cache = cache.advance(stop - start)
         is_filled = (slots >= 0) & (slots < stop)
         assert (kv.keys[:, is_filled] == slots[is_filled][:, None, None]).all()

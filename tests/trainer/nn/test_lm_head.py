@@ -199,7 +199,7 @@ def test_training_sums_have_the_z_loss_apart(smoothing: float):
     assert plain.by_name().keys() == {"loss", "weight", "correct"}
     assert (sums.loss, sums.weight, sums.correct) == plain[:3]
     assert sums.z_loss == pytest.approx(float((0.3 * log_z**2 * token_weights).sum()), rel=1e-5)
-    total = loss_sums(hidden, weight, arrays[2], token_weights, with_z_loss).loss
+    total = jax.jit(loss_sums, static_argnums=4)(*arrays, with_z_loss).loss
     assert sums.total == sums.loss + sums.z_loss == total
 
 
@@ -274,9 +274,13 @@ def test_gradient_scales_with_cotangent():
     hidden, weight, targets, token_weights = map(jnp.asarray, make_arrays(case))
     head = LMHead(6, 3, ONE_DEVICE)
     _, gradients = compiled_sums_and_gradients(hidden, weight, targets, token_weights, head)
-    scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, token_weights, head).loss * -2.5)(
-        weight
-    )
+
+    @jax.jit
+    @jax.grad
+    def scaled_gradient(weight: jax.Array) -> jax.Array:
+        return loss_sums(hidden, weight, targets, token_weights, head).loss * -2.5
+
+    scaled = scaled_gradient(weight)
     np.testing.assert_allclose(scaled, -2.5 * gradients[1], rtol=1e-5, atol=1e-5)
 
 

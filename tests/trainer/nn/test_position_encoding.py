@@ -30,7 +30,9 @@ X = np.random.default_rng(0).standard_normal((2, T, 3, HEAD_DIM))
 def test_apply_rotary_matches_complex_rotation(rotary_dim: int, is_interleaved: bool):
     rope = Rope(rotary_dim, 100.0, T)
     cos_sin = rotary_cos_sin(rope, jnp.arange(T))
-    rotated = np.asarray(apply_rotary(jnp.asarray(X, jnp.float32), *cos_sin, is_interleaved))
+    rotated = np.asarray(
+        apply_rotary(jnp.asarray(X, jnp.float32), cos_sin.cosine, cos_sin.sine, is_interleaved)
+    )
     half = rotary_dim // 2
     first, second = slice(half), slice(half, rotary_dim)
     if is_interleaved:
@@ -76,8 +78,28 @@ def test_rotary_cos_sin_at_uses_length_of_each_row(rope: Rope):
     positions = np.stack([np.arange(length - 3, length) for length in lengths])
     cos_sin = rotary_cos_sin_at(rope, jnp.asarray(positions), jnp.asarray(lengths), 40)
     for row, length in enumerate(lengths):
-        for table, expected in zip(cos_sin, rotary_cos_sin(rope, jnp.arange(length))):
-            np.testing.assert_allclose(table[row], expected[length - 3 :], atol=1e-5)
+        expected = rotary_cos_sin(rope, jnp.arange(length))
+        cosine, sine = expected.cosine[length - 3 :], expected.sine[length - 3 :]
+        np.testing.assert_allclose(cos_sin.cosine[row], cosine, atol=1e-5)
+        np.testing.assert_allclose(cos_sin.sine[row], sine, atol=1e-5)
+
+
+def test_query_scale_grows_in_steps_of_positions():
+    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    scale = rotary_cos_sin(rope, jnp.array([0, 3, 4, 11])).query_scale
+    assert scale is not None
+    expected = [1, 1, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(3)]
+    np.testing.assert_allclose(scale[:, 0], expected, rtol=1e-6)
+    assert rotary_cos_sin(Rope(4, 100.0, 8), jnp.arange(3)).query_scale is None
+
+
+def test_query_scale_of_negative_positions_is_finite():
+    """Slots before the first token of a row have negative positions when a row is decoded."""
+    rope = Rope(4, 100.0, 8, query_scale_beta=0.5, query_scale_positions=4)
+    positions = jnp.array([[-6, -5, 0]])
+    scale = rotary_cos_sin_at(rope, positions, jnp.array([1]), 8).query_scale
+    assert scale is not None
+    np.testing.assert_array_equal(scale, 1)
 
 
 BIAS_CONFIGS = [

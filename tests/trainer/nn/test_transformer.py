@@ -13,7 +13,6 @@ import pytest
 
 from prepcli.testing.tiny_transformers import (
     UNSCANNED,
-    TinyTransformer,
     model_logits,
     random_batch,
     random_tensors,
@@ -22,7 +21,7 @@ from prepcli.testing.tiny_transformers import (
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.models.remat import REMAT_POLICIES
 from trainer.nn import transformer
 from trainer.nn.initialization import init_params
@@ -36,15 +35,10 @@ STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [
 ]
 
 
-def random_params(tiny: TinyTransformer, seed: int) -> Tree:
-    """Initialize parameters in one compiled function."""
-    return jax.jit(lambda: init_params(tiny.model, seed))()
-
-
 @pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
 def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: int):
     variants = tiny_transformer(GPT_NEO), tiny_transformer(GPT_NEO, scan, scan_axis)
-    tensors, others = (tiny.tensors_from_params(random_params(tiny, 7)) for tiny in variants)
+    tensors, others = (tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in variants)
     for name, values in tensors.items():
         np.testing.assert_array_equal(values, others[name])
 
@@ -53,7 +47,7 @@ def test_init_does_not_depend_on_other_parameters():
     small = tiny_transformer(LLAMA)
     large = tiny_transformer(LLAMA | {"attention_bias": True, "num_hidden_layers": 3})
     small_tensors, large_tensors = (
-        tiny.tensors_from_params(random_params(tiny, 7)) for tiny in (small, large)
+        tiny.tensors_from_params(init_params(tiny.model, 7)) for tiny in (small, large)
     )
     for name, values in small_tensors.items():
         np.testing.assert_array_equal(values, large_tensors[name])
@@ -63,8 +57,8 @@ def test_init_depends_on_role_and_seed():
     tiny = tiny_transformer(
         LLAMA | {"attention_bias": True, "initializer_range": 0.5, "hidden_size": 32}
     )
-    params = flatten_tree(random_params(tiny, 1))
-    params_of_other_seed = flatten_tree(random_params(tiny, 2))
+    params = flatten_tree(init_params(tiny.model, 1))
+    params_of_other_seed = flatten_tree(init_params(tiny.model, 2))
     samples = []
     for path, leaf in tiny.model.leaves.items():
         values = np.asarray(params[path])

@@ -80,7 +80,7 @@ FILES = {
     ),
     "text for a number": (
         replaced("seq_length = 8", 'seq_length = "2k"'),
-        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens per sequence; with an encoder, maximum '
+        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens per sequence. With an encoder, maximum '
         "tokens of a target: longer targets are truncated - `seq_length = 1024`",
     ),
     "number in quotes": (
@@ -109,8 +109,8 @@ FILES = {
     "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
         'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "constant", "wsd" or '
-        '"rsqrt": shape of the learning rate decay; wsd: constant, then linear in the last `cooldown_steps`; rsqrt: '
-        "with the inverse square root of the step - did you mean `cosine`?",
+        '"rsqrt": shape of the learning rate decay. `wsd`: constant, then linear in the last `cooldown_steps`. '
+        "`rsqrt`: with the inverse square root of the step - did you mean `cosine`?",
     ),
     "neither of two types": (
         GOOD + '[checkpoint]\nkeep = "every"\n',

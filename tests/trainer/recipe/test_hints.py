@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.trainer.recipe.test_errors import GOOD, error_of, replaced
 from trainer.recipe import load_recipe, option_hint
 from trainer.recipe.corrections import correct_value, is_accepted
-from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.formatting import example_value, to_toml
+from trainer.recipe.key_schema import alternatives
 from trainer.recipe.other_trainers import (
     VALUE_FUNCTIONS,
     advice_for,
@@ -254,7 +255,7 @@ def test_value_synonyms_stand_for_existing_values(value: str):
 @pytest.mark.parametrize("key", KEY_SCHEMAS)
 def test_examples_are_accepted_by_their_keys(key: str):
     key_schema = KEY_SCHEMAS[key]
-    examples = key_schema.get("examples") or [key_schema["default"]]
+    examples = key_schema.get("examples") or [key_schema.get("default")]
     assert all(is_accepted(example, key_schema) for example in examples)
     assert correct_value(examples[0], key_schema) == example_value(key_schema)
 

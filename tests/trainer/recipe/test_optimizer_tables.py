@@ -60,10 +60,10 @@ def test_type_lists_all_members_of_the_union():
     schema = KEY_SCHEMAS["optimizer.type"]
     assert describe_type(schema) == '"adamw", "adafactor", "lion", "muon", "sgd" or "palm"'
     assert (
-        "adamw: Adam with decoupled weight decay; adafactor: second moments of row"
+        "`adamw`: Adam with decoupled weight decay. `adafactor`: second moments of row"
         in schema["description"]
     )
-    assert schema["default"] == "adamw"
+    assert schema.get("default") == "adamw"
     assert {
         "optimizer.weight_decay",
         "optimizer.momentum",

@@ -10,6 +10,7 @@ import pytest
 
 from trainer.recipe.corrections import is_accepted
 from trainer.recipe.formatting import to_toml
+from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.override_values import override_argument, parse_override_value
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
@@ -51,7 +52,10 @@ TEXTS = (
     ),
 )
 VALUES: tuple[Any, ...] = (*TEXTS, 8, 0.5, 1e-8, True, False, ["a", "b"], ["1"], ["a b"])
-TEXT_OR_BOOLEAN = {"anyOf": [{"type": "boolean"}, {"type": "string"}]}
+TEXT_OR_BOOLEAN: KeySchema = {
+    "description": "text or a boolean",
+    "anyOf": [{"type": "boolean"}, {"type": "string"}],
+}
 
 
 @pytest.mark.parametrize("key", KEY_SCHEMAS)

@@ -19,7 +19,8 @@ from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
 from trainer.recipe.field_grammar import SIGNS
-from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.formatting import example_value, to_toml
+from trainer.recipe.key_schema import KeySchema, alternatives
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.run_tables import Cluster
 from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
@@ -299,7 +300,7 @@ LORA_VALUES: list[dict[str, Any]] = [
 ]
 
 
-def accepted_values(key_schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+def accepted_values(key_schema: KeySchema) -> st.SearchStrategy[Any]:
     """Generate accepted values of a key."""
     return st.one_of(*map(values_of_type, alternatives(key_schema)))
 

@@ -97,7 +97,7 @@ fields = "[article], highlights"
 subfield_separator = " "                        # default
 prepend_text = ""                               # default
 add_bos = false                                 # default
-# add_eos: true; false for chat and ids         # default
+# add_eos: true, or false for chat and ids      # default
 always_start_with_bos = false                   # default
 max_examples = 0                                # default
 source_length = 1024

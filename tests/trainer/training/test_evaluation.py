@@ -1,4 +1,4 @@
-"""Evaluation without a loop: against the sums of one batch, for any batch size, limit and mesh."""
+"""Evaluation without a loop: against the sums of each row, for any batch size, limit and mesh."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,27 @@ def run_evaluate(setup: StepSetup, batch_size: int = 4, limit: int = 0) -> Evalu
     )
 
 
-def loss_sums(setup: StepSetup, num_rows: int) -> LossSums:
-    """Compute the sums of the first rows in one batch, with the parameters of `run_evaluate`."""
-    rows = evaluation_data(setup).get_batch(range(num_rows))
-    batch = {name: jax.numpy.asarray(array) for name, array in rows.items()}
-    return transformer.loss_sums(
-        runs.make_state(setup)["params"], batch, setup.model, setup.forward_config
+@cache
+def sums_of_rows() -> list[LossSums]:
+    """Compute the sums of each row alone, with the parameters of `run_evaluate` on one device."""
+    setup = runs.make_setup()
+    data, params = evaluation_data(setup), runs.make_state(setup)["params"]
+    compute = jax.jit(
+        partial(transformer.loss_sums, model=setup.model, forward_config=setup.forward_config)
     )
+    return [jax.device_get(compute(params, data.get_batch([row]))) for row in range(data.n_rows)]
+
+
+def assert_is_mean_of_rows(result: EvaluationResult, num_rows: int) -> None:
+    """Compare a result with the sums of the first rows."""
+    loss, weight, correct = (
+        sum(float(getattr(sums, name)) for sums in sums_of_rows()[:num_rows])
+        for name in ("loss", "weight", "correct")
+    )
+    assert result.num_tokens == num_rows * (runs.LENGTH - 1)
+    assert result.mean_loss == pytest.approx(loss / weight, rel=1e-6)
+    assert result.accuracy == pytest.approx(correct / weight)
+    assert result.perplexity == pytest.approx(math.exp(result.mean_loss))
 
 
 @pytest.mark.parametrize(
@@ -65,21 +80,11 @@ def loss_sums(setup: StepSetup, num_rows: int) -> LossSums:
     slow_except([("", 1), ("", 3), ("", 8), ("2,2,2", 4)], [("", 3), ("2,2,2", 4)]),
 )
 def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
-    setup = runs.make_setup()
-    sums = loss_sums(setup, evaluation_data(setup).n_rows)
-    result = run_evaluate(runs.make_setup(mesh=mesh), batch_size)
-    assert result.num_tokens == 5 * (runs.LENGTH - 1)
-    assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
-    assert result.accuracy == pytest.approx(float(sums.correct) / float(sums.weight))
-    assert result.perplexity == pytest.approx(math.exp(result.mean_loss))
+    assert_is_mean_of_rows(run_evaluate(runs.make_setup(mesh=mesh), batch_size), num_rows=5)
 
 
 def test_evaluate_takes_the_first_rows():
-    setup = runs.make_setup()
-    sums = loss_sums(setup, 2)
-    result = run_evaluate(setup, limit=2)
-    assert result.num_tokens == 2 * (runs.LENGTH - 1)
-    assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
+    assert_is_mean_of_rows(run_evaluate(runs.make_setup(), limit=2), num_rows=2)
 
 
 def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
@@ -203,14 +208,8 @@ def test_fast_sums_of_rows_are_those_of_each_row(mesh: str):
     sums = jit_fast_row_eval_step(setup.model, setup.forward_config)(
         params, place_batch(rows, setup.sharding)
     )
-    reference = runs.make_setup()
     for row in range(4):
-        alone = {name: jax.numpy.asarray(array[row : row + 1]) for name, array in rows.items()}
-        state = runs.make_state(reference)
-        expected = transformer.loss_sums(
-            state["params"], alone, reference.model, reference.forward_config
-        )
-        for name, value in expected._asdict().items():
+        for name, value in sums_of_rows()[row]._asdict().items():
             assert float(sums[name][row]) == pytest.approx(float(value), rel=1e-5)
 
 

@@ -63,6 +63,7 @@ class Variant:
 
 VARIANTS = (
     Variant("llama"),
+    Variant("llama", dropout=True),
     Variant("llama", dropout=True, scan_layers=False, remat_policy="dots_saveable"),
     Variant(
         "llama", remat_policy="nothing_saveable", dtype="bfloat16", attention_options=BLOCKWISE

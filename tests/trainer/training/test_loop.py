@@ -86,7 +86,7 @@ def compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def setup() -> runs.StepSetup:
-    return runs.make_setup(mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
+    return runs.make_setup(runs.LLAMA, mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_loop_resumes_bit_exactly_after_any_step(
     stop: int, setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=stop))
-    assert (first.result.step, first.result.stop_reason) == (stop, f"--stop-after {stop}")
+    assert (first.result.step, first.result.stop_reason) == (stop, f"`--stop-after {stop}`")
     assert first.store.steps() == [stop]
     second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
     assert second.result.step == STEPS
@@ -121,7 +121,7 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
-    other_setup = runs.make_setup(mesh="2,4,1", dropout=runs.DROPOUT)
+    other_setup = runs.make_setup(runs.LLAMA, mesh="2,4,1", dropout=runs.DROPOUT)
     second = FinishedRun(tmp_path, runs.make_job(other_setup, steps=STEPS), first.store)
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
@@ -131,7 +131,7 @@ def test_loop_resumes_bit_exactly_where_sp_splits_tokens(
 ):
     """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
     options = {"attention_options": AttentionOptions("blockwise", 2, 3), "ffn_chunk_size": 3}
-    setup = runs.make_setup(mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
+    setup = runs.make_setup(runs.LLAMA, mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
     whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
     np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)
     (evaluation,), (expected,) = whole.callbacks.evaluations, uninterrupted.callbacks.evaluations
@@ -230,7 +230,7 @@ def test_loop_saves_only_parameters_without_optimizer_state(setup: runs.StepSetu
 
 
 def test_equal_jobs_end_in_equal_states(uninterrupted: FinishedRun, tmp_path: Path):
-    equal_setup = runs.make_setup(mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
+    equal_setup = runs.make_setup(runs.LLAMA, mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
     repeated = FinishedRun(tmp_path, runs.make_job(equal_setup, steps=STEPS))
     assert runs.state_bytes(repeated.loop.state) == runs.state_bytes(uninterrupted.loop.state)
 

@@ -174,6 +174,7 @@ def raise_warning(text: str) -> None:
     raise AssertionError(text)
 
 
+@pytest.mark.slow  # tests/prepcli/training_runs/test_train_events.py writes a profile
 def test_profile_records_the_steps(tmp_path: Path):
     profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})

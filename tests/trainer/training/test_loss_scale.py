@@ -68,7 +68,7 @@ def test_overflow_is_skipped_and_halves_the_scale():
 
 
 def test_step_without_tokens_keeps_the_scale():
-    setup = make_setup()
+    setup = make_setup(accumulate=2)
     job = runs.make_job(setup)
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
     state, _ = compile_step(setup)(

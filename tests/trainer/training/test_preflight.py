@@ -138,7 +138,7 @@ def test_check_devices_rejects_offload_without_host_memory(device: Device):
     with pytest.raises(PrepError) as caught:
         check_devices(recipe, sharding_on(device))
     assert caught.value.code == USAGE
-    assert str(caught.value) == (
+    assert caught.value.message == (
         f"`model.offload` is not supported on {device.platform} devices - "
         "they have no host memory beside their own - `--set model.offload=none`"
     )

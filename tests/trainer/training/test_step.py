@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.helpers import runs
+from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.loss_terms import LossTerms
@@ -26,10 +27,7 @@ RING = AttentionOptions("blockwise", 2, 3)
 
 def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, TrainState]:
     """Run training steps; return the mean loss of each step, and the final state."""
-    state = runs.make_state(setup)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    step = jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
-    job = runs.make_job(setup)
+    state, step, job = runs.make_state(setup), compile_step(setup), runs.make_job(setup)
     losses = []
     for number in range(steps):
         state, metrics = step(
@@ -91,6 +89,7 @@ def test_losses_with_unsplit_kv_heads_match_one_device():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow  # test_sharding compares loss and gradients of experts on this mesh
 def test_losses_of_experts_do_not_depend_on_mesh_or_micro_batches():
     setup = runs.make_setup(
         runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5
@@ -107,7 +106,7 @@ def updated_weight(accumulate: int, weights: np.ndarray) -> jax.Array:
         **feed.load_batch(job.train, job.order.rows(0), setup.sharding),
         "weights": jnp.asarray(weights),
     }
-    state, metrics = jax.jit(partial(train_step, setup=setup))(runs.make_state(setup), batch)
+    state, metrics = compile_step(setup)(runs.make_state(setup), batch)
     assert float(metrics["weight"]) == weights.sum()
     return state["params"]["layers"]["mlp"]["up"]["weight"]
 
@@ -123,7 +122,7 @@ def test_micro_batches_count_by_their_token_weights(accumulate: int):
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", slow_except([1, 2], [2]))
 def test_z_loss_is_apart_from_the_loss(accumulate: int):
     """The loss compares with that of an evaluation, and the z-loss changes the gradient."""
     setup = runs.make_setup(accumulate=accumulate)
@@ -131,9 +130,7 @@ def test_z_loss_is_apart_from_the_loss(accumulate: int):
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
 
     def first_step(terms: LossTerms) -> dict[str, jax.Array]:
-        return jax.jit(partial(train_step, setup=replace(setup, loss_terms=terms)))(
-            runs.make_state(setup), batch
-        )[1]
+        return compile_step(replace(setup, loss_terms=terms))(runs.make_state(setup), batch)[1]
 
     plain, penalized = first_step(LossTerms()), first_step(LossTerms(z_loss=0.5))
     assert penalized.keys() - plain.keys() == {"z_loss"}
@@ -149,7 +146,7 @@ CompiledStep = Callable[[TrainState, feed.TokenBatch], tuple[TrainState, dict[st
 def mesh_setup_and_step() -> tuple[StepSetup, CompiledStep]:
     """Return a setup on a mesh, and its step, which is compiled once."""
     setup = runs.make_setup(mesh="1,2,4")
-    return setup, jax.jit(partial(train_step, setup=setup))
+    return setup, compile_step(setup)
 
 
 @pytest.mark.parametrize("cause", ["infinite loss", "no tokens"])
@@ -187,8 +184,7 @@ def test_skipped_step_changes_only_counters(
 
 def test_skipped_step_does_not_advance_learning_rate():
     setup = runs.make_setup()
-    job = runs.make_job(setup)
-    step = jax.jit(partial(train_step, setup=setup))
+    job, step = runs.make_job(setup), compile_step(setup)
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
     state, first = step(runs.make_state(setup), batch)
     state, _ = step(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})

@@ -11,7 +11,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
 from trainer.models.rows import (
@@ -48,7 +48,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config)
     if config.get("apply_residual_connection_post_layernorm"):
         why = "the residual connections of this model start after the norms"
-        raise PrepError(
+        raise unsupported_config_error(
             "`apply_residual_connection_post_layernorm` is not supported for this family", why
         )
     axis_sizes = sizes(config)

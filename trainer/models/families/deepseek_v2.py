@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.errors import PrepError
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _deepseek_style, _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, read_size
@@ -67,11 +67,13 @@ def _read_router(config: HFConfig) -> Router:
     method = config.get("topk_method", GREEDY)
     if method not in (GREEDY, IN_GROUPS):
         why = f"topk_method of config.json; supported: {GREEDY}, {IN_GROUPS}"
-        raise PrepError(f"router method {method!r:.60} is not supported for this family", why)
+        raise unsupported_config_error(
+            f"router method {method!r:.60} is not supported for this family", why
+        )
     if config.get("norm_topk_prob"):
         # DeepSeek's own code divides the weights by their sum, and transformers does not.
         why = "config.json has true, which implementations of DeepSeek-V2 treat differently"
-        raise PrepError("`norm_topk_prob` is not supported for this family", why)
+        raise unsupported_config_error("`norm_topk_prob` is not supported for this family", why)
     router = Router(is_normalized=False, scale=read_positive(config, "routed_scaling_factor", 1.0))
     if method == GREEDY:
         return router

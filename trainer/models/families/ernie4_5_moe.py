@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import MAX_LAYERS, HFConfig, read_size
@@ -85,7 +85,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *ROPE_FIELDS, "num_experts", "moe_layer_start_index")
     if config.get("use_bias"):
         why = "config.json has true, which adds a bias to all projections"
-        raise PrepError("`use_bias` is not supported for this family", why)
+        raise unsupported_config_error("`use_bias` is not supported for this family", why)
     axis_sizes = sizes(config)
     experts_per_token = _read_alias(config, EXPERTS_PER_TOKEN, 6)
     router = Router(min_weight_sum=read_positive(config, "moe_norm_min", 1e-12))

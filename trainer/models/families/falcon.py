@@ -10,7 +10,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig, if_set
 from trainer.models.rope_config import read_rope
@@ -48,10 +48,14 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, *ROPE_FIELDS, "multi_query", "parallel_attn")
     if config.get("new_decoder_architecture") or not config.get("multi_query", True):
         why = "only models with one head of keys and values are, such as Falcon 7B"
-        raise PrepError("this form of queries, keys and values is not supported", why)
+        raise unsupported_config_error(
+            "this form of queries, keys and values is not supported", why
+        )
     if IS_PARALLEL(config) and config.get("num_ln_in_parallel_attn") not in (None, 1):
         why = "models with one head of keys and values have one norm before attention and MLP"
-        raise PrepError("`num_ln_in_parallel_attn` is not supported for this family", why)
+        raise unsupported_config_error(
+            "`num_ln_in_parallel_attn` is not supported for this family", why
+        )
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes, activation=("activation", "gelu")),

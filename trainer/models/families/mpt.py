@@ -15,7 +15,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
 from trainer.models.rows import build_family, embedding, matrix, rms_norm, stack
@@ -87,7 +87,7 @@ def _check_fixed_fields(fields: Mapping[str, Any], allowed: Mapping[str, tuple[A
     for name, values in allowed.items():
         if name in fields and fields[name] not in values:
             why = f"config.json has {fields[name]!r:.60}, which changes what the model computes"
-            raise PrepError(f"`{name}` is not supported for this family", why)
+            raise unsupported_config_error(f"`{name}` is not supported for this family", why)
 
 
 QKV = "heads head_dim embed <- attn.Wqkv.weight: (qkv={} heads head_dim) embed"

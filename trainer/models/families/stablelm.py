@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
-from trainer.models.errors import PrepError
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, Parameter, if_set
 from trainer.models.rows import Parameters, layer_norm
@@ -26,7 +26,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
     axis_sizes = _llama_style.sizes(config, vocab=50304, embed=2560, mlp=6912, kv_heads=32)
     if axis_sizes["heads"] * axis_sizes["head_dim"] != axis_sizes["embed"]:
         why = f"{axis_sizes['heads']} heads of {axis_sizes['head_dim']} elements, width {axis_sizes['embed']}"
-        raise PrepError("heads that do not make up the width are not supported", why)
+        raise unsupported_config_error("heads that do not make up the width are not supported", why)
     return axis_sizes
 
 

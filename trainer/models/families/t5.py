@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -15,9 +16,17 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.layouts import hf_flax_layout
-from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
+from trainer.models.parameters import (
+    MAX_LAYERS,
+    Condition,
+    Family,
+    HFConfig,
+    TreeLayout,
+    WeightTying,
+    read_size,
+)
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
 # Atom -> config field and its default.
@@ -34,8 +43,18 @@ FIELD_ALIASES = {
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of T5Config."""
+    return read_sizes(config, FIELDS)
+
+
+def read_sizes(config: HFConfig, fields: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """Return the extent of each atom.
+
+    Args:
+        config: Content of a config.json.
+        fields: Atom -> config field and its default.
+    """
     field_sizes = {
-        atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()
+        atom: read_size(config, field, default) for atom, (field, default) in fields.items()
     }
     axis_sizes = {
         # An atom without an alias reads the field "", which no config has, and keeps its value.
@@ -51,12 +70,35 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    axis_sizes = sizes(config)
+    # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
+    # the logits near 1.
+    scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
+    return encoder_decoder_arch(config, axis_sizes, lm_head_input_scale=scale)
+
+
+def encoder_decoder_arch(
+    config: HFConfig,
+    axis_sizes: Mapping[str, int],
+    *,
+    lm_head_input_scale: float,
+    feed_forward: str = "relu",
+) -> ArchConfig:
+    """Return the architecture of T5 or a similar family.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent.
+        lm_head_input_scale: Factor of the decoder's output before the head.
+        feed_forward: Default of `feed_forward_proj`.
+
+    Raises:
+        PrepError: The config is invalid or not supported.
+    """
     reject_unsupported_fields(config, "is_encoder_decoder")
     if not config.get("is_encoder_decoder", True):
-        raise PrepError(
-            "`is_encoder_decoder` false is not supported for this family", "T5 needs its encoder"
-        )
-    axis_sizes = sizes(config)
+        what = "`is_encoder_decoder` false is not supported for this family"
+        raise unsupported_config_error(what, "it needs its encoder")
     activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
     causal_bias = RelativePositionBias(
         axis_sizes["buckets"],
@@ -67,9 +109,9 @@ def arch_config(config: HFConfig) -> ArchConfig:
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-6),
         activation=read_activation(
-            {activation_field: _read_feed_forward(config)[1]}, activation_field, ""
+            {activation_field: _read_feed_forward(config, feed_forward)[1]}, activation_field, ""
         ),
-        has_gated_mlp=_is_gated(config),
+        has_gated_mlp=is_gated(config, feed_forward),
         # T5 does not divide scores by sqrt(head_dim). Its initial queries are that much smaller instead.
         attn_scale=1.0,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
@@ -84,10 +126,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
         score_bias=dataclasses.replace(causal_bias, bidirectional=True),
     )
-    # A tied head is the embedding, with a standard deviation of about 1. The factor embed^-0.5 keeps
-    # the logits near 1.
-    scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
-    return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=scale)
+    return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=lm_head_input_scale)
 
 
 def _leaf_init_stds(
@@ -105,9 +144,9 @@ def _leaf_init_stds(
     )
 
 
-def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:
+def _read_feed_forward(config: HFConfig, default: str) -> tuple[bool, str]:
     """Return whether `feed_forward_proj` asks for a gate, and the activation, which `dense_act_fn` overrides."""
-    text = str(config.get("feed_forward_proj", "relu"))
+    text = str(config.get("feed_forward_proj", default))
     gate, _, name = text.rpartition("-")
     if gate not in ("", "gated"):
         why = f"feed_forward_proj is {text!r:.60}, it must be `ACT` or `gated-ACT`"
@@ -117,8 +156,9 @@ def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:
     return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
 
 
-def _is_gated(config: HFConfig) -> bool:
-    return bool(config.get("is_gated_act", _read_feed_forward(config)[0]))
+def is_gated(config: HFConfig, feed_forward: str = "relu") -> bool:
+    """Return whether the MLP is gated. `feed_forward` is the default of `feed_forward_proj`."""
+    return bool(config.get("is_gated_act", _read_feed_forward(config, feed_forward)[0]))
 
 
 def _scales_decoder_output(config: HFConfig) -> bool:
@@ -150,13 +190,22 @@ def _attention_sublayer(path: str, number: int, module: str) -> Parameters:
     }
 
 
-def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parameters) -> Parameters:
-    """Return the parameters of the encoder or the decoder. All layers share the position bias of the first.
+def _stack_parameters(
+    stack_name: str,
+    layers: str,
+    *attention_sublayers: Parameters,
+    gate_condition: Condition,
+    has_bias_per_layer: bool,
+) -> Parameters:
+    """Return the parameters of the encoder or the decoder.
 
     Args:
         stack_name: "encoder" or "decoder", in paths and tensor names.
         layers: Atom of its layers.
         attention_sublayers: Parameters of the sublayers before the MLP.
+        gate_condition: When the MLP is gated.
+        has_bias_per_layer: Whether each layer has a position bias. Otherwise all share that of the
+            first.
     """
     mlp_index = len(attention_sublayers)
     first_attention = f"{stack_name}.block.0.layer.0.SelfAttention"
@@ -167,50 +216,95 @@ def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parame
     )
     mlp = {
         **rms_norm("mlp_norm", f"embed <- {mlp_index}.layer_norm.weight: embed"),
-        **matrix("mlp.gate", gate, condition=_is_gated),
-        **matrix("mlp.up", up, condition=_is_gated, else_row=ungated_up),
+        **matrix("mlp.gate", gate, condition=gate_condition),
+        **matrix("mlp.up", up, condition=gate_condition, else_row=ungated_up),
         **matrix("mlp.down", f"embed mlp <- {mlp_index}.DenseReluDense.wo.weight: embed mlp"),
     }
     layer: Parameters = {}
     for sublayer in (*attention_sublayers, mlp):
         layer |= sublayer
-    bias = f"{first_attention}.relative_attention_bias.weight"
+    bias_row = "buckets heads <- {}.relative_attention_bias.weight: buckets heads"
+    shared_bias: Parameters = {}
+    if has_bias_per_layer:
+        layer |= matrix("relative_positions", bias_row.format("0.SelfAttention"))
+    else:
+        shared_bias = matrix(f"{stack_name}.relative_positions", bias_row.format(first_attention))
     return {
         **stack(f"{stack_name}.layers", f"{stack_name}.block.{{{layers}}}.layer", layer),
-        **matrix(f"{stack_name}.relative_positions", f"buckets heads <- {bias}: buckets heads"),
+        **shared_bias,
         **rms_norm(
             f"{stack_name}.final_norm", f"embed <- {stack_name}.final_layer_norm.weight: embed"
         ),
     }
 
 
-SELF_ATTENTION = _attention_sublayer("attn", 0, "SelfAttention")
-CROSS_ATTENTION = _attention_sublayer("cross", 1, "EncDecAttention")
-PARAMETERS = {
-    **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
-    **_stack_parameters("encoder", "encoder_layers", SELF_ATTENTION),
-    **_stack_parameters("decoder", "layers", SELF_ATTENTION, CROSS_ATTENTION),
-    **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
-}
-FAMILY = Family(
+def build_parameters(
+    gate_condition: Condition = is_gated, has_bias_per_layer: bool = False
+) -> Parameters:
+    """Return the parameters of a model, with the options of `_stack_parameters`."""
+    self_attention = _attention_sublayer("attn", 0, "SelfAttention")
+    cross_attention = _attention_sublayer("cross", 1, "EncDecAttention")
+    options: dict[str, Any] = {
+        "gate_condition": gate_condition,
+        "has_bias_per_layer": has_bias_per_layer,
+    }
+    return {
+        **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
+        **_stack_parameters("encoder", "encoder_layers", self_attention, **options),
+        **_stack_parameters("decoder", "layers", self_attention, cross_attention, **options),
+        **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
+    }
+
+
+def build_family(
+    name: str,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch_config: Callable[[HFConfig], ArchConfig],
+    parameters: Parameters,
+    layouts: Mapping[str, TreeLayout],
+    stored_head_unties: Callable[[HFConfig], bool],
+    untied_fields: Callable[[HFConfig], HFConfig],
+) -> Family:
+    """Return a family with an encoder, a decoder and T5's tensor names. The arguments are those of `Family`."""
+    return Family(
+        name=name,
+        prefix="",
+        unprefixed=(),
+        sizes=sizes,
+        parameters=parameters,
+        dropped={
+            # transformers lists it in `_keys_to_ignore_on_load_unexpected`: cross-attention has no positions.
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": "bias that nothing uses"
+        },
+        tying=WeightTying(
+            head_leaf="head.weight",
+            head_tensor="lm_head.weight",
+            embedding_tensor="shared.weight",
+            tied_by_default=True,
+            stored_head_unties=stored_head_unties,
+            untied_fields=untied_fields,
+        ),
+        arch_config=arch_config,
+        layouts=layouts,
+        # The encoder and the decoder share one embedding. Some files store it again under both names.
+        duplicates={
+            f"{stack_name}.embed_tokens.weight": "shared.weight"
+            for stack_name in ("encoder", "decoder")
+        },
+        dropout_fields=DropoutFields(
+            attention=("dropout_rate", 0.1),
+            residual=("dropout_rate", 0.1),
+            embedding=("dropout_rate", 0.1),
+        ),
+    )
+
+
+PARAMETERS = build_parameters()
+FAMILY = build_family(
     name="t5",
-    prefix="",
-    unprefixed=(),
     sizes=sizes,
-    parameters=PARAMETERS,
-    dropped={
-        # transformers lists it in `_keys_to_ignore_on_load_unexpected`: cross-attention has no positions.
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": "bias that nothing uses"
-    },
-    tying=WeightTying(
-        head_leaf="head.weight",
-        head_tensor="lm_head.weight",
-        embedding_tensor="shared.weight",
-        tied_by_default=True,
-        stored_head_unties=_stored_head_unties,
-        untied_fields=lambda config: {"scale_decoder_outputs": _scales_decoder_output(config)},
-    ),
     arch_config=arch_config,
+    parameters=PARAMETERS,
     layouts=hf_flax_layout(
         PARAMETERS,
         prefix="",
@@ -218,14 +312,6 @@ FAMILY = Family(
         allows_tied_head=True,
         ignored_fields=("scale_decoder_outputs",),
     ),
-    # The encoder and the decoder share one embedding. Some files store it again under both names.
-    duplicates={
-        f"{stack_name}.embed_tokens.weight": "shared.weight"
-        for stack_name in ("encoder", "decoder")
-    },
-    dropout_fields=DropoutFields(
-        attention=("dropout_rate", 0.1),
-        residual=("dropout_rate", 0.1),
-        embedding=("dropout_rate", 0.1),
-    ),
+    stored_head_unties=_stored_head_unties,
+    untied_fields=lambda config: {"scale_decoder_outputs": _scales_decoder_output(config)},
 )

@@ -62,7 +62,7 @@ class Optimizer:
     ema: float = 0.0
 
     def unfrozen_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-        """Return the leaves that no pattern of `freeze` matches."""
+        """Return the leaves without a match in `freeze`."""
         return {path: leaf for path, leaf in leaves.items() if not matches_any(self.freeze, path)}
 
     def init(self, params: Tree, leaves: Mapping[str, ParamLeaf]) -> OptState:

@@ -230,7 +230,7 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "ernie4_5_moe"),
+        *("biogpt", "ernie4_5_moe", "mt5", "umt5"),
     }
 
 

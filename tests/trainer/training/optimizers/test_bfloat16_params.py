@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import runs
-from tests.helpers.optimizers import KEYS, compile_step, make_optimizer, random_gradients
+from tests.helpers.optimizers import (
+    KEYS,
+    compile_step,
+    compiled_run,
+    make_optimizer,
+    random_gradients,
+)
 from tests.helpers.slow_cases import slow_except
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training import feed
@@ -72,7 +78,7 @@ def test_round_to_nearest_equals_a_cast_on_the_host(bits: list[int]):
 @pytest.mark.parametrize("name", slow_except(KEYS, ("adamw", "adafactor", "muon")))
 def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
     optimizer = make_optimizer(name, ema=0.75)
-    setup = runs.make_setup(optimizer=optimizer, param_dtype="bfloat16")
+    setup = runs.make_setup(runs.LLAMA, optimizer=optimizer, param_dtype="bfloat16")
     before = runs.make_state(setup)["params"]
     expected, expected_state = update_once(optimizer, setup, widen(before))
     actual, state = update_once(optimizer, setup, before)
@@ -112,9 +118,10 @@ def test_updates_below_the_spacing_are_kept_on_average():
 
 def test_gradients_of_bfloat16_parameters_are_float32():
     """The first moment of Adam is a multiple of them; rounding to bfloat16 changes it by up to 2^-9 of itself."""
-    moments, narrow = [], runs.make_setup(accumulate=2, param_dtype="bfloat16")
+    moments, narrow = [], runs.make_setup(runs.LLAMA, accumulate=2, param_dtype="bfloat16")
     params = runs.make_state(narrow)["params"]
-    for setup, start in ((narrow, params), (runs.make_setup(accumulate=2), widen(params))):
+    wide = runs.make_setup(runs.LLAMA, accumulate=2)
+    for setup, start in ((narrow, params), (wide, widen(params))):
         job = runs.make_job(setup)
         batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
         state = {**runs.make_state(setup), "params": start}
@@ -128,7 +135,7 @@ def test_rounded_parameters_do_not_depend_on_the_mesh():
     """Equal updated parameters in float32 have equal bits in bfloat16."""
     rounded = []
     for mesh in ("", "1,2,4"):
-        setup = runs.make_setup(mesh=mesh)
+        setup = runs.make_setup(runs.LLAMA, mesh=mesh)
         params = runs.make_state(setup)["params"]
 
         @jax.jit
@@ -143,9 +150,9 @@ def test_rounded_parameters_do_not_depend_on_the_mesh():
 
 
 def test_skipped_step_keeps_bfloat16_parameters():
-    setup = runs.make_setup(param_dtype="bfloat16")
+    setup, step = compiled_run("adamw", is_compact=True)
     job, state = runs.make_job(setup), runs.make_state(setup)
     batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
-    after, _ = compile_step(setup)(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
+    after, _ = step(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
     assert int(after["skipped"]) == 1
     assert runs.state_bytes(after["params"]) == runs.state_bytes(state["params"])

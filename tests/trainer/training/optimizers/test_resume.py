@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
-from tests.helpers.optimizers import COMPACT, KEYS, compiled_run, make_optimizer, take_steps
+from tests.helpers.optimizers import (
+    COMPACT,
+    KEYS,
+    compiled_run,
+    make_optimizer,
+    run_trajectory,
+    take_steps,
+)
 from tests.helpers.slow_cases import slow_except
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import restore_state
@@ -62,6 +69,17 @@ def test_state_nbytes_are_those_of_each_device(name: str):
 @pytest.mark.parametrize(
     "name", slow_except(KEYS, ("adafactor", "muon"))
 )  # the others compute each element alone
+def test_updates_do_not_depend_on_the_mesh(name: str):
+    optimizer = make_optimizer(name)
+    before, _, _, expected = run_trajectory(optimizer, 3)
+    actual = run_trajectory(optimizer, 3, mesh="1,2,4")[-1]
+    for path, value in expected.items():
+        change = np.abs(value - before[path]).max()
+        np.testing.assert_allclose(actual[path], value, atol=1e-4 * change, err_msg=path)
+
+
+@pytest.mark.slow  # test_step compares the gradients of a mesh, and the test above the updates
+@pytest.mark.parametrize("name", KEYS)
 def test_steps_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)
     setup, step = compiled_run(name)

@@ -1,0 +1,125 @@
+"""Opener for torch distributed checkpoints: each tensor is a set of boxes in the files of the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prepcli.errors import PrepError
+from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_folder
+from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import detect_names
+from prepcli.planning.tensors import itemsize
+from prepcli.sources.model_family import find_config_path, select_family
+from prepcli.sources.source import Source, SourceTensor, read_config, side_files
+from prepcli.sources.source_hints import SourceHints
+from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
+from trainer.models.boxes import strides
+
+NOT_A_TENSOR_RULE = "not a tensor"
+
+
+def open_dcp(path: Path, display_name: str, hints: SourceHints) -> Source:
+    """Read the metadata and the config of a folder that torch.distributed.checkpoint wrote.
+
+    Args:
+        path: The folder.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: A file is broken or not supported.
+    """
+    folder = read_dcp_folder(path)
+    config_path = find_config_path(hints, path, display_name)
+    config = read_config(config_path) if config_path else {}
+    types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
+    family = select_family(config, hints, types)
+    names = detect_names(family, config, full_names=list(types))
+    copied_files, left_files = side_files(path, hints.copied_files)
+    tensors: list[SourceTensor] = []
+    for tensor in sorted(folder.tensors, key=_file_position):
+        name = names.bare_name(tensor.name)
+        tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
+    return Source(
+        display_name=display_name,
+        root=path,
+        family=family,
+        config=config,
+        names=names,
+        tensors=tuple(tensors),
+        files=folder.files,
+        file_stamps=_file_stamps(folder),
+        small_files=tuple(file for file in copied_files if file not in folder.files),
+        manifest=None,
+        extra_entries=tuple(
+            DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in folder.non_tensors
+        ),
+        config_path=config_path,
+        left_files=left_files,
+    )
+
+
+def box_locations(tensor: DcpTensor) -> Locations:
+    """Return the location of each box of a tensor.
+
+    Raises:
+        PrepError: The elements of a box have gaps in its file.
+    """
+    if not tensor.boxes:
+        return (Contiguous(0, 0),)
+    return tuple(_box_location(tensor, box) for box in tensor.boxes)
+
+
+def _box_location(tensor: DcpTensor, box: DcpBox) -> Contiguous | ChunkedLocation:
+    """Return a box as a leaf of one chunk.
+
+    The part of each dim is a part of a fused tensor, e.g. rows 4 to 7 of [7, 6] are the elements 4 + {0, 1, 2}.
+    """
+    if box.shape == tensor.shape and box.byte_strides is None:
+        return Contiguous(box.file, box.offset)
+    order = _dims_in_memory(tensor, box)
+    axes = [SizedAxis(f"d{dim}", extent) for dim, extent in enumerate(box.shape)]
+    source_dims: list[TensorDim] = []
+    for axis, extent, start in zip(axes, tensor.shape, box.start):
+        source_dims.append(TensorDim(extent, start, (axis,)))
+    axis_map = AxisMap(
+        tensor.name,
+        tuple((axes[dim],) for dim in order),
+        (tensor.name,),
+        tuple(source_dims),
+    )
+    shape = tuple(box.shape[dim] for dim in order)
+    zeros = (0,) * len(shape)
+    placement = StridedPlacement(box.file, box.offset, zeros, zeros)
+    return ChunkedLocation(axis_map, (), ChunkGrid(shape, shape), placement, itemsize(tensor.dtype))
+
+
+def _dims_in_memory(tensor: DcpTensor, box: DcpBox) -> list[int]:
+    """Return the dims of a box from the outermost to the innermost in its file."""
+    dims = list(range(len(box.shape)))
+    steps = box.byte_strides
+    if steps is None:
+        return dims
+    dims.sort(key=lambda dim: (-steps[dim], box.shape[dim]))
+    shape = [box.shape[dim] for dim in dims]
+    for dim, step in zip(dims, strides(shape, itemsize(tensor.dtype))):
+        if box.shape[dim] > 1 and steps[dim] != step:
+            why = f"the elements of its box at {list(box.start)} are not stored one after another"
+            hint = "save contiguous tensors"
+            raise PrepError(f"{tensor.name} is not supported", why, hint)
+    return dims
+
+
+def _file_position(tensor: DcpTensor) -> tuple[int, int]:
+    return min(((box.file, box.offset) for box in tensor.boxes), default=(0, 0))
+
+
+def _file_stamps(folder: DcpFolder) -> tuple[SourceFile, ...]:
+    """Return size and time of each file. The metadata that points into them has one digest."""
+    stamps: list[SourceFile] = []
+    for path in folder.files:
+        stat = path.stat()
+        stamps.append(SourceFile(path.name, stat.st_size, stat.st_mtime_ns, folder.digest))
+    return tuple(stamps)

@@ -1,0 +1,124 @@
+"""The first layers of a model, to bring up a mesh or a program before the whole model is loaded. No I/O, no jax."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trainer.models.axis_map import LAYER_ATOMS, bind_row
+from trainer.models.errors import Option, PrepError, text
+from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.verbatim import split_numbers
+
+# Number of layers in the config of some model type.
+LAYER_FIELDS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+# Sections of a config with the layers of the language model.
+SECTIONS = ("text_config", "llm_config", "language_config")
+# GPT-Neo: [[pattern of layer types, repeats], ...].
+PATTERN_FIELD = "attention_types"
+
+
+def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
+    """Return the config of a model with the first layers only.
+
+    Lists with one entry per layer get shorter as well.
+
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers to keep.
+
+    >>> truncate_config({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
+    {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
+    """
+    truncated = dict(config)
+    old_counts = layer_counts(config)
+    for field, value in config.items():
+        if field in SECTIONS and isinstance(value, Mapping):
+            truncated[field] = truncate_config(value, layers)
+        elif field in LAYER_FIELDS and _is_count(value):
+            truncated[field] = min(value, layers)
+        elif field == PATTERN_FIELD and isinstance(value, list):
+            truncated[field] = [[_repeated(value)[:layers], 1]]
+        elif isinstance(value, list) and len(value) in old_counts:
+            truncated[field] = value[:layers]
+    return truncated
+
+
+def layer_counts(config: HFConfig) -> set[int]:
+    """Return the numbers of layers that a config and its sections have."""
+    counts: set[int] = set()
+    for field in LAYER_FIELDS:
+        value = config.get(field)
+        if isinstance(value, int) and _is_count(value):
+            counts.add(value)
+    for section in SECTIONS:
+        value = config.get(section)
+        if isinstance(value, Mapping):
+            counts |= layer_counts(value)
+    return counts
+
+
+def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
+    """Return the names of the tensors of later layers.
+
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        names: Names of its tensors, without the family's prefix.
+        layers: Number of layers to keep.
+
+    Raises:
+        PrepError: The config of a verbatim checkpoint does not have the number of layers.
+    """
+    if family.is_verbatim:
+        return _later_numbers(config, names, layers)
+    sizes = family.sizes(config)
+    later: set[str] = set()
+    for row in parameter_rows(family, config).values():
+        for name, indices in bind_row(row, sizes).tensors():
+            if any(indices.get(atom, 0) >= layers for atom in LAYER_ATOMS):
+                later.add(name)
+    return later
+
+
+def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
+    """Return the names with a later number of a run as long as the config's number of layers."""
+    counts = layer_counts(config)
+    if not counts:
+        what = text("{} needs the number of layers", Option("layers", layers))
+        hint = text("{}: a folder with the model's config.json", Option("config", "FOLDER"))
+        raise PrepError(what, f"no config has one of {', '.join(LAYER_FIELDS)}", hint)
+    names_by_run: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        pieces, numbers = split_numbers(name)
+        if numbers:
+            run = names_by_run.setdefault(pieces[0], {})
+            run.setdefault(numbers[0], []).append(name)
+    later: set[str] = set()
+    for run in names_by_run.values():
+        # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
+        if not any(run.keys() >= {*range(count)} for count in counts):
+            continue
+        for number, members in run.items():
+            if number >= layers:
+                later.update(members)
+    return later
+
+
+def _repeated(patterns: Sequence[Any]) -> list[Any]:
+    """Return the entry of each layer, e.g. [[["global", "local"], 2]] -> 4 entries."""
+    entries = [list(pattern) * repeats for pattern, repeats in patterns]
+    return list(itertools.chain.from_iterable(entries))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
