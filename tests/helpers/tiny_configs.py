@@ -102,7 +102,7 @@ DEEP_YARN = {
 }  # fmt: skip
 DEEPSEEK_V2 = DEEPSEEK | LATENT | GROUPS | {
     "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None,
-    "kv_lora_rank": 8,
+    "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 2,
 }  # fmt: skip
 DEEPSEEK_V3 = DEEPSEEK | LATENT | GROUPS | {"model_type": "deepseek_v3", "rope_scaling": DEEP_YARN}
 GLM4_MOE_LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | LATENT | {
