@@ -132,6 +132,10 @@ FAMILY_POINTS = whole_steps(
     (f"--size mixtral {DENSE}--rows 4 --tokens 1024 --remat dots_saveable", 3143),
     (f"--size qwen3_moe {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3351),
     (f"--size qwen3_moe {DENSE}--rows 4 --tokens 1024{INPUT}", 2325),
+    (f"--size deepseek_v3 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 4104),
+    (f"--size deepseek_v3 {DENSE}--rows 4 --tokens 1024{INPUT}", 2954),
+    (f"--size gpt_oss {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 3954),
+    (f"--size gpt_oss {DENSE}--rows 4 --tokens 1024{INPUT}", 3153),
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{NO_REMAT}", 6303),
     (f"--size t5 {DENSE}--rows 4 --tokens 1024{INPUT}", 2557),
 )

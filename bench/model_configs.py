@@ -49,6 +49,18 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in
         "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 192, "vocab_size": 32000,
         "num_experts": 32, "num_experts_per_tok": 8,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "hidden_size": 512, "num_hidden_layers": 5, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 192, "vocab_size": 32000,
+        "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": 192, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64, "v_head_dim": 64,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "vocab_size": 32000,
+        "num_local_experts": 16, "num_experts_per_tok": 4,
+    },
     "t5": {
         "model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_decoder_layers": 4,
         "num_heads": 8, "vocab_size": 32000, "relative_attention_num_buckets": 32,

@@ -251,7 +251,7 @@ def match_tensors(
         for name, tensor in tensors.items():
             if 0 in tensor.shape:
                 uses[name] = []
-    dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))
+    dropped = tuple(_find_dropped(family, config, uses, tensors, options, duplicates))
     dropped_names = {tensor.name for tensor in dropped}
     _check_drop_patterns(names, options, dropped_names, source_name)
     mismatches = _find_mismatches(names, uses, tensors, dropped_names)
@@ -336,6 +336,7 @@ def not_equal_error(
 
 def _find_dropped(
     family: Family,
+    config: HFConfig,
     used_names: Collection[str],
     tensors: Mapping[str, TensorInfo],
     options: MatchOptions,
@@ -346,6 +347,8 @@ def _find_dropped(
     for pattern, rule in family.dropped.items():
         # `{i}` in a pattern is the number of a layer
         rules[re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern))] = rule
+    for number in family.prediction_layers(config):
+        rules[rf"layers\.{number}\..*"] = PREDICTION_RULE
     drop_patterns = [pattern.removeprefix(family.prefix) for pattern in options.drop]
     for name, tensor in tensors.items():
         if name in used_names:
@@ -438,6 +441,7 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     )
 
 
+PREDICTION_RULE = "layer of multi-token prediction, which the model does not run"
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prepcli.errors import PrepError, usage_error
+from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import family_of, fields_read
@@ -37,9 +38,23 @@ SIZE_FIELDS = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim", "d_kv"),
     "mlp": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff"),
-    "experts": ("num_local_experts", "num_experts"),
+    "dense_mlp": ("intermediate_size",),
+    "shared_mlp": ("shared_expert_intermediate_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "kv_rank": ("kv_lora_rank",),
+    "q_rank": ("q_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "kv_dim": ("qk_nope_head_dim",),
+    "value_dim": ("v_head_dim",),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
+# Elements of latent attention. The size of `kv_dim` here is the part of the keys.
+LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
+# Axes with a field that has a constant default.
+CONSTANT_AXES = (
+    *("kv_heads", "head_dim", "mlp", "dense_mlp", "shared_mlp", "experts"),
+    *LATENT_SIZES,
+)
 # Their fields are set even if the config omits them.
 REQUIRED_AXES = (
     "vocab",
@@ -49,7 +64,9 @@ REQUIRED_AXES = (
 )
 WINDOW_FIELDS = ("sliding_window", "window_size")
 # Lists with one entry per layer.
-LAYER_LISTS = ("layer_types", "attention_layers")
+LAYER_LISTS = ("layer_types", "attention_layers", "mlp_layer_types")
+# First layers with a dense MLP, in configs of DeepSeek.
+NUM_DENSE = "first_k_dense_replace"
 # The same as a repeated pattern, in configs of GPT-Neo.
 LAYER_PATTERN = "attention_types"
 # In place of defaults that suit only large models. The first that works is used.
@@ -87,9 +104,11 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     sizes = family.sizes(config)
     original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
-    wanted = _tiny_sizes(config, original, num_heads, num_layers=max(2, len(kinds)))
+    wanted = _tiny_sizes(family, config, original, num_heads, num_layers=max(2, len(kinds)))
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
     tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
+    if _counts_dense_layers(family, config):
+        tiny[NUM_DENSE] = 1
     tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
     tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
@@ -121,7 +140,11 @@ def _with_enough_positions(family: Family, config: dict[str, Any]) -> dict[str, 
 
 
 def _tiny_sizes(
-    config: HFConfig, original: Mapping[str, int], num_heads: int, num_layers: int
+    family: Family,
+    config: HFConfig,
+    original: Mapping[str, int],
+    num_heads: int,
+    num_layers: int,
 ) -> dict[str, int]:
     """Return the size of each axis of `SIZE_FIELDS`."""
     heads = original["heads"]
@@ -129,17 +152,44 @@ def _tiny_sizes(
     is_grouped = 1 < kv_heads < heads
     tiny_heads = num_heads * 3 if is_grouped else num_heads
     fills_embed = original["heads"] * original["head_dim"] == original["embed"]
+    head_dim = HEAD_DIM if fills_embed else OTHER_HEAD_DIM
+    if "rope_dim" in original:
+        # transformers writes the rotated elements of latent attention as `head_dim`.
+        head_dim = LATENT_SIZES["rope_dim"]
     return {
+        **LATENT_SIZES,
         "vocab": VOCAB,
         "embed": tiny_heads * HEAD_DIM,
         "heads": tiny_heads,
         "layers": num_layers,
         "kv_heads": 1 if kv_heads == 1 else num_heads,
-        "head_dim": HEAD_DIM if fills_embed else OTHER_HEAD_DIM,
+        "head_dim": head_dim,
         "mlp": MLP,
-        "experts": max(EXPERTS, config.get("num_experts_per_tok") or 0),
+        "dense_mlp": MLP,
+        "shared_mlp": MLP,
+        "experts": _num_experts(family.arch_config(config)),
         "positions": POSITIONS,
     }
+
+
+def _num_experts(arch_config: ArchConfig) -> int:
+    """Return a small number of experts that has the groups of a router, and enough of them for a token."""
+    router = arch_config.router
+    top_k = arch_config.experts_per_token
+    if router.num_groups == 1:
+        return max(EXPERTS, top_k)
+    return router.num_groups * max(2, math.ceil(top_k / router.groups_per_token))
+
+
+def _counts_dense_layers(family: Family, config: HFConfig) -> bool:
+    """Return whether the model has dense layers by the field NUM_DENSE."""
+    if not family.arch_config(config).dense_layers:
+        return False
+    try:
+        return family.arch_config({**config, NUM_DENSE: 1}).dense_layers == (0,)
+    # Other families reject the field.
+    except PrepError:
+        return False
 
 
 def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> dict[str, Any]:
@@ -164,15 +214,36 @@ def _replace_large_defaults(
 
     Defaults derived from other fields shrink with them.
     """
-    for axis in ("kv_heads", "head_dim", "mlp", "experts"):
+    for axis in CONSTANT_AXES:
+        # A null `q_lora_rank` means queries without a latent.
+        if axis == "q_rank" and "q_lora_rank" in config:
+            continue
         absent = [
             name
             for name in SIZE_FIELDS[axis]
-            if name in fields_read(family) and config.get(name) is None
+            if config.get(name) is None and _sets_size(family, config, axis, name, wanted[axis])
         ]
         if absent and not _has_shrunk(family, config, axis, original, wanted):
             config = config | {absent[0]: wanted[axis]}
     return config
+
+
+def _sets_size(family: Family, config: HFConfig, axis: str, name: str, value: int) -> bool:
+    """Return whether a field changes the size of an axis. Families read fields of others to reject them."""
+    changed = _axis_size(family, {**config, name: value}, axis)
+    unchanged = _axis_size(family, config, axis)
+    # Another field has to change first.
+    if changed is None and unchanged is None:
+        return name in fields_read(family)
+    return changed is not None and changed != unchanged
+
+
+def _axis_size(family: Family, config: HFConfig, axis: str) -> int | None:
+    """Return the size of an axis. None if the family lacks it or the sizes do not agree."""
+    try:
+        return family.sizes(config).get(axis)
+    except PrepError:
+        return None
 
 
 def _has_shrunk(
@@ -227,6 +298,8 @@ def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> dict[s
         fields["sliding_window_pattern"] = 2
     if config.get("max_window_layers"):
         fields["max_window_layers"] = 1
+    if config.get("mlp_only_layers"):
+        fields["mlp_only_layers"] = [0]
     return fields
 
 

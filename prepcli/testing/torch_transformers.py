@@ -49,11 +49,17 @@ def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
     torch_config = _torch_config(config)
     with torch.device("meta"):
         model = torch_class(torch_config).from_config(torch_config)
-    named = to_file_tensors(model, dict(model.named_parameters()))
+    named = to_file_tensors(model, dict(model.named_parameters()) | _stored_buffers(model))
     # transformers 5 ties the head of T5 regardless of the config. The files store the head.
     if config.get("tie_word_embeddings") is False:
         named["lm_head.weight"] = model.lm_head.weight
     return {name: list(tensor.shape) for name, tensor in named.items()}
+
+
+def _stored_buffers(model: Any) -> dict[str, Any]:
+    """Return the buffers that files store, such as the corrections of DeepSeek's routers."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def _torch_config(config: HFConfig) -> Any:
@@ -66,7 +72,7 @@ def _torch_config(config: HFConfig) -> Any:
 
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:
-    """Build the float32 model of a config from these tensors, which must be exactly its parameters."""
+    """Build the float32 model of a config from these tensors, which must be exactly the ones of its files."""
     require_reference_packages()
     import torch
 
@@ -76,6 +82,7 @@ def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     )
     # a tied parameter may be stored in a file
     unique |= {name: parameters[name] for name in tensors if name in parameters}
+    unique |= _stored_buffers(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in to_file_tensors(model, unique).items()}
     if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
         raise TensorMismatchError(f"transformers has {shapes}")
@@ -177,7 +184,7 @@ def torch_logits(model: Any, batch: Tensors, lengths: Sequence[int]) -> np.ndarr
 
 
 def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.ndarray]]:
-    """Compute the weighted mean loss of a batch and its gradient for each parameter."""
+    """Compute the weighted mean loss of a batch and its gradient for each parameter that has one."""
     import torch
 
     model.zero_grad()
@@ -189,5 +196,7 @@ def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.nda
     )
     loss = (losses * weights.flatten()).sum() / weights.sum()
     loss.backward()
-    gradients = to_file_tensors(model, {name: p.grad for name, p in model.named_parameters()})
+    # The correction of a router is a parameter in some models, and no result depends on it smoothly.
+    trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = to_file_tensors(model, trained)
     return loss.item(), {name: gradient.numpy().copy() for name, gradient in gradients.items()}

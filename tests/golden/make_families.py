@@ -89,6 +89,16 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         for name, config in DENSE_FAMILIES.items()
         if name == config["model_type"] and not name.endswith("t5")
     },
+    "deepseek_v3-defaults": {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 4,
+        "n_routed_experts": 8,
+    },
+    "gpt_oss-class-defaults": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 1,
+        "num_local_experts": 4,
+    },
     **{f"{name}-defaults": {"model_type": name} for name in ("t5", "mt5", "umt5")},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }

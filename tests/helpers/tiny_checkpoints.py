@@ -72,6 +72,13 @@ GROUPED_QUERY = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
 TOKEN_FIELDS = {
     key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"
 }
+DEEPSEEK = SMALL | {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
+}  # fmt: skip
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config above
     "gptj": TOKEN_FIELDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "gpt_neox": SMALL,
@@ -81,6 +88,25 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
     "qwen2": SMALL | {"num_key_value_heads": 2},
     "qwen3": GROUPED_QUERY,
     "qwen3_moe": GROUPED_QUERY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": SMALL | {
+        "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16, "mlp_only_layers": [1],
+    },
+    "gpt_oss": GROUPED_QUERY | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8},
+    "deepseek_v2": DEEPSEEK | LATENT,
+    "deepseek_v3": DEEPSEEK | LATENT,
+    "glm4_moe": DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16},
+    "glm4_moe_lite": DEEPSEEK | LATENT | {"first_k_dense_replace": 0},
+    "dots1": DEEPSEEK | {"num_key_value_heads": 2, "head_dim": 16},
+    "ernie4_5_moe": SMALL | {
+        "num_key_value_heads": 2, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 24,
+    },
+    "olmoe": SMALL | {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2},
+    "flex_olmo": SMALL | {"num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2},
+    "granitemoe": SMALL | {"num_key_value_heads": 2, "num_local_experts": 3},
+    "granitemoeshared": SMALL | {
+        "num_key_value_heads": 2, "num_local_experts": 3, "shared_intermediate_size": 16,
+    },
     "gemma": GROUPED_QUERY,
     "gemma2": GROUPED_QUERY | {"sliding_window": 8},
     "gemma3_text": GROUPED_QUERY | {"sliding_window": 8, "sliding_window_pattern": 2},
@@ -104,6 +130,11 @@ DENSE_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ARCHITECTURES = {
     "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "dots1": "Dots1ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "t5": "T5ForConditionalGeneration",
 }  # fmt: skip
 for _name, _config in FAMILY_CONFIGS.items():
@@ -133,7 +164,11 @@ LEGACY_BUFFERS = {
     **dict.fromkeys(
         ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ_BUFFER
     ),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3", "qwen2_moe"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "flex_olmo"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), INV_FREQ_BUFFER),
+    "gpt_oss": {},
 }
 
 

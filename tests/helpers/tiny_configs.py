@@ -76,6 +76,62 @@ PHI3 = SMALL | {
     "rms_norm_eps": 1e-3,
     "partial_rotary_factor": 0.5,
 }
+QWEN2_MOE = SMALL | {
+    "model_type": "qwen2_moe", "num_hidden_layers": 3, "num_key_value_heads": 1, "moe_intermediate_size": 7,
+    "shared_expert_intermediate_size": 10, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+    "rms_norm_eps": 1e-3,
+}  # fmt: skip
+GPT_OSS = GROUPED_QUERY | {
+    "model_type": "gpt_oss", "intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 5, "swiglu_limit": 0.4, "swiglu_alpha": 2.0,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "truncate": False,
+    },
+}  # fmt: skip
+DEEPSEEK = SMALL | {
+    "intermediate_size": 12, "num_hidden_layers": 3, "num_key_value_heads": 3, "moe_intermediate_size": 5,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.3, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+GROUPS = {"n_group": 3, "topk_group": 1}
+LATENT = {
+    "kv_lora_rank": 9, "q_lora_rank": 11, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
+}  # fmt: skip
+DEEP_YARN = {
+    "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0,
+}  # fmt: skip
+DEEPSEEK_V2 = DEEPSEEK | LATENT | GROUPS | {
+    "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None,
+    "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 2,
+}  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK | LATENT | GROUPS | {"model_type": "deepseek_v3", "rope_scaling": DEEP_YARN}
+GLM4_MOE_LITE = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"} | LATENT | {
+    "model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1,
+}  # fmt: skip
+GLM4_MOE = DEEPSEEK | GROUPS | {
+    "model_type": "glm4_moe", "num_key_value_heads": 1, "head_dim": 12, "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+}  # fmt: skip
+DOTS1 = DEEPSEEK | {
+    "model_type": "dots1", "n_routed_experts": 4, "num_key_value_heads": 1,
+    "head_dim": 10, "sliding_window": 5, "max_window_layers": 2,
+}  # fmt: skip
+ERNIE4_5_MOE = SMALL | {
+    "model_type": "ernie4_5_moe", "num_hidden_layers": 4, "num_key_value_heads": 1, "moe_intermediate_size": 5,
+    "intermediate_size": 12, "moe_num_experts": 5, "moe_k": 2, "moe_layer_interval": 2, "moe_layer_start_index": 1,
+    "rms_norm_eps": 1e-3,
+}  # fmt: skip
+OLMOE = SMALL | {
+    "model_type": "olmoe", "num_key_value_heads": 1, "intermediate_size": 7, "num_experts": 5,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+FLEX_OLMO = OLMOE | {"model_type": "flex_olmo", "norm_topk_prob": True}
+GRANITEMOE = SMALL | {
+    "model_type": "granitemoe", "num_key_value_heads": 1, "intermediate_size": 7, "num_local_experts": 5,
+    "rms_norm_eps": 1e-3, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 0.5,
+    "residual_multiplier": 0.7,
+}  # fmt: skip
+GRANITEMOESHARED = GRANITEMOE | {"model_type": "granitemoeshared", "shared_intermediate_size": 10}
 T5 = {
     "model_type": "t5", "vocab_size": 29, "d_model": 16, "d_kv": 6, "d_ff": 12, "num_layers": 2,
     "num_decoder_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 40,
@@ -98,6 +154,18 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "phi3": PHI3,
+    "qwen2_moe": QWEN2_MOE,
+    "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "dots1": DOTS1,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "olmoe": OLMOE,
+    "flex_olmo": FLEX_OLMO,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
     "t5": T5,
     "t5-gated": T5_GATED,
     "phi3-longrope": PHI3 | {
@@ -243,6 +311,32 @@ NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "qwen2-kinds": QWEN2 | SLIDING | {"tie_word_embeddings": True},
     "qwen3-biases": QWEN3 | SLIDING | {"attention_bias": True},
     "qwen3_moe-plain": QWEN3_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "attention_bias": True},
+    "qwen3_moe-mixed": QWEN3_MOE | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "qwen2_moe-sparse": QWEN2_MOE | {
+        "mlp_only_layers": [], "qkv_bias": False, "norm_topk_prob": True, "use_sliding_window": True,
+        "sliding_window": 4, "max_window_layers": 2, "num_hidden_layers": 2,
+    },
+    "gpt_oss-defaults": {key: value for key, value in GPT_OSS.items() if key != "rope_parameters"} | {
+        "attention_bias": False, "num_hidden_layers": 3,
+    },
+    "deepseek_v2-greedy": DEEPSEEK_V2 | {
+        "topk_method": "greedy", "q_lora_rank": 7, "attention_bias": True, "first_k_dense_replace": 0,
+        "num_hidden_layers": 2, "rope_scaling": DEEP_YARN,
+    },
+    "deepseek_v3-half-split": DEEPSEEK_V3 | {
+        "rope_interleave": False, "attention_bias": True, "q_lora_rank": None, "norm_topk_prob": False,
+        "rope_scaling": None, "first_k_dense_replace": 2,
+    },
+    "glm4_moe-plain": GLM4_MOE | {
+        "use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0,
+    },
+    "dots1-full": DOTS1 | {"sliding_window": None, "attention_bias": True, "norm_topk_prob": True},
+    "ernie4_5_moe-bounded": ERNIE4_5_MOE | {
+        "moe_norm_min": 0.5, "moe_num_shared_experts": 0, "moe_layer_interval": 1, "moe_layer_end_index": 2,
+        "tie_word_embeddings": False,
+    },
+    "olmoe-biases": OLMOE | {"attention_bias": True, "num_key_value_heads": 3, "norm_topk_prob": True},
+    "granitemoeshared-plain": GRANITEMOESHARED | {"shared_intermediate_size": 0, "attention_bias": True},
     "qwen3_moe-sliding": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4},
     "gemma-legacy": GEMMA1 | {"hidden_act": "gelu", "hidden_activation": None},
     "gemma-biases": GEMMA1 | {"attention_bias": True, "tie_word_embeddings": False},

@@ -183,19 +183,29 @@ def init_kv_cache(
 ) -> KVCache:
     """Allocate an empty KV cache for tokens of shape [B, S]."""
     rows, slots = shape
-    key_leaf = next(
+    windows = model.arch_config.sliding_windows
+    options = (forward_config.dtype, forward_config.sharding)
+    if model.arch_config.latent_key_dim:
+        # The weights of the latent and of the shared keys are [C, D] and [P, D].
+        latent_dim, _ = _layer_shape(model, "attn.kv_down.weight")
+        rope_dim, _ = _layer_shape(model, "attn.k_rope.weight")
+        return empty_kv_cache(windows, (rows, slots, 1, latent_dim), *options, value_dim=rope_dim)
+    kv_heads, head_dim, _ = _layer_shape(model, "attn.k.weight")
+    return empty_kv_cache(windows, (rows, slots, kv_heads, head_dim), *options)
+
+
+def _layer_shape(model: ModelSpec, suffix: str) -> list[int]:
+    """Return the shape of a parameter in one decoder layer, by the end of its path."""
+    leaf = next(
         leaf
         for leaf in model.leaves.values()
-        if leaf.path_pattern.endswith("attn.k.weight") and ENCODER not in leaf.path_pattern
+        if leaf.path_pattern.endswith(suffix) and ENCODER not in leaf.path_pattern
     )
-    # The weight of the keys is [K, E, D], with an axis of layers somewhere if it is stacked.
-    extents = [*key_leaf.shape]
-    if key_leaf.stack_axis is not None:
-        del extents[key_leaf.stack_axis]
-    kv_heads, head_dim, _ = extents
-    layer_shape = (rows, slots, kv_heads, head_dim)
-    windows = model.arch_config.sliding_windows
-    return empty_kv_cache(windows, layer_shape, forward_config.dtype, forward_config.sharding)
+    # An axis of layers is somewhere in the leaf if it is stacked.
+    extents = [*leaf.shape]
+    if leaf.stack_axis is not None:
+        del extents[leaf.stack_axis]
+    return extents
 
 
 def decode_loop(

@@ -5,11 +5,12 @@ The choices do not depend on parameter values or on the device mesh. No I/O, no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
@@ -183,7 +184,12 @@ class ArchConfig:
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
+        dense_layers: Numbers of the layers with a dense MLP in a model with experts.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
+        latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
+            0 for attention with a projection of keys.
+        latent_norm_eps: Epsilon of the norms of latents.
+        has_attention_sinks: Whether each head has a sink, a key without a value in its softmax.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are
             divided by i.
         score_bias: Bias of attention scores by relative position.
@@ -218,7 +224,11 @@ class ArchConfig:
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
+    dense_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
+    latent_key_dim: int = 0
+    latent_norm_eps: float = 1e-6
+    has_attention_sinks: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     score_bias: RelativePositionBias | Alibi | None = None
     lm_head_input_scale: float = 1.0
@@ -253,6 +263,16 @@ class ArchConfig:
                 rope = self.local_rope
             kinds.append(LayerKind(window, rope))
         return tuple(kinds)
+
+    @property
+    def group_indices(self) -> tuple[dict[str, int], ...]:
+        """For each layer the groups that have its weights, and its index in each of them."""
+        return group_indices(len(self.sliding_windows), self.dense_layers)
+
+    @property
+    def layer_schedule(self) -> LayerSchedule:
+        """The order in which layers are scanned. Layers of the same kind and groups are equal."""
+        return layer_schedule(list(zip(self.layer_kinds, map(tuple, self.group_indices))))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -430,13 +450,3 @@ def windows_by_layer_type(
         why = f"{field} gives the layers {layer_types!r:.80}, it must give {layers} of {' and '.join(type_names)}"
         raise invalid_config_error(why)
     return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
-
-
-def layer_period(kinds: Sequence[object]) -> int:
-    """Return the period of the pattern of layers' kinds, in layers. The last period may be incomplete."""
-    # A pattern with period n equals itself shifted by n, e.g. [a, b, a, b, a]: its shift by 2 is
-    # [a, b, a], the first 3 kinds. The shift by all kinds is empty, so the loop finds one.
-    period = 1
-    while kinds[period:] != kinds[: len(kinds) - period]:
-        period += 1
-    return period

@@ -26,6 +26,8 @@ class AttentionFeature(StrEnum):
     SCORE_BIAS = "relative position bias"
     SOFTCAP = "softcap of scores"
     LAYER_SCALE = "score scale per layer"
+    SINKS = "attention sinks"
+    VALUE_WIDTH = "values of another width than keys"
     DROPOUT = "dropout of probabilities"
     FCM = "forgetful causal masking"
     POSITIONS = "positions other than 0 to T - 1"
@@ -82,6 +84,10 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.SCORE_BIAS
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
         yield AttentionFeature.SOFTCAP
+    if arch_config.latent_key_dim:
+        yield AttentionFeature.VALUE_WIDTH
+    if arch_config.has_attention_sinks:
+        yield AttentionFeature.SINKS
     if arch_config.scale_attn_by_inverse_layer_idx:
         yield AttentionFeature.LAYER_SCALE
 

@@ -40,7 +40,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.models.errors import Command, PrepError, text
 
@@ -52,8 +52,11 @@ Sizes = Mapping[str, int | Sequence[int]]
 LAYERS = "layers"
 # Atom of the encoder's layers.
 ENCODER_LAYERS = "encoder_layers"
+# Path parts and atoms of the layers of one kind, in a model with both dense and MoE layers.
+DENSE_LAYERS = "dense_layers"
+SPARSE_LAYERS = "sparse_layers"
 # Atoms that count layers. A leaf has at most one of them.
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, DENSE_LAYERS, SPARSE_LAYERS)
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
@@ -279,6 +282,22 @@ def parse_row(text: str) -> ParsedAxisMap:
     )
     _check_atoms(row)
     return row
+
+
+def number_tensors(row: ParsedAxisMap, numbers: Mapping[str, Sequence[int]]) -> ParsedAxisMap:
+    """Return an axis map with other numbers than the indices in its tensor names.
+
+    Args:
+        row: The axis map without sizes.
+        numbers: Atom -> number in the tensor names for each of its indices, e.g. the layers 3 and 4
+            for the first two indices of `sparse_layers`.
+    """
+    parts: list[str | NamePattern] = []
+    for part in row.name_parts:
+        if isinstance(part, NamePattern) and part.terms[0].atom in numbers:
+            part = replace(part, numbers=tuple(numbers[part.terms[0].atom]))
+        parts.append(part)
+    return replace(row, name_parts=tuple(parts))
 
 
 def bind_row(row: ParsedAxisMap, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:

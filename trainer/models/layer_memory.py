@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType, layer_period
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
 from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
@@ -45,7 +45,7 @@ OUTPUT_NORMS_PER_BLOCK: Mapping[BlockType, int] = {"post": 2, "sandwich": 2, "ou
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """The layers of a decoder or an encoder.
+    """The layers of a decoder or an encoder, or its dense or MoE layers alone if it has both.
 
     Sizes (`_size`) are in elements on one device, `_nbytes` in bytes.
 
@@ -55,6 +55,8 @@ class LayerStack:
         prefix: Prefix of their paths.
         seq_length: Number of queries.
         kv_lengths: Number of keys of each attention of a layer, by name.
+        groups: Groups of layers with the weights of these layers -> number of layers of the group.
+        mlp_dim: Logical dim of the hidden units.
     """
 
     inputs: MemoryInputs
@@ -62,6 +64,8 @@ class LayerStack:
     prefix: str
     seq_length: int
     kv_lengths: Mapping[str, int]
+    groups: Mapping[str, int]
+    mlp_dim: str = "mlp"
 
     @property
     def num_layers(self) -> int:
@@ -76,7 +80,10 @@ class LayerStack:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the weights of all layers in the dtype of the computation."""
-        return self.inputs.itemsize * sum(map(self.inputs.local_leaf_size, self.layer_leaves()))
+        sizes = (
+            self.share(leaf, self.inputs.local_leaf_size(leaf)) for leaf in self.layer_leaves()
+        )
+        return self.inputs.itemsize * sum(sizes)
 
     @property
     def saved_nbytes(self) -> int:
@@ -112,7 +119,7 @@ class LayerStack:
         return (
             self._backward_inputs_nbytes()
             # The other layers of a period of kinds: 5 for 5 sliding layers and 1 full.
-            + (layer_period(self.arch_config.layer_kinds) - 1) * self._overlapping_nbytes()
+            + (self.arch_config.layer_schedule.period - 1) * self.overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._ring_nbytes()
@@ -143,11 +150,11 @@ class LayerStack:
             case "k" | "v":
                 return itemsize * self._kv_size() // 2 * num_attentions
             case "attention_output":
-                return itemsize * self._query_size() * num_attentions + self._normalizer_nbytes()
+                return itemsize * self._output_size() * num_attentions + self._normalizer_nbytes()
             case "o" if not block_type.startswith("parallel"):
                 return self._input_nbytes() * num_attentions
             case "mlp_hidden":
-                return itemsize * self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp)
+                return itemsize * self._saved_hidden_size() * (1 + self.arch_config.has_gated_mlp)
             case "mlp_output" if block_type in OUTPUT_NORMS_PER_BLOCK:
                 return self._input_nbytes()
             case _:
@@ -159,26 +166,16 @@ class LayerStack:
         if inputs.blocks_overlap or inputs.remat_policy in SAVES_ALL:
             return 0
         attention = self._transient_scores_nbytes()
-        if not self.arch_config.experts_per_token:
-            mlp = self._mlp_nbytes(self._mlp_hidden_size())
-        else:
-            mlp = 0
+        mlp = self._mlp_nbytes(self._saved_hidden_size())
         block_input = self._residual_size() * inputs.itemsize + self._norm_nbytes() // 2
         return block_input + min(attention, mlp + self._expert_nbytes())
 
     def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
         # Queries and the attention output, and keys and values, which `_kv_size` counts together.
-        heads = (
-            2
-            * self.inputs.itemsize
-            * (self._query_size() + self._kv_size() // 2)
-            * len(self.kv_lengths)
-        )
-        if self.arch_config.experts_per_token:
-            hidden = 0
-        else:
-            hidden = self._mlp_nbytes(self._mlp_hidden_size())
+        heads_size = self._query_size() + self._output_size() + self._kv_size()
+        heads = self.inputs.itemsize * heads_size * len(self.kv_lengths)
+        hidden = self._mlp_nbytes(self._saved_hidden_size())
         return (
             self._saved_scores_nbytes()
             + heads
@@ -201,8 +198,8 @@ class LayerStack:
         )
         return self._backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
 
-    def _overlapping_nbytes(self) -> int:
-        """Return the working set of another layer of the same period while one layer is computed."""
+    def overlapping_nbytes(self) -> int:
+        """Return the working set of a layer while another one of the same period, or of the scan, is computed."""
         has_transient_scores = (
             self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
         )
@@ -216,11 +213,8 @@ class LayerStack:
         # The outputs of the up and gate projections are not among them, only activation functions
         # are.
         num_products = 1 + self.arch_config.has_gated_mlp
-        products = num_products * self.inputs.itemsize * self._mlp_hidden_size()
-        if self.arch_config.experts_per_token:
-            hidden = 0
-        else:
-            hidden = self._mlp_nbytes(self._mlp_hidden_size()) - products
+        hidden_size = self._saved_hidden_size()
+        hidden = self._mlp_nbytes(hidden_size) - num_products * self.inputs.itemsize * hidden_size
         return self._input_norm_nbytes() + hidden
 
     def _norm_nbytes(self) -> int:
@@ -321,9 +315,8 @@ class LayerStack:
 
     def _mlp_gradient_nbytes(self) -> int:
         """Return the bytes of the gradients of an MLP's hidden units and of the products that they are made of."""
-        if self.arch_config.experts_per_token:
-            return 0
-        return (2 + self.arch_config.has_gated_mlp) * self.inputs.itemsize * self._mlp_hidden_size()
+        num_arrays = 2 + self.arch_config.has_gated_mlp
+        return num_arrays * self.inputs.itemsize * self._saved_hidden_size()
 
     def _gathered_nbytes(self) -> int:
         """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients."""
@@ -334,13 +327,17 @@ class LayerStack:
     def _gathered_size(self, *, of_expert: bool) -> int:
         """Return the elements of one expert after the all-gather over fsdp, or of the layer's other weights."""
         inputs = self.inputs
-        num_experts = {leaf: leaf.extent("experts") for leaf in self.layer_leaves()}
-        sizes = (
-            inputs.local_leaf_size(leaf, is_gathered=True) // count
-            for leaf, count in num_experts.items()
-            if (count > 1) == of_expert
-        )
-        return sum(sizes) // self.num_layers
+        size = 0
+        for leaf in self.layer_leaves():
+            num_experts = leaf.extent("experts")
+            if (num_experts > 1) == of_expert:
+                gathered = inputs.local_leaf_size(leaf, is_gathered=True)
+                size += self.share(leaf, gathered) // num_experts
+        return size // self.num_layers
+
+    def share(self, leaf: ParamLeaf, count: int) -> int:
+        """Return the share of these layers in a count of a leaf that its group of layers has."""
+        return count * self.num_layers // self.groups[self._group_of(leaf.path)]
 
     def layer_leaves(self) -> list[ParamLeaf]:
         """Return the parameters of these layers, without adapters."""
@@ -351,7 +348,13 @@ class LayerStack:
         return self._in_layers(self.inputs.adapters or {})
 
     def _in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
-        return [leaf for path, leaf in leaves.items() if path.startswith(f"{self.prefix}layers.")]
+        return [leaf for path, leaf in leaves.items() if self._group_of(path) in self.groups]
+
+    def _group_of(self, path: str) -> str:
+        """Return the part of a path after the prefix, or "" for a path without the prefix."""
+        if not path.startswith(self.prefix):
+            return ""
+        return path.removeprefix(self.prefix).partition(".")[0]
 
     def _residual_size(self) -> int:
         """Return the elements of the unsplit residual stream [B, T, D]."""
@@ -362,23 +365,31 @@ class LayerStack:
         heads_size = self.inputs.local_extent("heads") * self.inputs.local_extent("head_dim")
         return self.inputs.local_batch_size * self.seq_length * heads_size
 
+    def _output_size(self) -> int:
+        """Return the elements of the output of attention [B, T, H, V]."""
+        heads_size = self.inputs.local_extent("heads") * self.inputs.local_value_dim
+        return self.inputs.local_batch_size * self.seq_length * heads_size
+
     def _kv_size(self) -> int:
         """Return the elements of keys and values, repeated per query head if the mesh splits query heads only."""
         inputs = self.inputs
         is_repeated = inputs.num_shards("kv_heads") != inputs.num_shards("heads")
         kv_heads = 0 if is_repeated else inputs.local_extent("kv_heads")
         num_heads = kv_heads or inputs.local_extent("heads")
-        return (
-            2
-            * inputs.local_batch_size
-            * self.seq_length
-            * num_heads
-            * inputs.local_extent("head_dim")
-        )
+        head_size = inputs.local_extent("head_dim") + inputs.local_value_dim
+        return inputs.local_batch_size * self.seq_length * num_heads * head_size
 
     def _mlp_hidden_size(self) -> int:
         """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        return self.inputs.local_batch_size * self._chunk_length() * self.inputs.local_extent("mlp")
+        num_tokens = self.inputs.local_batch_size * self._chunk_length()
+        return num_tokens * self.inputs.local_extent(self.mlp_dim)
+
+    def _saved_hidden_size(self) -> int:
+        """Return the elements of hidden units for all tokens: of a dense MLP or of shared experts."""
+        if not self.arch_config.experts_per_token:
+            return self._mlp_hidden_size()
+        num_tokens = self.inputs.local_batch_size * self._chunk_length()
+        return num_tokens * self.inputs.local_extent("shared_mlp")
 
     def _chunk_length(self) -> int:
         """Return the tokens per row of a chunk."""

@@ -17,10 +17,10 @@ from trainer.models.axis_map import LAYER_ATOMS
 from trainer.models.param_tree import ParamLeaf
 
 # Adjacent axes of these names form one matrix dim.
-HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim"})
+HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim", "kv_dim", "value_dim"})
 EXPERTS = "experts"
 # A parameter of a layer has one of these parts in its path.
-LAYER_PARTS = frozenset({"layers"})
+LAYER_PARTS = frozenset({"layers", "dense_layers", "sparse_layers"})
 
 
 @dataclass(frozen=True, slots=True)

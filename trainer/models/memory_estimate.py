@@ -21,7 +21,8 @@ At its peak a step needs
                          the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their gradients;
                          with experts the rows of all assignments (below). The backward passes of the layers of one
                          period of kinds of layers overlap: each other layer of the period adds what a layer
-                         saves without rematerialization, and with rematerialization its transient dense scores
+                         saves without rematerialization, and with rematerialization its transient dense scores.
+                         So does each dense layer before the scan of MoE layers
       the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4. With fsdp the gathered head, twice, and
                          its gradient before it is reduced: V*D*(2*c + 4)
 
@@ -37,8 +38,10 @@ The derivative of each operation determines the activations that the backward pa
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp,
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
-    experts              only the input. K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
-                         are the matrices of one expert, gathered, with their gradients, and a block of hidden units
+    latent attention     as heads, with the width of values in place of E where they differ
+    experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
+                         their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
+                         with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
 which are computed again: of the MLP, the products with `up` and `gate` are saved. The inputs of blocks are saved split
@@ -60,8 +63,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
@@ -127,12 +131,20 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         moments=_optimizer_nbytes(inputs, num_trained),
         gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
-        layer=max(stack.working_set_nbytes for stack in stacks),
+        layer=max(stack.working_set_nbytes for stack in stacks) + _first_layers_nbytes(inputs),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
         batch=_batch_nbytes(inputs),
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
+
+
+def _first_layers_nbytes(inputs: MemoryInputs) -> int:
+    """Return the working set of dense layers before the scan, which XLA for CPUs computes again during it."""
+    if not inputs.arch_config.dense_layers or not inputs.blocks_overlap:
+        return 0
+    dense, _ = layer_stacks(inputs)
+    return inputs.arch_config.layer_schedule.num_first * dense.overlapping_nbytes()
 
 
 def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
@@ -176,17 +188,22 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
 
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
-    """Yield the decoder's layers, and the encoder's if there is one."""
+    """Yield the decoder's layers, and the encoder's if there is one. Dense and MoE layers are separate."""
     encoder = inputs.arch_config.encoder
     length = inputs.local_length(inputs.seq_length)
     source_length = inputs.local_length(inputs.source_length)
-    yield LayerStack(
+    decoder = LayerStack(
         inputs=inputs,
         arch_config=inputs.arch_config,
         prefix=f"{DECODER}." if encoder else "",
         seq_length=length,
         kv_lengths={"attn": length} | ({"cross": source_length} if encoder else {}),
+        groups={LAYERS: len(inputs.arch_config.sliding_windows)},
     )
+    if inputs.arch_config.dense_layers:
+        yield from _split_by_group(decoder)
+    else:
+        yield decoder
     if encoder:
         yield LayerStack(
             inputs=inputs,
@@ -194,4 +211,26 @@ def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
             prefix=f"{ENCODER}.",
             seq_length=source_length,
             kv_lengths={"attn": source_length},
+            groups={LAYERS: len(encoder.sliding_windows)},
+        )
+
+
+def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
+    """Yield the dense layers and the MoE layers of a stack with both."""
+    arch_config = stack.arch_config
+    dense = set(arch_config.dense_layers)
+    kinds = ((DENSE_LAYERS, "dense_mlp", 0), (SPARSE_LAYERS, "mlp", arch_config.experts_per_token))
+    for group, mlp_dim, experts_per_token in kinds:
+        layers = [i for i in range(stack.num_layers) if (i in dense) == (group == DENSE_LAYERS)]
+        windows = tuple(arch_config.sliding_windows[layer] for layer in layers)
+        yield replace(
+            stack,
+            arch_config=replace(
+                arch_config,
+                sliding_windows=windows,
+                dense_layers=(),
+                experts_per_token=experts_per_token,
+            ),
+            groups={**stack.groups, group: len(layers)},
+            mlp_dim=mlp_dim,
         )

@@ -7,6 +7,9 @@ from typing import Literal
 
 from trainer.models.errors import invalid_config_error
 
+# End of the path of a correction. Only the choice of experts depends on it, so its gradient is 0.
+CORRECTION = "router.correction.bias"
+
 
 @dataclass(frozen=True, slots=True)
 class Router:

@@ -7,7 +7,7 @@ A family is data: rows of text, functions from a Hugging Face config to axis siz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer.models.axis_map import (
     Sizes,
     bind_row,
     escape_path,
+    number_tensors,
     parse_row,
     stack_axis,
 )
@@ -150,6 +151,9 @@ class Family:
         layouts: Trees of other libraries, by name.
         duplicates: Tensor of some files -> the tensor with the same content.
         dropout_fields: Fields of the config with dropout rates.
+        layer_numbers: Layer atom -> number of each of its layers, for atoms of some layers only.
+        prediction_layers: Numbers of stored layers for multi-token prediction, which the model does
+            not run.
     """
 
     name: str
@@ -163,6 +167,8 @@ class Family:
     layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
     duplicates: Mapping[str, str] = field(default_factory=dict)
     dropout_fields: DropoutFields = ATTENTION_DROPOUT
+    layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
+    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: ()
 
     @property
     def is_verbatim(self) -> bool:
@@ -224,9 +230,10 @@ def parameter_rows(
         PrepError: The config is invalid, or the tensors of a row and of its alternate both exist.
     """
     sizes = family.sizes(config)
+    numbers = family.layer_numbers(config)
     rows: dict[str, ParsedAxisMap] = {}
     for path, parameter in active_parameters(family.parameters, config):
-        row = _select_form(parameter, sizes, tensors)
+        row = _select_form(parameter, sizes, numbers, tensors)
         if scan:
             rows[path] = _move_stack_axis(row, scan_axis)
         elif parameter.parsed_row is not None:
@@ -317,13 +324,18 @@ def _first_tensor(row: ParsedAxisMap, sizes: Sizes) -> str:
     return name
 
 
-def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> ParsedAxisMap:
+def _select_form(
+    parameter: Parameter,
+    sizes: Sizes,
+    numbers: Mapping[str, Sequence[int]],
+    tensors: Collection[str],
+) -> ParsedAxisMap:
     if parameter.parsed_row is not None:
         return parameter.parsed_row
-    row = parse_row(parameter.row)
+    row = number_tensors(parse_row(parameter.row), numbers)
     if not parameter.alternate:
         return row
-    alternate = parse_row(parameter.alternate)
+    alternate = number_tensors(parse_row(parameter.alternate), numbers)
     # One tensor is enough: a file stores all layers and experts of a parameter in one form.
     row_tensor = _first_tensor(row, sizes)
     alternate_tensor = _first_tensor(alternate, sizes)

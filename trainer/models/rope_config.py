@@ -282,6 +282,25 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     return _mscale(factor, 1.0)
 
 
+def yarn_scores_scale(config: Mapping[str, Any]) -> float:
+    """Return the factor of attention scores in DeepSeek's models with a scaled rotary embedding.
+
+    The square of YaRN's temperature for `mscale_all_dim`, as transformers computes it for each type of
+    scaling but the default.
+
+    Args:
+        config: Content of a config.json.
+
+    Raises:
+        PrepError: A number of the scaling is invalid.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "default" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(_read_number(scaling, "factor"), _read_number(scaling, "mscale_all_dim")) ** 2
+
+
 def _mscale(factor: float, mscale: float) -> float:
     # sqrt(1/t) = 0.1 ln(s) + 1, the temperature of attention (YaRN, equation 22). DeepSeek scales
     # the first term by mscale.

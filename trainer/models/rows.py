@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
@@ -174,6 +174,8 @@ def build_family(
     dropped: Mapping[str, str],
     layouts: Mapping[str, TreeLayout] | None = None,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {},
+    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
 ) -> Family:
     """Return a family with an output head.
 
@@ -201,6 +203,8 @@ def build_family(
         arch_config=arch_config,
         layouts=layouts or {},
         dropout_fields=dropout_fields,
+        layer_numbers=layer_numbers,
+        prediction_layers=prediction_layers,
     )
 
 

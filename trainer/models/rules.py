@@ -38,6 +38,8 @@ PARAM_RULES: DimRules = {
     "heads": (("mp",),),
     "kv_heads": (("mp",), ()),
     "mlp": (("mp",),),
+    "dense_mlp": (("mp",),),
+    "shared_mlp": (("mp",),),
     "embed": (("fsdp",),),
     "word_embed": (
         ("fsdp",),
@@ -45,7 +47,14 @@ PARAM_RULES: DimRules = {
     ),  # embeddings narrower than the layers; not split in a leaf where `embed` is
     "layers": WHOLE,  # each step of a scan would gather a split stack
     "encoder_layers": WHOLE,
+    "dense_layers": WHOLE,
+    "sparse_layers": WHOLE,
     "head_dim": WHOLE,
+    "value_dim": WHOLE,
+    "kv_dim": WHOLE,
+    "rope_dim": WHOLE,
+    "q_rank": WHOLE,
+    "kv_rank": WHOLE,
     "positions": WHOLE,
     "buckets": WHOLE,
     "norm": WHOLE,

@@ -47,23 +47,11 @@ MECHANISMS = (
         *("linear_num_value_heads", "linear_attn_config", "linear_conv_kernel_dim"),
     ),
     _mechanism("short convolutions", "lfm2 lfm2_moe", "conv_L_cache"),
+    _mechanism("sparse attention with an indexer", "deepseek_v32 glm_moe_dsa", "index_topk"),
     _mechanism(
-        "multi-head latent attention",
-        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite kimi_k2 longcat_flash minicpm3",
-        "kv_lora_rank",
-    ),
-    _mechanism("attention sinks and experts in MXFP4", "gpt_oss"),
-    _mechanism(
-        "a sparse MoE whose router or shared experts differ from Mixtral's and Qwen3-MoE's",
-        "arctic dbrx deepseek doge ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe jetmoe "
-        "llama4 llama4_text minimax_m2 nllb-moe olmoe phimoe qwen2_moe switch_transformers",
-        *(
-            "n_shared_experts",
-            "n_routed_experts",
-            "shared_expert_intermediate_size",
-            "moe_num_experts",
-            "ffn_config",
-        ),
+        "a sparse MoE whose router or experts differ from those of the supported families",
+        "arctic dbrx doge jetmoe llama4 llama4_text longcat_flash nllb-moe phimoe switch_transformers",
+        "ffn_config",
     ),
     _mechanism(
         "an encoder without a decoder",

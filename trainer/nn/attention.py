@@ -4,6 +4,7 @@ q = rotate(norm(clip(x W_q))), k = rotate(norm(clip(x W_k))), v = clip(x W_v)
 attention(x) = attend(q, k, v) W_o
 
 Clipping (MPT, OLMo), norms (arXiv:2010.04245) and rotation are optional. The norm may follow the rotation.
+`trainer.nn.latent_attention` has the form of DeepSeek.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
 D model width, R rotated elements of a head.
@@ -11,29 +12,23 @@ D model width, R rotated elements of a head.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_CLIP
-from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV
+from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
-from trainer.nn.kernels import attend
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.latent_attention import latent_attention
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
-
-# Key in the weights of a chunk: the norm of the input, not of queries or keys.
-INPUT_NORM = "input"
 
 
 def attention(
@@ -51,7 +46,7 @@ def attention(
 
     Args:
         x: Queries' hidden states [B, T, D].
-        weights: Projections `q`, `k`, `v`, `o`, and the optional norms `q_norm` and `k_norm`.
+        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks`.
         context: Mask, sharding, kernel, dropout, and the cache that the keys and values of `x` are
             appended to.
         input_norm: Weights of the norm of `x`. None skips the norm.
@@ -61,13 +56,14 @@ def attention(
     Returns:
         The attention output [B, T, D], and the cache with the keys and values of `x`.
     """
-    sharding = context.sharding
+    if context.arch_config.latent_key_dim:
+        return latent_attention(x, weights, context, input_norm=input_norm)
     kv_cache = context.kv_cache
     is_self = encoder_states is None
     names = ("q", "k", "v") if is_self else ("q",)
     # q: [B, T, H, E], k and v: [B, T, K, E]
     project = _projection(names, context, num_tokens=x.shape[1])
-    q, *own_kv = project(x, _select(weights, names, input_norm), _rotary_tables(context))
+    q, *own_kv = project(x, _select(weights, names, input_norm), rotary_tables(context))
     if is_self:
         kv = KV(*own_kv)
     elif isinstance(encoder_states, KV):
@@ -76,40 +72,16 @@ def attention(
         kv = project_kv(encoder_states, weights, context)
     # Keys enter the cache normed and rotated, so that no later step rotates them again.
     if kv_cache is not None:
-        kv_cache, kv = kv_cache.append(kv, context.mask.window, sharding)
-    q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
-    mask = context.mask
-    if context.dropout is not None:
-        site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
-        mask = dataclasses.replace(mask, dropout=context.dropout.attention(site, q.shape[2]))
-    mixed = attend(
-        q,
-        kv,
-        arch_config=context.arch_config,
-        mask=mask,
-        options=context.attention_options,
-        sharding=sharding,
-    )
-    mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
-
-    def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
-        return linear(mixed, weights, num_devices=sharding.num_devices)
-
-    # [B, T, H, E] -> [B, T, D]
-    output = over_token_chunks(
-        project_out,
-        mixed.shape[1],
-        context.ffn_chunk_size,
-        num_shards=sharding.sequence_parallel_size,
-    )(mixed, weights["o"], None)
-    return name_activation(output, "o"), kv_cache
+        kv_cache, kv = kv_cache.append(kv, context.mask.window, context.sharding)
+    site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
+    return attend_and_project(q, kv, weights, context, dropout_site=site), kv_cache
 
 
 def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
     """Project hidden states [B, S, D] to keys and values [B, S, K, E]. Keys are normed and rotated."""
     names = ("k", "v")
     project = _projection(names, context, num_tokens=x.shape[1])
-    return KV(*project(x, _select(weights, names, None), _rotary_tables(context)))
+    return KV(*project(x, _select(weights, names, None), rotary_tables(context)))
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
@@ -173,34 +145,3 @@ def _select(
     if input_norm is not None:
         selected[INPUT_NORM] = input_norm
     return selected
-
-
-def _rotary_tables(context: LayerContext) -> CosSin | None:
-    """Return the rotation of queries and keys with an axis of rows, [1 or B, T, ...]. None if there is none."""
-    cos_sin = context.mask.cos_sin
-    if cos_sin is None or cos_sin.cosine.ndim == 3:
-        return cos_sin
-    return jax.tree.map(lambda table: table[None], cos_sin)
-
-
-def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:
-    """Name queries, keys and values, so that a rematerialization policy can save them."""
-    q = name_activation(q, "q")
-    return q, KV(name_activation(kv.keys, "k"), name_activation(kv.values, "v"))
-
-
-def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:
-    """Repeat keys and values [B, S, K, E] to [B, S, H, E] if the mesh splits H into more shards than K.
-
-    Each device then computes its own query heads without communication.
-    """
-    num_heads = q.shape[2]
-    num_kv_heads = kv.keys.shape[2]
-    if sharding.num_shards("heads", num_heads) == sharding.num_shards("kv_heads", num_kv_heads):
-        return kv
-
-    def repeat(array: Array) -> Array:
-        repeated = jnp.repeat(array, num_heads // num_kv_heads, axis=2)
-        return sharding.constrain(repeated, "batch", "seq", "heads", "head_dim")
-
-    return KV(repeat(kv.keys), repeat(kv.values))

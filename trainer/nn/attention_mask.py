@@ -79,6 +79,7 @@ class AttentionMask:
         cos_sin: Rotary cosine and sine of queries and of their own keys.
         layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
         dropout: Dropout of the probabilities. Requires positions. None means no dropout.
+        sinks: [H], the score of a key without a value that each query of a head sees. None means no sinks.
         window: Number of positions that a query attends to, itself included. `FULL_ATTENTION` means no limit.
         is_causal: Whether positions limit the visible keys. False in an encoder.
         window_kv_positions: int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache
@@ -94,6 +95,7 @@ class AttentionMask:
     cos_sin: CosSin | None = None
     layer_score_scale: Array | None = None
     dropout: AttentionDropout | None = None
+    sinks: Array | None = None
     window: int = FULL_ATTENTION
     is_causal: bool = True
     window_kv_positions: Mapping[int, Array] | None = None

@@ -46,7 +46,8 @@ def feed_forward(
         projections = {name: value for name, value in weights.items() if name != INPUT_NORM}
         return moe_mlp(x, projections, arch_config, sharding)
 
-    if arch_config.experts_per_token:
+    # A model with experts may have dense layers too.
+    if "router" in weights:
         run_chunk = run_experts
     else:
         run_chunk = partial(mlp, arch_config=arch_config, sharding=sharding)

@@ -3,6 +3,9 @@
 A layer with full attention has a slot for each token. A layer with a sliding window of W tokens has a ring of W slots:
 the token of slot i of the batch is in slot i % W of the ring, where it replaces a token that no later query attends to.
 
+Multi-head latent attention has one head here: its latent takes the place of keys, and its shared part of the keys the
+place of values.
+
 Axes: B rows of the batch, T new tokens, S slots, K key and value heads, E head width.
 """
 
@@ -30,7 +33,7 @@ class KVStack(NamedTuple):
 
     Attributes:
         keys: [layers, B, S, K, E].
-        values: Like `keys`.
+        values: Like `keys`, in latent attention of another width.
         layer: int32 [], the layer of the stack that is written next.
     """
 
@@ -135,7 +138,12 @@ class KVCache:
 
 
 def empty_kv_cache(
-    windows: Sequence[int], shape: tuple[int, int, int, int], dtype: str, sharding: ShardingContext
+    windows: Sequence[int],
+    shape: tuple[int, int, int, int],
+    dtype: str,
+    sharding: ShardingContext,
+    *,
+    value_dim: int | None = None,
 ) -> KVCache:
     """Allocate an empty cache.
 
@@ -144,15 +152,18 @@ def empty_kv_cache(
         shape: [B, S, K, E] of a layer with full attention.
         dtype: Dtype of keys and values.
         sharding: The device mesh and its rules.
+        value_dim: Width of values, if it differs from E.
     """
-    rows, num_slots, *head_shape = shape
+    rows, num_slots, num_heads, key_dim = shape
     layers = [layer_slots(window, num_slots) for window in windows]
 
     def allocate(slots: int) -> KVStack:
-        stack_shape = (layers.count(slots), rows, slots, *head_shape)
-        keys = sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS)
-        values = sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS)
-        return KVStack(keys, values, layer=jnp.int32(0))
+        stack_shape = (layers.count(slots), rows, slots, num_heads)
+
+        def zeros(width: int) -> Array:
+            return sharding.constrain(jnp.zeros((*stack_shape, width), dtype), *KV_CACHE_DIMS)
+
+        return KVStack(zeros(key_dim), zeros(value_dim or key_dim), layer=jnp.int32(0))
 
     return KVCache({slots: allocate(slots) for slots in sorted({*layers})}, jnp.int32(0), num_slots)
 

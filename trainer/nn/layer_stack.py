@@ -1,11 +1,15 @@
 """A stack of layers: the weights of each layer, the scan over layers, and the final norm.
 
+Weights that all layers have are one group. In a model with both dense and MoE layers, the MLPs of each kind are another
+group (`trainer.models.layer_groups`). The weights of a group are stacked over its own layers.
+
 Axes: B rows of the batch, T tokens, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import ArchConfig, LayerKind, layer_period
+from trainer.models.architecture import ArchConfig, LayerKind
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.block import BLOCKS
@@ -24,8 +28,8 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
 from trainer.nn.norms import norm
 from trainer.nn.remat import with_remat
 
-# stacked on axis 0, or one tree per layer
-LayerWeights = Tree | list[Tree]
+# Group of layers -> its weights, stacked on axis 0. Or one tree per layer.
+LayerWeights = dict[str, Tree] | list[Tree]
 # the residual stream [B, T, D] between layers, and the KV cache
 LayerCarry = tuple[Array, KVCache | None]
 LayerFunction = Callable[[LayerCarry, Tree], LayerCarry]
@@ -36,10 +40,9 @@ def run_stack(
 ) -> LayerCarry:
     """Run all layers of the encoder or decoder in order, and the final norm.
 
-    Stacked layers are scanned in whole periods of the pattern of kinds, so that each window and
-    rotary embedding is static. The layers of an incomplete period at the end run one at a time, e.g.
-    7 layers with the windows (8, 8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one
-    more layer.
+    Stacked layers are scanned in whole periods of the pattern of kinds and groups, so that each window
+    and rotary embedding is static. Other layers run one at a time, e.g. 7 layers with the windows (8,
+    8, full, 8, 8, full, 8) are 2 scanned periods of 3 layers and one more layer.
 
     Args:
         x: Residual stream [B, T, D] before the first layer.
@@ -54,23 +57,29 @@ def run_stack(
     arch_config = context.arch_config
     forward_config = context.forward_config
     kinds = arch_config.layer_kinds
-    weights = layer_weights(stack[LAYERS], context.name, len(kinds), context.model, forward_config)
+    weights = layer_weights(stack, context.name, arch_config, context.model, forward_config)
     weights = _with_layer_inputs(weights, arch_config, context.dropout)
-    carry: LayerCarry = (x, kv_cache)
-    num_scanned = 0
-    if not isinstance(weights, list):
-        period = layer_period(kinds)
-        num_periods = len(kinds) // period
-        if num_periods > 1:
-            carry = _scan_layers(carry, weights, context, num_periods)
-            num_scanned = num_periods * period
-        weights = [_take_layer(weights, index) for index in range(num_scanned, len(kinds))]
     # One function per kind, not per layer: JAX traces each function once.
     run_by_kind: dict[LayerKind, LayerFunction] = {
         kind: with_remat(partial(run_layer, context, kind), forward_config) for kind in set(kinds)
     }
-    for kind, layer in zip(kinds[num_scanned:], weights):
-        carry = run_by_kind[kind](carry, layer)
+
+    carry: LayerCarry = (x, kv_cache)
+    schedule = arch_config.layer_schedule
+    scanned = range(0)
+    if not isinstance(weights, list) and schedule.num_periods > 1:
+        scanned = range(schedule.num_first, schedule.stop)
+    for layer, kind in enumerate(kinds):
+        if isinstance(weights, list):
+            layer_tree = weights[layer]
+        elif layer not in scanned:
+            layer_tree = _take_layer(weights, arch_config.group_indices[layer])
+        else:
+            # The scan runs all of its layers at the first one.
+            if layer == scanned.start:
+                carry = _scan_layers(carry, weights, context)
+            continue
+        carry = run_by_kind[kind](carry, layer_tree)
     x, kv_cache = carry
     if arch_config.has_final_norm:
         x = norm(x, stack.get("final_norm", {}), arch_config)
@@ -87,65 +96,103 @@ def run_layer(
 
 
 def _scan_layers(
-    carry: LayerCarry, stacked: Tree, context: StackContext, num_periods: int
+    carry: LayerCarry, groups: Mapping[str, Tree], context: StackContext
 ) -> LayerCarry:
-    """Scan whole periods of the pattern of kinds."""
-    kinds = context.arch_config.layer_kinds
-    period = layer_period(kinds)
-    layer_fns: list[LayerFunction] = [
-        with_remat(partial(run_layer, context, kind), context.forward_config, in_loop=True)
-        for kind in kinds[:period]
-    ]
+    """Scan whole periods of the pattern of kinds and groups."""
+    arch_config = context.arch_config
+    schedule = arch_config.layer_schedule
+    period = range(schedule.num_first, schedule.num_first + schedule.period)
+    layer_fns: list[LayerFunction] = []
+    for layer in period:
+        run = partial(run_layer, context, arch_config.layer_kinds[layer])
+        layer_fns.append(with_remat(run, context.forward_config, in_loop=True))
+    # Indices of the layers of the first period, e.g. dense layer 0 and MoE layer 0 of each period of 2
+    # have the index 1 in `layers` if 1 layer comes first. Later periods add the count of each group.
+    first_indices = [arch_config.group_indices[layer] for layer in period]
+    counts = Counter(group for indices in first_indices for group in indices)
+    starts: dict[str, int] = {}
+    for indices in reversed(first_indices):
+        starts |= indices
 
     # With a KV cache there is no backward pass, so each step indexes the full stack. Slicing the
     # scanned part off first would copy the weights.
     indexes_stack = carry[1] is not None
 
     def run_period(carry: LayerCarry, step: Any) -> tuple[LayerCarry, None]:
-        if indexes_stack:
-            weights = stacked
-            first = step
-        else:
-            weights = step
-            first = 0
-        for index, layer_fn in enumerate(layer_fns):
-            carry = layer_fn(carry, _take_layer(weights, first + index))
+        for layer_fn, indices in zip(layer_fns, first_indices):
+            if indexes_stack:
+                shifted = {name: index + step * counts[name] for name, index in indices.items()}
+                weights = _take_layer(groups, shifted)
+            else:
+                shifted = {name: index - starts[name] for name, index in indices.items()}
+                weights = _take_layer(step, shifted)
+            carry = layer_fn(carry, weights)
         return carry, None
 
     if indexes_stack:
-        return lax.scan(run_period, carry, period * jnp.arange(num_periods))[0]
-    num_scanned = num_periods * period
+        return lax.scan(run_period, carry, jnp.arange(schedule.num_periods))[0]
+    steps = {
+        name: _split_periods(groups[name], starts[name], schedule.num_periods, count)
+        for name, count in counts.items()
+    }
+    return lax.scan(run_period, carry, steps)[0]
 
-    def split_periods(leaf: Array) -> Array:
-        return leaf[:num_scanned].reshape(num_periods, period, *leaf.shape[1:])
 
-    return lax.scan(run_period, carry, jax.tree.map(split_periods, stacked))[0]
+def _split_periods(group: Tree, start: int, num_periods: int, count: int) -> Tree:
+    """Return the weights of a group [layers, ...] as [periods, layers of a period, ...], from layer `start` on."""
+
+    def split(leaf: Array) -> Array:
+        scanned = leaf[start : start + num_periods * count]
+        return scanned.reshape(num_periods, count, *leaf.shape[1:])
+
+    return jax.tree.map(split, group)
 
 
 def layer_weights(
-    weights: Tree, stack_name: str, num_layers: int, model: ModelSpec, forward_config: ForwardConfig
+    stack: Tree,
+    stack_name: str,
+    arch_config: ArchConfig,
+    model: ModelSpec,
+    forward_config: ForwardConfig,
 ) -> LayerWeights:
-    """Return the weights stacked on axis 0 for a scan, or one tree per layer.
+    """Return the weights of each group stacked on axis 0 for a scan, or one tree per layer.
+
+    Args:
+        stack: Parameters of the stack.
+        stack_name: Its key in the parameters, or "".
+        arch_config: The choices of its layers.
+        model: The model.
+        forward_config: Execution options.
 
     Raises:
         UsageError: `scan_layers` is set and the model stores one leaf per layer.
     """
+    names = list(dict.fromkeys(name for indices in arch_config.group_indices for name in indices))
+    groups = {name: stack[name] for name in names}
     if not model.has_stacked_layers:
         if forward_config.scan_layers:
             raise unscannable_error()
-        return [weights[str(index)] for index in range(num_layers)]
+        return [_numbered_layer(groups, indices) for indices in arch_config.group_indices]
     axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
     if model.adapters is not None:
         for path, owner in model.adapters.shared.items():
             axes[path] = axes[owner]
-    prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
+    prefix = f"{stack_name}." if stack_name else ""
     leaves: dict[str, Array] = {}
-    for path, leaf in flatten_tree(weights).items():
+    for path, leaf in flatten_tree(groups).items():
         leaves[path] = jnp.moveaxis(leaf, axes[prefix + path] or 0, 0)
     stacked = unflatten_tree(leaves)
     if forward_config.scan_layers:
         return stacked
-    return [_take_layer(stacked, index) for index in range(num_layers)]
+    return [_take_layer(stacked, indices) for indices in arch_config.group_indices]
+
+
+def _numbered_layer(groups: Mapping[str, Tree], indices: Mapping[str, int]) -> Tree:
+    """Return the weights of one layer from groups with one tree per layer."""
+    weights: Tree = {}
+    for name, index in indices.items():
+        weights |= groups[name][str(index)]
+    return weights
 
 
 def _with_layer_inputs(
@@ -160,10 +207,18 @@ def _with_layer_inputs(
     if dropout is not None and (keys := dropout.layer_keys(num_layers)) is not None:
         inputs[LAYER_DROPOUT_KEYS] = keys
     if isinstance(layers, list):
-        return [{**weights, **_take_layer(inputs, index)} for index, weights in enumerate(layers)]
-    return {**layers, **inputs}
+        return [{**weights, **_slice_tree(inputs, index)} for index, weights in enumerate(layers)]
+    return {**layers, LAYERS: {**layers[LAYERS], **inputs}}
 
 
-def _take_layer(stacked: Tree, index: int | Array) -> Tree:
-    """Return the weights of one layer from a stack on axis 0."""
+def _take_layer(groups: Mapping[str, Tree], indices: Mapping[str, int | Array]) -> Tree:
+    """Return the weights of one layer from stacked groups, by its index in each group."""
+    weights: Tree = {}
+    for name, index in indices.items():
+        weights |= _slice_tree(groups[name], index)
+    return weights
+
+
+def _slice_tree(stacked: Tree, index: int | Array) -> Tree:
+    """Return one layer of a tree that is stacked on axis 0."""
     return jax.tree.map(lambda leaf: leaf[index], stacked)

@@ -109,12 +109,11 @@ def precompute_cross_kv(
             states, weights["cross"], LayerContext(model.arch_config, AttentionMask(), sharding)
         )
 
-    num_layers = len(model.arch_config.sliding_windows)
-    layers = layer_weights(params[DECODER][LAYERS], DECODER, num_layers, model, forward_config)
+    layers = layer_weights(params[DECODER], DECODER, model.arch_config, model, forward_config)
     if isinstance(layers, list):
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(project_layer, layers))
     else:
-        stacks = lax.map(project_layer, layers)
+        stacks = lax.map(project_layer, layers[LAYERS])
     return encoder_output._replace(
         states=KV(*(sharding.constrain(stack, *KV_CACHE_DIMS) for stack in stacks))
     )

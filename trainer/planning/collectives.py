@@ -157,7 +157,8 @@ def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
     # layer repeats its forward pass. Their gradients are sent too, in float32.
     kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
-    kv_size = 2 * inputs.local_batch_size * length * kv_heads * inputs.local_extent("head_dim")
+    head_size = inputs.local_extent("head_dim") + inputs.local_value_dim
+    kv_size = inputs.local_batch_size * length * kv_heads * head_size
     return stack.num_layers * kv_size * (num_passes * inputs.itemsize + FLOAT32)
 
 

@@ -22,6 +22,7 @@ SIZES = (
     SCALES
     | OPTIONAL_PARTS
     | {*("experts_per_token", "max_positions", "sliding_windows", "layers_without_rope")}
+    | {"dense_layers", "latent_key_dim"}
 )
 
 
@@ -38,6 +39,8 @@ def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict, num_heads: int
     choices, expected = (dataclasses.asdict(family.arch_config(c)) for c in (tiny, config))
     different = {name for name, value in choices.items() if value != expected[name]}
     assert different <= SIZES
+    for name in ("dense_layers", "latent_key_dim"):
+        assert bool(choices[name]) == bool(expected[name])
     for name in OPTIONAL_PARTS:
         assert (choices[name] is None) == (expected[name] is None)
 
@@ -70,7 +73,8 @@ def test_scale_down_removes_large_token_ids():
 
 
 def test_unknown_size_field_is_a_usage_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(module.SIZE_FIELDS, "mlp", ())
+    for axis in ("mlp", "dense_mlp"):
+        monkeypatch.setitem(module.SIZE_FIELDS, axis, ())
     with pytest.raises(
         UsageError, match=r"this config cannot be scaled down - 3,\d+,\d+ elements remain"
     ):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.meshes import split_leaves
+from trainer.models.axis_map import LAYER_ATOMS
 from trainer.models.chunk_shapes import chunk_shape
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import partition_spec, shard_shape
@@ -21,7 +22,7 @@ def test_chunk_shape_is_shard_on_mesh(leaf):
     spec = partition_spec(dims, shape, mesh, rules)
     chunk = chunk_shape(dims, shape, spec=spec, itemsize=2, min_split_bytes=0)
     shard = shard_shape(spec, shape)
-    stacked = (("layers",), ("encoder_layers",), ("experts",))  # one source tensor per index
+    stacked = [(name,) for name in (*LAYER_ATOMS, "experts")]  # one source tensor per index
     assert chunk == tuple(1 if dim in stacked else extent for dim, extent in zip(dims, shard))
 
 

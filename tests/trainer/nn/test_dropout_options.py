@@ -88,13 +88,7 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     tiny, tensors = tiny_transformer(GOLDEN[family]), random_tensors(GOLDEN[family])
     model, arch_config = tiny.model, tiny.model.arch_config
     params = tiny.params_from_tensors(tensors)
-    layers = layer_weights(
-        params["layers"],
-        "",
-        len(arch_config.sliding_windows),
-        model,
-        ForwardConfig(scan_layers=False),
-    )
+    layers = layer_weights(params, "", arch_config, model, ForwardConfig(scan_layers=False))
     assert isinstance(layers, list)
     keys = make_dropout(ROWS).layer_keys(1)
     assert keys is not None

@@ -95,11 +95,11 @@ def float64_moe_mlp(
     selected = jax.nn.one_hot(top, EXPERTS, dtype=x.dtype).sum(-2) * scores
     if arch_config.router.is_normalized:
         selected = selected / selected.sum(-1, keepdims=True)
-    gate, up = (
-        jnp.einsum("btd,nfd->btnf", x, weights[name]["weight"]) + weights[name].get("bias", 0.0)
+    projected = {
+        name: jnp.einsum("btd,nfd->btnf", x, weights[name]["weight"]) + weights[name].get("bias", 0)
         for name in ("gate", "up")
-    )
-    hidden = glu(gate, up, arch_config.clamped_swiglu)
+    }
+    hidden = glu(projected["gate"], projected["up"], arch_config.clamped_swiglu)
     outputs = jnp.einsum("btnf,ndf->btnd", hidden, weights["down"]["weight"])
     outputs = outputs + weights["down"].get("bias", 0.0)
     output = jnp.einsum("btnd,btn->btd", outputs, selected)

@@ -40,15 +40,22 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("llama-biases", True, 1, True, "dots_with_no_batch_dims_saveable"),
     ("llama-biases", False, 0, False, "none"),
     ("t5", True, 1, True, "nothing_saveable"),
+    ("deepseek_v3", True, 1, True, "nothing_saveable"),
+    ("deepseek_v3", False, 0, False, "none"),
+    ("ernie4_5_moe", True, 0, True, "dots_saveable"),
+    ("ernie4_5_moe", False, 0, False, "none"),
+    ("gpt_oss", True, 1, True, "dots_with_no_batch_dims_saveable"),
     ("t5-gated", False, 0, False, "none"),
 ]
 FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
     *(("gpt2", 3), ("gpt_neo", 0), ("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("qwen3_moe", 3)),
     *(("phi3-longrope", 3), ("t5-gated", 3), ("olmo2", 3), ("cohere", 3), ("bloom", 3)),
+    *(("gpt_oss", 3), ("deepseek_v3", 3)),
 )
 CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 
+ROUTER_CORRECTION = "e_score_correction_bias"  # no gradient
 
 load_cached = cache(load)
 
@@ -74,7 +81,9 @@ def test_every_config_has_a_small_golden_file():
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_tensors_are_complete_and_random(name: str):
     golden = load_cached(name)
-    assert {*golden.tensors} == {*random_tensors(golden.config)} == {*golden.gradients}
+    assert {*golden.tensors} == {*random_tensors(golden.config)}
+    trained = {name for name in golden.tensors if not name.endswith(ROUTER_CORRECTION)}
+    assert {*golden.gradients} == trained
     for tensor in golden.tensors.values():
         assert tensor.std() > 0.03
 
@@ -147,7 +156,9 @@ def test_every_tensor_has_a_gradient(name: str):
     """Logits depend on every tensor, so that the comparison of logits covers all of them."""
     for tensor, gradient in load_cached(name).gradients.items():
         is_cancelled = name in WITHOUT_ROTATION and tensor.endswith(CANCELLED)
-        assert np.linalg.norm(gradient) > 1e-3 or is_cancelled, tensor
+        # A sink is one of up to 300 keys.
+        smallest = 1e-4 if tensor.endswith("sinks") else 1e-3
+        assert np.linalg.norm(gradient) > smallest or is_cancelled, tensor
 
 
 BFLOAT16 = ("gpt2", "gpt_neo", "llama", "gemma2", "mixtral", "t5")

@@ -21,6 +21,7 @@ from trainer.models.architecture import (
     RelativePositionBias,
     alibi_slopes,
 )
+from trainer.models.moe_config import ClampedSwiglu
 from trainer.models.rope_config import Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
@@ -141,6 +142,21 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("mixtral", "theta of another family"): change_rope(theta=1e6),
     ("qwen3_moe", "three experts per token"): change(experts_per_token=3),
     ("qwen3_moe", "unnormalized expert weights"): change_router(is_normalized=False),
+    ("qwen2_moe", "layers with experts swapped"): change(dense_layers=(1,)),
+    ("gpt_oss", "plain SwiGLU"): change(clamped_swiglu=None),
+    ("gpt_oss", "another limit"): change(clamped_swiglu=ClampedSwiglu(alpha=2.0, limit=0.41)),
+    ("gpt_oss", "another alpha"): change(clamped_swiglu=ClampedSwiglu(alpha=1.702, limit=0.4)),
+    ("deepseek_v2", "greedy choice"): change_router(num_groups=1, groups_per_token=1),
+    ("deepseek_v2", "unscaled weights"): change_router(scale=1.0),
+    ("deepseek_v2", "half-split rotary pairs"): change(rotary_pairs="half_split"),
+    ("deepseek_v3", "softmax scores"): change_router(scores="softmax"),
+    ("deepseek_v3", "unnormalized expert weights"): change_router(is_normalized=False),
+    ("deepseek_v3", "epsilon of other norms for latents"): change(latent_norm_eps=1e-3),
+    ("deepseek_v3", "scores without the factor of yarn"): change(attn_scale=10**-0.5),
+    ("dots1", "normalized expert weights"): change_router(is_normalized=True),
+    ("ernie4_5_moe", "half-split rotary pairs"): change(rotary_pairs="half_split"),
+    ("olmoe", "norms per head"): change(qk_norm_axes="head"),
+    ("granitemoe", "unscaled residuals"): change(residual_scale=1.0),
     ("qwen2", "epsilon 2 % off"): change(norm_eps=1.02e-3),
     ("qwen3", "unscaled scores"): change(attn_scale=1.0),
     ("gemma", "norm scale without offset"): change(norm="rms"),
@@ -200,6 +216,7 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("llama-dynamic", "another factor"): change_rope(factor=4.1),
     ("llama-dynamic", "another pretraining length"): change_rope(original_max_positions=65),
     ("llama-dynamic", "unscaled positions"): change_rope(rope_type="default"),
+    ("deepseek_v3", "groups by maximum"): change_router(group_score="maximum"),
     ("t5", "one bucket less"): change(score_bias=bias_config(40, False, 8)),
     ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
@@ -221,6 +238,7 @@ FAST = (  # one for each kind of part: norms, masks, rotary embeddings, position
         ("gemma2", "another score softcap"),
         ("mixtral", "one expert per token"),
     ),
+    *(("gpt_oss", "another limit"), ("deepseek_v3", "groups by maximum")),
     *(
         ("t5", "unscaled LM head input"),
         ("llama-dynamic", "another factor"),

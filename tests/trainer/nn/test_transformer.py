@@ -20,7 +20,6 @@ from prepcli.testing.tiny_transformers import (
 )
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
-from trainer.models.architecture import layer_period
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.models.remat import REMAT_POLICIES
@@ -140,9 +139,15 @@ def test_logits_depend_on_earlier_tokens_only():
 
 
 @pytest.mark.parametrize(
-    "layer_types", [["global"] * 6, ["global", "local"] * 3, ["local", *["global"] * 5]]
+    ("layer_types", "num_steps"),
+    [
+        (["global"] * 6, [6]),
+        (["global", "local"] * 3, [3]),
+        (["local", *["global"] * 5], [5]),
+        (["local", "global", "global", "local", "local", "global"], []),
+    ],
 )
-def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str]):
+def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str], num_steps: list[int]):
     """A pattern of windows that never repeats is not scanned."""
     tiny = tiny_transformer(GPT_NEO | {"num_layers": 6, "attention_layers": layer_types})
     params = jax.eval_shape(lambda: init_params(tiny.model, 0))
@@ -155,8 +160,7 @@ def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str]):
         for equation in traced.jaxpr.eqns
         if equation.primitive.name == "scan"
     ]
-    period = layer_period(tiny.model.arch_config.layer_kinds)
-    assert loops == {1: [6], 2: [3], 6: []}[period]
+    assert loops == num_steps
 
 
 def temporary_nbytes(remat_policy: str) -> int:

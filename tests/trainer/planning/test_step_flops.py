@@ -15,6 +15,7 @@ from trainer.models.registry import FAMILIES
 from trainer.planning.step_flops import StepFlops, count_step_flops
 
 LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5"))
+DEEPSEEK_V3 = MODEL_CONFIGS["deepseek_v3"]
 LENGTH, ROWS = 2048, 4
 TOKENS = LENGTH * ROWS
 MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096  # without embedding and norms
@@ -57,6 +58,19 @@ def test_experts_count_for_their_tokens():
     two, eight = count("mixtral", MIXTRAL), count("mixtral", dense)
     expert_size = 3 * MIXTRAL["hidden_size"] * MIXTRAL["intermediate_size"]
     assert eight.matmul - two.matmul == 6 * 6 * expert_size * MIXTRAL["num_hidden_layers"] * TOKENS
+
+
+def test_dense_and_moe_layers_and_latents_count_their_own_matrices():
+    """One dense layer, four MoE layers with 4 of 32 experts and shared ones of twice the width."""
+    flops = count("deepseek_v3", DEEPSEEK_V3)
+    width, heads, mlp = 512, 8, 192
+    queries = 192 * width + heads * 96 * 192
+    keys_and_values = (128 + 32) * width + heads * (64 + 64) * 128
+    attention = queries + keys_and_values + heads * 64 * width
+    sparse = 32 * width + 3 * width * (4 * mlp + 2 * mlp)
+    matrices = 5 * attention + 3 * width * 1024 + 4 * sparse + 32000 * width
+    assert flops.matmul == 6 * matrices * TOKENS
+    assert flops.attention_full == 5 * 3 * 2 * heads * (96 + 64) * LENGTH * TOKENS
 
 
 def test_encoder_and_decoder_count_their_own_tokens():

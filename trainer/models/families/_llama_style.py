@@ -212,13 +212,27 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
     Raises:
         PrepError: A field is invalid.
     """
-    # 4096 and 28 are the defaults of Qwen2Config and Qwen3Config.
+    # 4096 is the default of Qwen2Config and Qwen3Config.
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
-    if not isinstance(first, int) or first < 0:
-        why = f"max_window_layers is {first!r:.60}, it must be an integer from 0 on"
-        raise invalid_config_error(why)
+    first = read_max_window_layers(config)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
+
+
+def read_max_window_layers(config: HFConfig, default: int = 28) -> int:
+    """Return the layer at which the windows of a Qwen model change.
+
+    Args:
+        config: Content of a config.json.
+        default: Default of the config class, 28 in those of Qwen.
+
+    Raises:
+        PrepError: `max_window_layers` is not an integer from 0 on.
+    """
+    layer = config.get("max_window_layers", default)
+    if not isinstance(layer, int) or layer < 0:
+        why = f"max_window_layers is {layer!r:.60}, it must be an integer from 0 on"
+        raise invalid_config_error(why)
+    return layer
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -13,6 +14,13 @@ from trainer.models.architecture import (
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, if_set
 
+MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
+
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of GraniteConfig."""
@@ -21,14 +29,19 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
-    reject_unsupported_fields(
-        config,
-        *ROPE_FIELDS,
-        *("attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"),
-        *("logits_scaling", "residual_multiplier"),
-    )
+    reject_unsupported_fields(config, *ROPE_FIELDS, *MULTIPLIERS, "attention_bias", "mlp_bias")
+    return scaled_arch_config(config, sizes(config))
+
+
+def scaled_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> ArchConfig:
+    """Return the architecture of LLaMA with Granite's factors.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent.
+    """
     return dataclasses.replace(
-        _llama_style.arch_config(config, sizes(config), max_positions=2048),
+        _llama_style.arch_config(config, axis_sizes, max_positions=2048),
         # Unlike in other families, the default is no scale.
         attn_scale=read_positive(config, "attention_multiplier", 1.0),
         embed_scale=read_positive(config, "embedding_multiplier", 1.0),

@@ -6,6 +6,9 @@ For a query q, visible keys k_s and values v_s of one head (arXiv:1706.03762, eq
     p = dropout(softmax(score))
     output = sum_s p_s v_s
 
+With a sink, the softmax has one more score, without a value: p_s = exp(score_s) / (exp(sink) + sum exp(score)). A head
+can then attend to nothing (GPT-OSS, arXiv:2508.10925).
+
 Softcap (arXiv:2408.00118), bias (arXiv:1910.10683) and dropout are optional. Query head h reads the
 keys and values of head h // G, with G = H / K (grouped-query attention, arXiv:2305.13245).
 `trainer.models.attention_kernels` has the capabilities of the kernels.

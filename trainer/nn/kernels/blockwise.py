@@ -12,8 +12,11 @@ forward pass applies M to the weights of the values, not to the normalizer. With
 gradient of the scores is P * (dA * M - r) with r = sum_s P * (dA * M) = sum_s (P * M) * dA. For each query this is
 dO . O, as without dropout.
 
-Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width,
-N tiles of queries or keys, t queries and s keys of a tile.
+A sink is the score of one more key, without a value. The forward pass starts the softmax of each query with it. Its
+gradient is P * (0 - r) summed over all queries, for its probability P.
+
+Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E width of
+queries and keys, V width of values, N tiles of queries or keys, t queries and s keys of a tile.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class _SoftmaxState(NamedTuple):
     """The softmax of the queries of a tile over the keys seen so far.
 
     Attributes:
-        weighted_sum: Values weighted by exp(score - maximum), float32 [B, K, G, t, E].
+        weighted_sum: Values weighted by exp(score - maximum), float32 [B, K, G, t, V].
         maximum: Largest score [B, K, G, t].
         normalizer: Sum of exp(score - maximum) [B, K, G, t].
     """
@@ -61,15 +64,16 @@ class _SoftmaxState(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residuals of the forward pass: q and output [B, T, K, G, E], k and v [B, S, K, E], both padded to whole tiles.
+    """Residuals of the forward pass. q [B, T, K, G, E], k [B, S, K, E] and v [B, S, K, V] are padded to whole tiles.
 
-    `log_normalizer` [B, T, K, G] is the log-sum-exp of the scores over all keys.
+    `output` is [B, T, K, G, V]. `log_normalizer` [B, T, K, G] is the log-sum-exp of the scores over keys and sink.
     """
 
     q: Array
     k: Array
     v: Array
     bias_table: Array | None
+    sinks: Array | None
     constants: Constants
     output: Array
     log_normalizer: Array
@@ -82,13 +86,13 @@ def blockwise_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]. K divides H.
+        kv: Keys [B, S, K, E] and values [B, S, K, V]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
-        mask: Visible keys, score bias, dropout and the layer's score scale.
+        mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
         options: Sizes of tiles. Lengths need not be multiples of them.
 
     Returns:
-        [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
+        [B, T, H, V] in the dtype of the values. The output of a query without visible keys is 0.
     """
     config = tile_config(
         arch_config,
@@ -100,16 +104,28 @@ def blockwise_attention(
 
 
 def _attend_tiles(
-    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+    config: TileConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_table: Array | None,
+    sinks: Array | None,
+    constants: Constants,
 ) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]. T and S are multiples of the tile sizes."""
-    return forward(config, q, k, v, bias_table, constants)[0]
+    """Attend from q [B, T, K, G, E] to k and v, with sinks [K, G]. T and S are multiples of the tile sizes."""
+    return forward(config, q, k, v, bias_table, sinks, constants)[0]
 
 
 def forward(
-    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+    config: TileConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias_table: Array | None,
+    sinks: Array | None,
+    constants: Constants,
 ) -> tuple[Array, Residuals]:
-    """Compute the output [B, T, K, G, E], and the residuals of the backward pass."""
+    """Compute the output [B, T, K, G, V], and the residuals of the backward pass."""
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep
     # them: an array [T, S], which blockwise attention exists to avoid.
     tiled_q, labels = lax.optimization_barrier((q, constants))
@@ -130,10 +146,7 @@ def forward(
         # [B, t, K, G, E] -> [B, K, G, t, E]
         queries = _head_major(q_tile[0], 1)
         q_labels = q_tile[1]
-        maximum = jnp.full(queries.shape[:-1], LOWEST, jnp.float32)
-        state = _SoftmaxState(
-            jnp.zeros(queries.shape, jnp.float32), maximum, jnp.zeros_like(maximum)
-        )
+        state = _initial_softmax(queries, v, sinks)
 
         def run_kv_tile(
             state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]
@@ -162,7 +175,20 @@ def forward(
     output, log_normalizer = (
         name_activation(join_chunks(array), "attention_output") for array in tiles
     )
-    return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
+    return output, Residuals(q, k, v, bias_table, sinks, constants, output, log_normalizer)
+
+
+def _initial_softmax(queries: Array, v: Array, sinks: Array | None) -> _SoftmaxState:
+    """Return the softmax of the queries [B, K, G, t, E] of a tile before the first key."""
+    shape = queries.shape[:-1]
+    weighted_sum = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
+    if sinks is None:
+        return _SoftmaxState(
+            weighted_sum, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+        )
+    # The sink [K, G] is the largest score so far: exp(sink - sink) = 1.
+    maximum = jnp.broadcast_to(sinks.astype(jnp.float32)[..., None], shape)
+    return _SoftmaxState(weighted_sum, maximum, jnp.ones(shape, jnp.float32))
 
 
 def _update_softmax(
@@ -195,7 +221,7 @@ class _Gradients(NamedTuple):
 
 
 def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
-    """Compute the gradients of q, k, v and the bias table, and None for the constants."""
+    """Compute the gradients of q, k, v, the bias table and the sinks, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     # r = dO . O for each query, [B, T, K, G]: the sum over all keys of P * dP, without another pass
     output_float32 = saved.output.astype(jnp.float32)
@@ -258,15 +284,26 @@ def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tu
         gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
         return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
-    zeros = jnp.zeros(k_tiles.shape, jnp.float32)
+    kv_zeros = [jnp.zeros(tiles.shape, jnp.float32) for tiles in (k_tiles, v_tiles)]
     table_zeros = (
         None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
     )
-    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
+    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (*kv_zeros, table_zeros), q_tiles)
     if saved.bias_table is not None and not config.is_partial:
         d_table = d_table.astype(saved.bias_table.dtype)
     dk, dv = (join_chunks(tiles).astype(dtype) for tiles in dkv_tiles)
-    return join_chunks(dq_tiles), dk, dv, d_table, None
+    return join_chunks(dq_tiles), dk, dv, d_table, sink_gradient(saved, row_dots), None
+
+
+def sink_gradient(saved: Residuals, row_dots: Array) -> Array | None:
+    """Compute the gradient of the sinks [K, G] from dO . O of each query [B, T, K, G]. None without sinks.
+
+    dS = P * (dP - r) with dP = 0, because a sink has no value, and P = exp(sink - L).
+    """
+    if saved.sinks is None:
+        return None
+    probabilities = jnp.exp(saved.sinks.astype(jnp.float32) - saved.log_normalizer)
+    return -(probabilities * row_dots).sum((0, 1)).astype(saved.sinks.dtype)
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))

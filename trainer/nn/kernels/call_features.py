@@ -49,6 +49,10 @@ def _features(
         yield AttentionFeature.DROPOUT
     if mask.bias is not None:
         yield AttentionFeature.SCORE_BIAS
+    if q.shape[-1] != kv.values.shape[-1]:
+        yield AttentionFeature.VALUE_WIDTH
+    if mask.sinks is not None:
+        yield AttentionFeature.SINKS
     if mask.layer_score_scale is not None:
         yield AttentionFeature.LAYER_SCALE
     if arch_config.attn_logit_softcap != NO_SOFTCAP:

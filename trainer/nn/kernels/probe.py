@@ -97,8 +97,8 @@ def relative_errors(
         length: Tokens of a row.
 
     Returns:
-        The largest errors over the masks of the run, of `output`, and of `gradient of q`, `k`, `v` and, with a
-        relative position bias, `bias`.
+        The largest errors over the masks of the run, of `output`, and of `gradient of q`, `k`, `v` and, if the run has
+        them, `bias` and `sinks`.
     """
     inputs = _random_inputs(needs, length)
     exact_inputs = {name: array.astype(jnp.float32) for name, array in inputs.items()}
@@ -127,6 +127,9 @@ def _compile_and_run(
 def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
     """Return q, k, v, the gradient of the output, and the table of the bias. Scores are of the order of 1."""
     num_heads = NUM_KV_HEADS * (GROUP if AttentionFeature.GROUPED_HEADS in needs.features else 1)
+    value_dim = needs.head_dim
+    if AttentionFeature.VALUE_WIDTH in needs.features:
+        value_dim = needs.head_dim // 2
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> Array:
@@ -135,11 +138,13 @@ def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
     inputs = {
         "q": normal(NUM_ROWS, length, num_heads, needs.head_dim),
         "k": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
-        "v": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
-        "output_gradient": normal(NUM_ROWS, length, num_heads, needs.head_dim),
+        "v": normal(NUM_ROWS, length, NUM_KV_HEADS, value_dim),
+        "output_gradient": normal(NUM_ROWS, length, num_heads, value_dim),
     }
     if AttentionFeature.SCORE_BIAS in needs.features:
         inputs["bias"] = normal(BIAS.num_buckets, num_heads)
+    if AttentionFeature.SINKS in needs.features:
+        inputs["sinks"] = normal(num_heads)
     return inputs
 
 
@@ -191,6 +196,8 @@ def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int
         changes["kv_valid"] = positions < starts
     if AttentionFeature.SCORE_BIAS in needs.features:
         changes["bias"] = ScoreBias(arrays["bias"], BIAS)
+    if AttentionFeature.SINKS in needs.features:
+        changes["sinks"] = arrays["sinks"]
     if AttentionFeature.DROPOUT in needs.features:
         row_keys = RandomKey(*jnp.arange(2 * num_rows, dtype=jnp.uint32).reshape(2, num_rows))
         head_ids = jnp.arange(arrays["q"].shape[2], dtype=jnp.uint32)

@@ -1,6 +1,7 @@
 """Dense attention: materialize all scores [B, H, T, S] in float32.
 
-Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width.
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E width of queries and keys,
+V width of values.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def reference_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]. K divides H.
+        kv: Keys [B, S, K, E] and values [B, S, K, V]. K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
-        mask: Visible keys, score bias, dropout and the layer's score scale.
+        mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
         options: Unused: there are no tiles.
 
     Returns:
-        [B, T, H, E] in the dtype of the values.
+        [B, T, H, V] in the dtype of the values.
     """
     b, t, num_heads, head_dim = q.shape
     k, v = kv
@@ -54,11 +55,17 @@ def reference_attention(
         if visible.ndim == 3:
             visible = visible[:, None, None]
         scores = jnp.where(visible, scores, MASKED_SCORE)
-    probabilities = nn.softmax(scores, axis=-1)
+    if mask.sinks is None:
+        probabilities = nn.softmax(scores, axis=-1)
+    else:
+        # [H] -> [1, K, G, 1, 1], the score of one more key, whose probability has no value to weigh.
+        sinks = mask.sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        column = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+        probabilities = nn.softmax(jnp.concatenate([scores, column], -1), axis=-1)[..., :-1]
     if visible is not None and mask.kv_valid is not None and mask.window != FULL_ATTENTION:
         # A window over padding may have no valid key. The softmax is then uniform over hidden keys,
         # and blockwise attention returns 0.
         probabilities = jnp.where(visible, probabilities, 0)
     probabilities = mask.drop(probabilities).astype(v.dtype)
-    output = jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
-    return name_activation(output, "attention_output")
+    output = jnp.einsum("bkgts,bske->btkge", probabilities, v)
+    return name_activation(output.reshape(b, t, num_heads, v.shape[-1]), "attention_output")

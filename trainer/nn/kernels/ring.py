@@ -41,7 +41,7 @@ from trainer.models.mesh import MeshAxes
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
-from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward
+from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward, sink_gradient
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import (
     Constants,
@@ -72,6 +72,7 @@ class _Ring:
         """Return the shardings of the inputs and outputs of the forward pass."""
         tokens = PartitionSpec(self.row_axes, self.token_axes, self.head_axes)
         table = PartitionSpec(None, self.head_axes)
+        sinks = PartitionSpec(self.head_axes)
 
         def label_spec(label: Array) -> PartitionSpec:
             return PartitionSpec(self.row_axes if label.shape[0] > 1 else None, self.token_axes)
@@ -79,7 +80,7 @@ class _Ring:
         q_labels, kv_labels = jax.tree.map(label_spec, (constants.q_labels, constants.kv_labels))
         scale: Any = PartitionSpec()
         labels = Constants(q_labels, kv_labels, scale, self._dropout_specs(constants.dropout))
-        specs: Any = (tokens, tokens, tokens, table, labels, tokens, tokens)
+        specs: Any = (tokens, tokens, tokens, table, sinks, labels, tokens, tokens)
         return Residuals(*specs)
 
     def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
@@ -108,7 +109,7 @@ class _Ring:
 
 
 class _Shard(NamedTuple):
-    """Keys and values [B, S, K, E] of one device, with their labels."""
+    """Keys [B, S, K, E] and values [B, S, K, V] of one device, with their labels."""
 
     k: Array
     v: Array
@@ -116,7 +117,7 @@ class _Shard(NamedTuple):
 
 
 class _PartialOutput(NamedTuple):
-    """Attention to the keys so far: output [B, T, K, G, E] and log-sum-exp of scores [B, T, K, G], float32."""
+    """Attention to the keys so far: output [B, T, K, G, V] and log-sum-exp of scores [B, T, K, G], float32."""
 
     output: Array
     log_normalizer: Array
@@ -144,14 +145,14 @@ def ring_attention(
 
     Args:
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E]. K divides H, and the mesh splits both alike.
+        kv: Keys [B, S, K, E] and values [B, S, K, V]. K divides H, and the mesh splits both alike.
         arch_config: `attn_scale` and `attn_logit_softcap`.
-        mask: Visible keys, score bias, dropout and the layer's score scale.
+        mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
         options: Sizes of tiles. Larger tiles than a block of `zigzag_order` would have keys that no query sees.
         sharding: The device mesh and its rules. Its number of token shards divides T and S.
 
     Returns:
-        [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
+        [B, T, H, V] in the dtype of the values. The output of a query without visible keys is 0.
     """
     assert sharding.device_mesh is not None
     row_axes, token_axes, head_axes, _ = sharding.activation_axes(
@@ -179,10 +180,11 @@ def _attend(
     k: Array,
     v: Array,
     bias_table: Array | None,
+    sinks: Array | None,
     constants: Constants,
 ) -> Array:
-    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]. Each shard has whole tiles."""
-    return _forward(config, ring, q, k, v, bias_table, constants)[0]
+    """Attend from q [B, T, K, G, E] to k and v, with sinks [K, G]. Each shard has whole tiles."""
+    return _forward(config, ring, q, k, v, bias_table, sinks, constants)[0]
 
 
 def _forward(
@@ -192,15 +194,16 @@ def _forward(
     k: Array,
     v: Array,
     bias_table: Array | None,
+    sinks: Array | None,
     constants: Constants,
 ) -> tuple[Array, Residuals]:
     specs = ring.specs(constants)
     run = ring.map_devices(
-        partial(_local_forward, config, ring), tuple(specs[:5]), tuple(specs[5:])
+        partial(_local_forward, config, ring), tuple(specs[:6]), tuple(specs[6:])
     )
-    arrays = run(q, k, v, bias_table, constants)
+    arrays = run(q, k, v, bias_table, sinks, constants)
     output, log_normalizer = (name_activation(array, "attention_output") for array in arrays)
-    return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
+    return output, Residuals(q, k, v, bias_table, sinks, constants, output, log_normalizer)
 
 
 def _local_forward(
@@ -210,6 +213,7 @@ def _local_forward(
     k: Array,
     v: Array,
     bias_table: Array | None,
+    sinks: Array | None,
     constants: Constants,
 ) -> tuple[Array, Array]:
     """Compute the output and the log-sum-exp of the queries of one device."""
@@ -219,7 +223,8 @@ def _local_forward(
     def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:
         def merge(so_far: _PartialOutput) -> _PartialOutput:
             shard_labels = labels._replace(kv_labels=shard.labels)
-            _, saved = forward(config, q, shard.k, shard.v, bias_table, shard_labels)
+            # Without sinks: `so_far` starts with them, once for all shards.
+            _, saved = forward(config, q, shard.k, shard.v, bias_table, None, shard_labels)
             return _merge(so_far, _PartialOutput(saved.output, saved.log_normalizer))
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
@@ -231,9 +236,10 @@ def _local_forward(
         so_far, shard = carry
         return (attend(so_far, shard), ring.hop(shard)), None
 
-    nothing = _PartialOutput(
-        jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], LOWEST, jnp.float32)
-    )
+    log_normalizer = jnp.full(q.shape[:-1], LOWEST, jnp.float32)
+    if sinks is not None:
+        log_normalizer = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:-1])
+    nothing = _PartialOutput(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), log_normalizer)
     carry = (nothing, _Shard(k, v, labels.kv_labels))
     # n - 1 hops bring all n shards to each device. The last shard is not sent on.
     (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
@@ -260,7 +266,7 @@ def _backward(
 ) -> tuple[Any, ...]:
     specs = ring.specs(saved.constants)
     run = ring.map_devices(
-        partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:4])
+        partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:5])
     )
     return *run(saved, output_gradient), None
 
@@ -268,7 +274,7 @@ def _backward(
 def _local_backward(
     config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array
 ) -> tuple[Any, ...]:
-    """Compute the gradients of the queries, keys and values of one device, and of the bias table."""
+    """Compute the gradients of the queries, keys and values of one device, of the bias table and of the sinks."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     zeros = jax.tree.map(
         lambda array: jnp.zeros(array.shape, jnp.float32),
@@ -278,7 +284,7 @@ def _local_backward(
     def shard_gradients(shard: _Shard) -> _Gradients:
         def compute() -> _Gradients:
             constants = labels._replace(kv_labels=shard.labels)
-            of_shard = saved._replace(k=shard.k, v=shard.v, constants=constants)
+            of_shard = saved._replace(k=shard.k, v=shard.v, sinks=None, constants=constants)
             return _Gradients(*backward(config, of_shard, output_gradient)[:4])
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
@@ -299,9 +305,13 @@ def _local_backward(
     # After n - 1 hops the gradients are one device before the device of their shard.
     d_k, d_v = ring.hop((gradients.k, gradients.v))
     d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
-    inputs = (saved.q, saved.k, saved.v, saved.bias_table)
+    row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)
+    d_sinks = sink_gradient(saved, row_dots)
+    if d_sinks is not None:
+        d_sinks = ring.sum_shards(d_sinks)
+    inputs = (saved.q, saved.k, saved.v, saved.bias_table, saved.sinks)
     return jax.tree.map(
-        lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table), inputs
+        lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table, d_sinks), inputs
     )
 
 

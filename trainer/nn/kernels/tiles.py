@@ -1,6 +1,7 @@
 """Queries and keys of attention in tiles: their sizes, labels and padding.
 
-Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width.
+Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E width of
+queries and keys, V width of values.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Constants(NamedTuple):
     dropout: AttentionDropout | None = None
 
 
-TileFunction = Callable[[Array, Array, Array, "Array | None", Constants], Array]
+TileFunction = Callable[[Array, Array, Array, "Array | None", "Array | None", Constants], Array]
 
 
 def tile_config(
@@ -97,16 +98,16 @@ def attend_in_tiles(
     """Pad queries and keys to whole tiles, attend, and remove the padding.
 
     Args:
-        attend: Attention of padded arrays: (q [B, T, K, G, E], k, v, bias table, `Constants`) ->
-            output with the shape of q.
+        attend: Attention of padded arrays: (q [B, T, K, G, E], k, v, bias table, sinks [K, G],
+            `Constants`) -> [B, T, K, G, V].
         q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E].
-        mask: Visible keys, score bias, dropout and the layer's score scale.
+        kv: Keys [B, S, K, E] and values [B, S, K, V].
+        mask: Visible keys, score bias, sinks, dropout and the layer's score scale.
         config: Sizes of tiles.
         num_shards: Number of shards of T and S on the mesh. Each shard is padded to whole tiles.
 
     Returns:
-        [B, T, H, E].
+        [B, T, H, V].
     """
     b, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = kv.keys.shape[1:3]
@@ -127,8 +128,12 @@ def attend_in_tiles(
     constants = Constants(q_labels, kv_labels, score_scale, mask.dropout)
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     bias_table = None if mask.bias is None else mask.bias.table
-    output = attend(pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, constants)
-    return unpad_tokens(output, q_padding, num_shards=num_shards).reshape(q.shape)
+    sinks = None if mask.sinks is None else mask.sinks.reshape(grouped_q.shape[2:4])
+    output = attend(
+        pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, sinks, constants
+    )
+    output = unpad_tokens(output, q_padding, num_shards=num_shards)
+    return output.reshape(*q.shape[:-1], kv.values.shape[-1])
 
 
 def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:

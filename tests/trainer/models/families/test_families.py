@@ -12,6 +12,7 @@ import pytest
 from tests.golden import make_families
 from trainer.models.axis_map import bind_row, stack_axis
 from trainer.models.errors import PrepError
+from trainer.models.leaf_matrices import LAYER_PARTS
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
@@ -69,6 +70,18 @@ OPTIONAL_PARAMETERS = {
     "feed_forward_proj": "gated-gelu",
     "parallel_attn": False,
 }  # of OPT, T5 and Falcon
+# Fields of families in which one parameter excludes another: layers of one kind, plain queries.
+EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
+    "qwen2_moe": [{"mlp_only_layers": [1]}, {}],
+    "qwen3_moe": [{"mlp_only_layers": [1]}, {}],
+    "deepseek_v2": [{"first_k_dense_replace": 1}, {"q_lora_rank": None}],
+    "deepseek_v3": [{}, {"first_k_dense_replace": 0, "q_lora_rank": None}],
+    "dots1": [{"first_k_dense_replace": 1}, {}],
+    "glm4_moe": [{"use_qk_norm": True}, {"first_k_dense_replace": 0}],
+    "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse"] * 47, "q_lora_rank": None}],
+    "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
+    "granitemoeshared": [{"shared_intermediate_size": 4}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -77,17 +90,23 @@ def test_family_parameters_are_consistent(family: Family):
     fields = {
         condition: True for condition in conditions if condition and isinstance(condition, str)
     }
-    config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields}
-    rows = parameter_rows(family, config)
-    assert list(rows) == list(family.parameters)
-    assert family.tying.head_leaf in rows
-    bound = [bind_row(row, family.sizes(config)) for row in rows.values()]
-    names = [row.name_parts for row in bound]
-    assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
-    assert {family.tying.head_tensor, family.tying.embedding_tensor} <= {name[0] for name in names}
-    for path, row in rows.items():
-        assert ("layers" in path.split(".")) == (stack_axis(row.leaf_dims) is not None)
-        assert all(part.isidentifier() for part in path.split("."))
+    seen: set[str] = set()
+    for changes in EXCLUSIVE_PARAMETERS.get(family.name, [{}]):
+        config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields, **changes}
+        rows = parameter_rows(family, config)
+        seen |= {*rows}
+        assert list(rows) == [path for path in family.parameters if path in rows]
+        assert family.tying.head_leaf in rows
+        bound = [bind_row(row, family.sizes(config)) for row in rows.values()]
+        names = [row.name_parts for row in bound]
+        assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
+        stems = {name[0] for name in names}
+        assert {family.tying.head_tensor, family.tying.embedding_tensor} <= stems
+        for path, row in rows.items():
+            has_layers = not LAYER_PARTS.isdisjoint(path.split("."))
+            assert has_layers == (stack_axis(row.leaf_dims) is not None)
+            assert all(part.isidentifier() for part in path.split("."))
+    assert seen == {*family.parameters}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +230,7 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "xglm", "mt5", "umt5"),
+        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5"),
     }
 
 

@@ -27,6 +27,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no positions": ({}, "attention without a causal mask"),
     "padding": (CAUSAL | {"kv_valid": IDS == 0}, "padding of keys that differs between rows"),
     "bias": (CAUSAL | {"bias": BIAS}, "relative position bias"),
+    "sinks": (CAUSAL | {"sinks": jnp.zeros(2)}, "attention sinks"),
     "positions of rows": (
         dict.fromkeys(CAUSAL, POSITIONS[None]),
         "positions other than 0 to T - 1",

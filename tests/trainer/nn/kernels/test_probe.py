@@ -40,6 +40,8 @@ MODELS = {
         AttentionFeature.KEY_PADDING,
         AttentionFeature.SCORE_BIAS,
     },
+    "gpt_oss": CAUSAL | {AttentionFeature.WINDOW, AttentionFeature.SINKS},
+    "deepseek_v3": CAUSAL | {AttentionFeature.VALUE_WIDTH},
     "gpt2, packed": CAUSAL | {AttentionFeature.LAYER_SCALE, AttentionFeature.SEGMENTS},
     "llama, random masks": CAUSAL | {AttentionFeature.DROPOUT, AttentionFeature.FCM},
 }
@@ -125,6 +127,7 @@ WRONG: dict[str, tuple[AttentionKernel, AttentionFeature]] = {
     "no forgotten keys": (wrong_mask(kv_valid=None), AttentionFeature.FCM),
     "no bias": (wrong_mask(bias=None), AttentionFeature.SCORE_BIAS),
     "no layer scale": (wrong_mask(layer_score_scale=None), AttentionFeature.LAYER_SCALE),
+    "no sinks": (wrong_mask(sinks=None), AttentionFeature.SINKS),
     "no softcap": (wrong_arch(attn_logit_softcap=NO_SOFTCAP), AttentionFeature.SOFTCAP),
     "no scale": (wrong_arch(attn_scale=1.0), AttentionFeature.CAUSAL),
     "other groups": (interleave_groups, AttentionFeature.GROUPED_HEADS),

@@ -1,0 +1,58 @@
+"""Tests of the groups of layers and of the order in which layers are scanned."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.models.layer_groups import (
+    LayerSchedule,
+    group_indices,
+    layer_schedule,
+    repeating_period,
+)
+
+
+@given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
+def test_repeating_period_is_shortest_prefix(windows: list[int]):
+    repeats = [
+        n
+        for n in range(1, len(windows) + 1)
+        if [windows[i % n] for i in range(len(windows))] == windows
+    ]
+    assert repeating_period(windows) == min(repeats)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "schedule"),
+    [
+        ("aaaa", LayerSchedule(0, 1, 4)),
+        ("bbbaaaaa", LayerSchedule(3, 1, 5)),
+        ("babababa", LayerSchedule(0, 2, 4)),
+        ("baaaaaaaaaab", LayerSchedule(0, 11, 1)),
+        ("aabaabaa", LayerSchedule(0, 3, 2)),
+        ("ab", LayerSchedule(0, 2, 1)),
+        ("", LayerSchedule(0, 1, 0)),
+    ],
+)
+def test_layer_schedule_compiles_fewest_layers(kinds: str, schedule: LayerSchedule):
+    assert layer_schedule(kinds) == schedule
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=12))
+def test_layer_schedule_repeats_its_period(kinds: list[str]):
+    schedule = layer_schedule(kinds)
+    scanned = kinds[schedule.num_first : schedule.stop]
+    assert scanned == scanned[: schedule.period] * schedule.num_periods
+    assert schedule.stop <= len(kinds)
+
+
+def test_group_indices_count_layers_of_each_kind():
+    assert group_indices(3, ()) == ({"layers": 0}, {"layers": 1}, {"layers": 2})
+    assert group_indices(4, (0, 2)) == (
+        {"layers": 0, "dense_layers": 0},
+        {"layers": 1, "sparse_layers": 0},
+        {"layers": 2, "dense_layers": 1},
+        {"layers": 3, "sparse_layers": 1},
+    )

@@ -1,0 +1,199 @@
+"""Parts that families with experts share: rows of dense and MoE layers, shared experts, and routers. No I/O, no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from trainer.models import rows
+from trainer.models.architecture import ArchConfig
+from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
+from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from trainer.models.errors import invalid_config_error
+from trainer.models.families import _llama_style
+from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
+from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
+
+# Config -> numbers of the layers with a dense MLP.
+DenseLayers = Callable[[HFConfig], tuple[int, ...]]
+
+
+def build_family(
+    name: str,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch_config: Callable[[HFConfig], ArchConfig],
+    *,
+    layer: Parameters,
+    moe: Parameters,
+    dense_layers: DenseLayers | None = None,
+    tied_by_default: bool = False,
+    dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+    prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: (),
+) -> Family:
+    """Return a family with LLaMA's tensor names, and experts in some or all layers.
+
+    If all layers have experts, their parameters are in `layers.mlp`. Otherwise they are in
+    `sparse_layers.mlp` and `dense_layers.mlp`.
+
+    Args:
+        name: `model_type` of its config.json.
+        sizes: Atom -> extent.
+        arch_config: The architecture.
+        layer: Parameters of a layer except its MLP.
+        moe: Parameters of the MLP of an MoE layer.
+        dense_layers: Numbers of the layers with a dense MLP. None if all layers have experts.
+        tied_by_default: Whether the head is tied if the config does not say.
+        dropped: Pattern of tensors to ignore -> their description.
+        dropout_fields: Fields of the config with dropout rates.
+        prediction_layers: Numbers of stored layers for multi-token prediction.
+    """
+    layers = {**layer, **moe}
+    groups: Parameters = {}
+    layer_numbers = _no_layer_numbers
+    if dense_layers is not None:
+        layers = {**layer, **under_condition(moe, lambda config: not dense_layers(config))}
+        groups = _layer_groups(moe, dense_layers)
+        layer_numbers = partial(_group_numbers, sizes, dense_layers)
+    return rows.build_family(
+        name=name,
+        prefix=_llama_style.TENSOR_PREFIX,
+        sizes=sizes,
+        arch_config=arch_config,
+        parameters={
+            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **stack(LAYERS, "layers.{layers}", layers),
+            **groups,
+            **rms_norm("final_norm", "embed <- norm.weight: embed"),
+            **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
+        },
+        tied_by_default=tied_by_default,
+        dropped=dropped,
+        dropout_fields=dropout_fields,
+        layer_numbers=layer_numbers,
+        prediction_layers=prediction_layers,
+    )
+
+
+def _layer_groups(moe: Parameters, dense_layers: DenseLayers) -> Parameters:
+    """Return the parameters of the MLPs of a model with both dense and MoE layers."""
+
+    def is_mixed(config: HFConfig) -> bool:
+        return bool(dense_layers(config))
+
+    return {
+        **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(DENSE_MLP, is_mixed)),
+        **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
+    }
+
+
+def _no_layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
+    return {}
+
+
+def _group_numbers(
+    sizes: Callable[[HFConfig], dict[str, int]], dense_layers: DenseLayers, config: HFConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the dense and of the MoE layers."""
+    dense = dense_layers(config)
+    sparse = [layer for layer in range(sizes(config)[LAYERS]) if layer not in dense]
+    return {DENSE_LAYERS: dense, SPARSE_LAYERS: tuple(sparse)}
+
+
+def under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool]) -> Parameters:
+    """Return parameters that exist if their own condition and another one hold."""
+    limited: Parameters = {}
+    for path, parameter in parameters.items():
+
+        def holds(config: HFConfig, inner: Any = parameter.condition) -> bool:
+            return condition(config) and condition_holds(config, inner)
+
+        limited[path] = dataclasses.replace(parameter, condition=holds)
+    return limited
+
+
+DENSE_MLP: Parameters = {
+    **linear("mlp.gate", "dense_mlp embed <- mlp.gate_proj.weight: dense_mlp embed", None),
+    **linear("mlp.up", "dense_mlp embed <- mlp.up_proj.weight: dense_mlp embed", None),
+    **linear("mlp.down", "embed dense_mlp <- mlp.down_proj.weight: embed dense_mlp", None),
+}
+
+
+def layer_sizes(layers: int, dense: tuple[int, ...]) -> dict[str, int]:
+    """Return the number of layers of each kind.
+
+    Raises:
+        PrepError: No layer has experts.
+    """
+    if not dense:
+        return {}
+    if len(dense) == layers:
+        raise invalid_config_error(f"all {layers} layers are dense, so that none has experts")
+    return {DENSE_LAYERS: len(dense), SPARSE_LAYERS: layers - len(dense)}
+
+
+def read_first_dense_layers(config: HFConfig, layers: int, default: int) -> tuple[int, ...]:
+    """Return the dense layers of DeepSeek's config: the first `first_k_dense_replace` ones.
+
+    Raises:
+        PrepError: The field is not an integer from 0 on.
+    """
+    value = config.get("first_k_dense_replace", default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        why = f"first_k_dense_replace is {value!r:.60}, it must be an integer from 0 on"
+        raise invalid_config_error(why)
+    return tuple(range(min(value, layers)))
+
+
+def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
+    """Return the dense layers of Qwen's config, by `mlp_only_layers` and `decoder_sparse_step`.
+
+    Raises:
+        PrepError: A field is invalid.
+    """
+    listed = config.get("mlp_only_layers") or []
+    step = read_size(config, "decoder_sparse_step", 1)
+    if not isinstance(listed, list):
+        why = f"mlp_only_layers is {listed!r:.60}, it must be a list of layers"
+        raise invalid_config_error(why)
+    # The condition of Qwen3MoeDecoderLayer. E.g. a step of 2 gives layers 1, 3 and 5 experts, and
+    # layers 0, 2 and 4 a dense MLP.
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
+EXPERTS = _llama_style.experts(
+    gate="mlp.experts.{experts}.gate_proj.weight",
+    up="mlp.experts.{experts}.up_proj.weight",
+    down="mlp.experts.{experts}.down_proj.weight",
+    router="mlp.gate.weight",
+)
+
+
+def correction(tensor: str) -> Parameter:
+    """Return the parameter of the correction of a router's scores. It has no gradient.
+
+    Args:
+        tensor: Name and dims of its tensor.
+    """
+    return Parameter(f"experts <- {tensor}")
+
+
+def shared_experts(module: str, condition: rows.Condition = rows.ALWAYS) -> Parameters:
+    """Return the parameters of shared experts, which are one gated MLP.
+
+    Args:
+        module: Name of the module.
+        condition: When they exist.
+    """
+    row = "{} <- {}.{}_proj.weight: {}"
+    wide = "shared_mlp embed"
+    narrow = "embed shared_mlp"
+    return {
+        **matrix("mlp.shared.gate", row.format(wide, module, "gate", wide), condition=condition),
+        **matrix("mlp.shared.up", row.format(wide, module, "up", wide), condition=condition),
+        **matrix(
+            "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
+        ),
+    }

@@ -1,0 +1,110 @@
+"""The steps that follow the projections in all forms of attention: the kernel and the output projection.
+
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E width of queries and keys, V width
+of values, D model width, R rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.nn.activation_names import name_activation
+from trainer.nn.attention_mask import KV
+from trainer.nn.context import LayerContext
+from trainer.nn.dropout import DropoutSite
+from trainer.nn.kernels import attend
+from trainer.nn.linear import linear
+from trainer.nn.position_encoding import CosSin
+from trainer.nn.token_chunks import over_token_chunks
+
+# Key in the weights of a chunk: the norm of the input, not of queries or keys.
+INPUT_NORM = "input"
+
+
+def attend_and_project(
+    q: Array,
+    kv: KV,
+    weights: Mapping[str, Any],
+    context: LayerContext,
+    *,
+    dropout_site: DropoutSite = DropoutSite.ATTENTION,
+) -> Array:
+    """Compute attention and its output projection.
+
+    Args:
+        q: Queries [B, T, H, E].
+        kv: Keys [B, S, K, E] and values [B, S, K, V].
+        weights: Output projection `o`, and optional `sinks`.
+        context: Mask, sharding, kernel and dropout.
+        dropout_site: Site of the dropout of probabilities.
+
+    Returns:
+        [B, T, D].
+    """
+    sharding = context.sharding
+    q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
+    mask = context.mask
+    if context.dropout is not None:
+        dropout = context.dropout.attention(dropout_site, q.shape[2])
+        mask = dataclasses.replace(mask, dropout=dropout)
+    if "sinks" in weights:
+        mask = dataclasses.replace(mask, sinks=weights["sinks"]["bias"])
+    mixed = attend(
+        q,
+        kv,
+        arch_config=context.arch_config,
+        mask=mask,
+        options=context.attention_options,
+        sharding=sharding,
+    )
+    mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
+
+    def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
+        return linear(mixed, weights, num_devices=sharding.num_devices)
+
+    # [B, T, H, V] -> [B, T, D]
+    output = over_token_chunks(
+        project_out,
+        mixed.shape[1],
+        context.ffn_chunk_size,
+        num_shards=sharding.sequence_parallel_size,
+    )(mixed, weights["o"], None)
+    return name_activation(output, "o")
+
+
+def rotary_tables(context: LayerContext) -> CosSin | None:
+    """Return the rotation of queries and keys with an axis of rows, [1 or B, T, ...]. None if there is none."""
+    cos_sin = context.mask.cos_sin
+    if cos_sin is None or cos_sin.cosine.ndim == 3:
+        return cos_sin
+    return jax.tree.map(lambda table: table[None], cos_sin)
+
+
+def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:
+    """Name queries, keys and values, so that a rematerialization policy can save them."""
+    q = name_activation(q, "q")
+    return q, KV(name_activation(kv.keys, "k"), name_activation(kv.values, "v"))
+
+
+def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:
+    """Repeat keys and values [B, S, K, E] to [B, S, H, E] if the mesh splits H into more shards than K.
+
+    Each device then computes its own query heads without communication.
+    """
+    num_heads = q.shape[2]
+    num_kv_heads = kv.keys.shape[2]
+    if sharding.num_shards("heads", num_heads) == sharding.num_shards("kv_heads", num_kv_heads):
+        return kv
+
+    def repeat(array: Array) -> Array:
+        repeated = jnp.repeat(array, num_heads // num_kv_heads, axis=2)
+        return sharding.constrain(repeated, "batch", "seq", "heads", "head_dim")
+
+    return KV(repeat(kv.keys), repeat(kv.values))
