@@ -21,6 +21,7 @@ import os
 import random
 import resource
 import selectors
+import shutil
 import signal
 import struct
 import subprocess
@@ -37,15 +38,23 @@ import xxhash
 import zstandard
 
 from prepcli.console.ui import format_table
+from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats.gguf import GgufArray, read_gguf_header
+from prepcli.formats.safetensors import read_safetensors_header
+from prepcli.formats.torch_dcp import METADATA_FILE, read_dcp_folder
 from prepcli.remote.hub_datasets import read_metadata, select_files
+from prepcli.sources.dequantized import DequantizedBlob, find_stored_weights
+from prepcli.sources.openers.gguf_file import open_gguf
+from prepcli.sources.source_hints import NO_HINTS
 from trainer.data.files import hash_file
 from trainer.data.find_files import dataset_files
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
 from trainer.recipe.text_fields import FileType
 
+# A checkpoint of two ranks.
+DCP_FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "torch_dcp"
 N_ROWS = 40
 MIB = 1 << 20
 HANG_S = 600.0
@@ -178,6 +187,8 @@ def make_gguf() -> bytes:
         string("general.architecture") + struct.pack("<I", 8) + string("llama"),
         string("general.alignment") + struct.pack("<II", 4, 32),
         string("llama.rope.freq_base") + struct.pack("<If", 6, 10000.0),
+        string("llama.attention.head_count") + struct.pack("<II", 4, 2),
+        string("llama.attention.head_count_kv") + struct.pack("<II", 4, 2),
         string("test.flag") + struct.pack("<IB", 7, 1),
         string("tokenizer.ggml.tokens")
         + struct.pack("<IIQ", 9, 8, len(words))
@@ -185,23 +196,126 @@ def make_gguf() -> bytes:
         string("tokenizer.ggml.scores")
         + struct.pack(f"<IIQ{N_ROWS}f", 9, 6, N_ROWS, *map(float, range(N_ROWS))),
     ]
-    # Rows of 256 values of types Q4_K and F32.
+    # 2 rows of 256 values of type Q4_K, and 8 rows of 2 values of type F32.
     tables = [
-        string("blk.0.ffn_up.weight") + struct.pack("<IQQIQ", 2, 256, 2, 12, 0),
-        string("output_norm.weight") + struct.pack("<IQIQ", 1, 8, 0, 288),
+        string("token_embd.weight") + struct.pack("<IQQIQ", 2, 256, 2, 12, 0),
+        string("blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 2, 8, 0, 288),
     ]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tables), len(entries))
     head += b"".join(entries) + b"".join(tables)
-    return head + bytes(-len(head) % 32) + bytes(288 + 32)
+    return head + bytes(-len(head) % 32) + bytes(288 + 64)
+
+
+def quantized_tensors() -> dict[str, tuple[str, list[int], int]]:
+    """Return code, shape and bytes of the tensors of a weight in each quantised format."""
+    return {
+        "a.weight": ("F8_E4M3", [32, 32], 1024),
+        "a.weight_scale_inv": ("F32", [2, 2], 16),
+        "b.weight_packed": ("I32", [8, 4], 128),
+        "b.weight_scale": ("BF16", [8, 2], 32),
+        "b.weight_shape": ("I64", [2], 16),
+        "b.weight_zero_point": ("I32", [1, 2], 8),
+        "c.qweight": ("I32", [4, 32], 512),
+        "c.qzeros": ("I32", [2, 4], 32),
+        "c.scales": ("F16", [2, 32], 128),
+        "c.g_idx": ("I32", [32], 128),
+        "g.qweight": ("I32", [32, 4], 512),
+        "g.qzeros": ("I32", [2, 4], 32),
+        "g.scales": ("F16", [2, 32], 128),
+        "d_blocks": ("U8", [4, 2, 16], 128),
+        "d_scales": ("U8", [4, 2], 8),
+        "e.weight": ("I8", [8, 8], 64),
+        "e.SCB": ("F32", [8], 32),
+        "f.weight": ("U8", [64, 1], 64),
+        "f.weight.absmax": ("F32", [2], 8),
+        "f.weight.quant_map": ("F32", [16], 64),
+        "f.weight.quant_state.bitsandbytes__nf4": ("U8", [len(QUANT_STATE)], len(QUANT_STATE)),
+    }
+
+
+QUANT_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 16]}'
+# By the first letter of the names of their tensors.
+QUANTIZATION_CONFIGS = {
+    "a": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "b": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}},
+    },
+    "c": {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    "d": {"quant_method": "mxfp4"},
+    "e": {"quant_method": "bitsandbytes"},
+    "f": {"quant_method": "bitsandbytes"},
+    "g": {"quant_method": "awq", "bits": 4, "group_size": 16},
+}
+
+
+def make_quantized() -> bytes:
+    """Return a safetensors file with the tensors of a weight in each quantised format, and with their configs."""
+    header: dict[str, Any] = {"__metadata__": {"configs": json.dumps(QUANTIZATION_CONFIGS)}}
+    data = b""
+    for name, (code, shape, nbytes) in quantized_tensors().items():
+        payload = bytes(nbytes)
+        if name.endswith("nf4"):
+            payload = QUANT_STATE
+        elif name == "b.weight_shape":
+            payload = struct.pack("<qq", 8, 32)
+        header[name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + nbytes],
+        }
+        data += payload
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def read_quantized(path: Path) -> str:
+    """Decode the first and the last row of each quantised weight, with each config of the file."""
+    header = read_safetensors_header(path, 0)
+    try:
+        configs = json.loads(dict(header.metadata).get("configs", "{}"))
+    except ValueError as error:
+        raise PrepError("the configs are broken", str(error)) from error
+    if not isinstance(configs, dict):
+        raise PrepError("the configs are broken")
+    decoded: list[str] = []
+    errors: list[PrepError] = []
+    for letter, settings in configs.items():
+        if not isinstance(settings, dict):
+            continue
+        tensors = [tensor for tensor in header.tensors if tensor.name.startswith(letter)]
+        try:
+            weights = find_stored_weights(settings, tensors, [path])
+            blob = DequantizedBlob(path.name, weights.decoders, (path,))
+            decoded.append(decode_start(blob))
+        except PrepError as error:
+            errors.append(error)
+    if not decoded and errors:
+        raise errors[0]
+    return str(decoded)
 
 
 def read_gguf(path: Path) -> str:
-    """Return metadata and tensors of a GGUF file."""
+    """Return metadata and tensors of a GGUF file, and the values of its weights."""
     header = read_gguf_header(path)
     for value in header.metadata.values():
         if isinstance(value, GgufArray):
             try_decode_array(value)
-    return f"{header.metadata} {header.tensors}"
+    decoded = ""
+    with contextlib.suppress(PrepError):
+        source = open_gguf(path, path.name, NO_HINTS)
+        decoded = decode_start(source.blobs[-1])
+    return f"{header.metadata} {header.tensors} {decoded}"
+
+
+def decode_start(blob: Path | Blob) -> str:
+    """Return a fingerprint of the first MiB of decoded weights."""
+    assert isinstance(blob, DequantizedBlob)
+    values = np.empty(min(blob.starts()[-1], MIB), np.uint8)
+    with contextlib.closing(blob.open()) as reader:
+        reader.read_at(0, values)
+    return xxhash.xxh3_128_hexdigest(values.tobytes())
 
 
 def try_decode_array(array: GgufArray) -> None:
@@ -210,6 +324,13 @@ def try_decode_array(array: GgufArray) -> None:
         array.strings()
     with contextlib.suppress(ValueError):
         array.numbers()
+
+
+def read_dcp(path: Path) -> str:
+    """Return the boxes of a torch distributed checkpoint with this metadata."""
+    for file in DCP_FOLDER.glob("*.distcp"):
+        shutil.copyfile(file, path.parent / file.name)
+    return str(read_dcp_folder(path.parent).tensors)
 
 
 def read_records(path: Path, file_type: FileType) -> str:
@@ -279,6 +400,8 @@ FORMATS: Mapping[str, Format] = {
     "bin": Format("a.bin", lambda: np.arange(600, dtype="<u2").tobytes(), records_of("ids")),
     "state.json": Format("state.json", make_state, read_dataset_list),
     "gguf": Format("a.gguf", make_gguf, read_gguf),
+    "dcp": Format(METADATA_FILE, (DCP_FOLDER / METADATA_FILE).read_bytes, read_dcp),
+    "quantized": Format("model.safetensors", make_quantized, read_quantized),
     "README.md": Format("README.md", make_readme, read_readme),
 }
 

@@ -20,6 +20,7 @@ from prepcli.cli.root import COMMANDS, command_name
 from prepcli.testing.checkpoints import read_checkpoint
 from tests.helpers.adapters import make_adapter
 from tests.helpers.pickle_builder import make_torch_file
+from tests.helpers.quantized_folders import make_quantized
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
@@ -69,6 +70,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (of_torch / "config.json").write_bytes((tmp_path / "gpt-neo-1.3B/config.json").read_bytes())
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
+    make_quantized(tmp_path / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
     write_tokenizer(tmp_path / "gpt-neo-1.3B")
     for name in ("text.txt", "validation.txt"):
         (tmp_path / name).write_text(" ".join(WORDS * 4))

@@ -191,7 +191,7 @@ def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:
 
 
 def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str]) -> PrepError:
-    """Return an error with a line for each option: that of another trainer and the recipe key that replaces it."""
+    """Return an error with a line for each unknown option. Options of other trainers show the recipe key to use."""
     hints = [_recipe_hint(option, args) for option in options]
     lines = [
         f"`{option}` - {hint}" if hint else f"`{option}`"

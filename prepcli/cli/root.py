@@ -83,7 +83,7 @@ class CommandGroup(TyperGroup):
     """Group of all commands, which keeps the notes of an interrupted command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; raise Interrupted for Ctrl-C, with the notes on durable work."""
+        """Run the command. Ctrl-C raises Interrupted, with notes about the work that is already saved."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -134,7 +134,7 @@ def prep(
 
 
 def command_name(command: Callable[..., int]) -> str:
-    """Return the name of a command: that of its function, with a few exceptions."""
+    """Return the name of a command: the name of its function, with a few exceptions."""
     return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
 
 

@@ -124,7 +124,7 @@ class SilentCommandObserver(SilentObserver):
 
 @dataclass(frozen=True, slots=True)
 class OneProcessObserver:
-    """The RunObserver of a caller with an Observer or a Progress: it has no view, and serves one process."""
+    """Adapter that turns an Observer into a RunObserver. It has no live view, and serves one process of a job."""
 
     inner: Observer
 
@@ -141,7 +141,7 @@ class OneProcessObserver:
         return self.inner.progress()
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> OneProcessObserver:
-        """Return this observer: each process of a job has a caller of its own."""
+        """Return this observer: every process of a job has its own observer."""
         return self
 
     def open_live_block(self) -> LiveBlock | None:

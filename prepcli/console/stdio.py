@@ -103,7 +103,7 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
 
 
 def _unless_reader_is_gone(error: OSError) -> OSError | None:
-    # `prep ... | head` has what it wants. Every other failure loses a part of the result.
+    # EPIPE: `prep ... | head` has read all lines that it prints. Every other failure loses a part of the result.
     if isinstance(error, BrokenPipeError):
         return None
     return error

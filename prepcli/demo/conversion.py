@@ -77,7 +77,7 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
         remove_output(folder / INIT)
         is_last = tries == MAX_KILL_TRIES
         if (
-            run_and_kill(folder, args, lambda is_last=is_last: _is_midway(unfinished, is_last))
+            run_and_kill(folder, args, lambda is_last=is_last: _should_kill(unfinished, is_last))
             and unfinished.exists()
         ):
             durable = _durable_nbytes(unfinished)
@@ -89,8 +89,8 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
     raise never_killed_error()
 
 
-def _is_midway(unfinished: Path, is_last: bool) -> bool:
-    """Return whether some bytes are durable. The last try accepts existing data files."""
+def _should_kill(unfinished: Path, is_last: bool) -> bool:
+    """Return whether to kill the command now: some bytes are durable. The last try only needs bytes in data files."""
     return _durable_nbytes(unfinished) > 0 or (is_last and _data_nbytes(unfinished) > 0)
 
 

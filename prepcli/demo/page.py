@@ -23,7 +23,7 @@ SHOWN_LEAF = "embed.tokens"
 
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
-    """Write the report of a demo to the folder `out`. PrepError if the disk cannot be written."""
+    """Write the report of a demo to the folder `out`. Raise PrepError if the disk cannot be written."""
     write_html_page(out / REPORT, "prep demo", _body(out, steps))
 
 
@@ -54,7 +54,7 @@ def _steps_section(steps: Sequence[StepReport]) -> Iterator[str]:
 
 
 def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
-    """Yield the losses of both runs. The curve of the killed run covers the wider other one."""
+    """Yield the losses of both runs. The narrow curve of the killed run lies on the wide curve of the other run."""
     unbroken = _loss_points(out / UNBROKEN / METRICS_FILE)
     killed = _loss_points(out / KILLED / METRICS_FILE)
     curves = [

@@ -95,7 +95,7 @@ def run_step(step: DemoStep, folder: Path) -> StepOutcome:
     try:
         return step.run(folder, step.args)
     except (OSError, PrepError) as error:
-        # The message of a killed or crashed process need not tell which disk was full.
+        # The message of a killed or crashed process may lack the name of the disk that was full.
         for path in (folder, Path(os.environ.get("TMPDIR") or "/tmp")):
             if _is_full(path):
                 raise FullDiskError(
@@ -214,7 +214,7 @@ def never_killed_error() -> PrepError:
 
 
 def conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:
-    """Return the outcome of a conversion's report. PrepError if it exceeded its memory budget."""
+    """Return the outcome of a conversion's report. Raise PrepError if it exceeded its memory budget."""
     memory = report["memory"]
     check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
     return StepOutcome(result, report["bytes"]["written"], memory["peak"])

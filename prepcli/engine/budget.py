@@ -83,7 +83,7 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int =
 
 
 def _slab_nbytes_of_share(nbytes: int) -> int:
-    """Return the largest slab of which a buffer, two pages longer, fits into `nbytes`."""
+    """Return the size of the largest slab whose buffer fits into `nbytes`. A buffer is two pages longer than a slab."""
     return (nbytes - 2 * PAGE) // PAGE * PAGE
 
 

@@ -94,7 +94,7 @@ class Files:
         self.policy = WritePolicy(sum(self._sizes), has_direct=any(fd >= 0 for fd in self._direct))
 
     def _open_file(self, path: Path, flags: int, size: int | None) -> None:
-        """Open a file twice, and give it its size."""
+        """Open a file for buffered and for direct I/O, and allocate its size."""
         try:
             if size is None:
                 fd = self._track_descriptor(os.open(path, flags | os.O_CLOEXEC))

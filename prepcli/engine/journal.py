@@ -96,7 +96,7 @@ def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState
                 "done": int(done_nbytes),
                 "digests": dict(new_digests),
                 "prefix": prefix,
-                # The bytes and the prefix of a line replace those of the line before, digests add up.
+                # `done` and `prefix` replace the values of the previous line. `digests` are added to the earlier ones.
             } if line_number > 0 and all(map(str.isdecimal, new_digests)):
                 digests = dict(state.digests)
                 for number, digest in new_digests.items():

@@ -18,7 +18,7 @@ def system_memory(root: Path = Path("/")) -> dict[str, int]:
     """Return `total` and `available` bytes of the machine, as far as the system reports them."""
     names = {"MemTotal": "total", "MemAvailable": "available"}
     memory = {}
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in _read_or_empty(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if name in names:
             memory[names[name]] = int(value.split()[0]) << 10
@@ -30,7 +30,7 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     # A line is HIERARCHY:CONTROLLERS:PATH. `0::/user.slice` is the only hierarchy of cgroup v2, and
     # `7:memory:/docker/1f` the memory controller of v1, which has its own mount.
     limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             limits += _limits(root / "sys/fs/cgroup", path, "memory.max")
@@ -67,14 +67,14 @@ def _version(package: str) -> str | None:
 
 def _limits(mount: Path, path: str, name: str) -> list[int]:
     """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
-    # The limit of a parent holds for its children too, e.g. the one of a job above those of its steps.
-    # cgroup v2 writes `max` for no limit, which is no number.
+    # The limit of a parent also applies to its children, e.g. the limit of a job to the steps of the job.
+    # cgroup v2 writes the text `max` if there is no limit.
     group = PurePosixPath(path).relative_to("/")
-    texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
+    texts = [_read_or_empty(mount / parent / name).strip() for parent in (group, *group.parents)]
     return [int(text) for text in texts if text.isdigit()]
 
 
-def _read(path: Path) -> str:
+def _read_or_empty(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -49,7 +49,7 @@ def open_no_follow(path: Path, flags: int) -> int:
 
 
 def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool) -> None:
-    """Raise PrepError if an open file is not a regular file, or is written and has several hard links."""
+    """Raise PrepError if an open file is not a regular file, or is open for writing and has several hard links."""
     if not stat.S_ISREG(file_stat.st_mode):
         raise _unsafe_file_error(path, "is not a regular file")
     if is_written and file_stat.st_nlink > 1:
@@ -59,7 +59,9 @@ def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool)
 def _unsafe_file_error(path: Path, why: str) -> PrepError:
     """Return the error for a path that must not be opened."""
     return PrepError(
-        f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it"
+        f"{path} cannot be used",
+        f"it {why}, and writing to it could change another file",
+        "remove it",
     )
 
 

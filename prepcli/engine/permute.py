@@ -125,9 +125,9 @@ def _split_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assign
 
 
 def assign_tiled(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign an array to another one of the same shape. Values are cast to the target's dtype.
+    """Copy `source` to `target`, an array of the same shape. Values are cast to the target's dtype.
 
-    A transpose is assigned in square tiles, an assignment with the same contiguous axis on both sides at once.
+    A transpose is copied in square tiles. Arrays with the same contiguous axis are copied in one assignment.
     """
     # Row by row, a transpose touches a new cache line for every element of one side. A square tile of
     # both sides stays in the L2 cache until all elements of its lines are used.

@@ -169,7 +169,7 @@ class CheckpointManager:
             # A save of several processes ends only if all of them take part. They first have to learn of the error, so
             # this process does not wait. The lock ends with the process: the thread may still write until then.
             return
-        # Of two errors, the one that left the block is raised.
+        # If the block and the save both failed, the error of the block is raised.
         is_reported = error is not None and (self._group.count == 1 or isinstance(error, PrepError))
         ignored = (Exception,) if is_reported else ()
         try:

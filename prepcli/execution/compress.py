@@ -138,7 +138,7 @@ def compress_chunks(
 
 
 def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:
-    """Return the number of raw bytes still to compress. PrepError if the journal cannot be read."""
+    """Return the number of raw bytes still to compress. Raise PrepError if the journal cannot be read."""
     table = _chunk_table(chunks)
     num_durable = sum(len(mark.lengths) for mark in _read_marks(journal))
     pending = table[_storage_order(table)][num_durable:]
@@ -355,7 +355,7 @@ class _Mark(NamedTuple):
 
 
 def _read_marks(journal: Path) -> list[_Mark]:
-    """Return the lines of a journal up to the first damaged one. PrepError if it cannot be read."""
+    """Return the lines of a journal up to the first damaged one. Raise PrepError if it cannot be read."""
     try:
         lines = read_no_follow(journal).split(b"\n")[:-1]
     except FileNotFoundError:

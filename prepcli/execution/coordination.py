@@ -154,7 +154,7 @@ class Team:
             digests |= self.read_journal_state(index).digests
         return digests
 
-    def own_nbytes(self) -> tuple[int, int]:
+    def durable_and_total_nbytes(self) -> tuple[int, int]:
         """Return the durable bytes and all bytes of the shares of this process and its workers."""
         durable_nbytes = 0
         total_nbytes = 0
@@ -208,10 +208,10 @@ class Team:
             unfinished = self._poll()
 
     def _pause(self, unfinished: Collection[int]) -> None:
-        """Wait a moment. PrepError if one of the processes `unfinished` is missing, or any process failed."""
+        """Wait a moment. Raise PrepError if one of the processes `unfinished` is missing, or any process failed."""
         with self.stage.failures.recording_errors():
             self.check_workers()
-        self._check(unfinished)
+        self._check_processes(unfinished)
         time.sleep(LOOK_EVERY_S)
 
     def _poll(self) -> list[int]:
@@ -238,14 +238,14 @@ class Team:
             if failure is not None and failure.age is FailureAge.NEW:
                 raise failure.error
 
-    def _check(self, unfinished: Collection[int]) -> None:
+    def _check_processes(self, unfinished: Collection[int]) -> None:
         """Raise PrepError if one of the processes `unfinished` will not finish."""
         now_s = time.monotonic()
         if self.stage.share.index in unfinished and not self.stage.is_published():
             raise PrepError(
                 f"{self.stage.folder} was changed by another program",
                 "the journal of the written bytes was removed",
-                f"remove it, then {RERUN_HINT}",
+                f"remove the folder, then {RERUN_HINT}",
             )
         for index in range(self.count):
             # `check_workers` covers the workers

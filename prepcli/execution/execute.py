@@ -192,7 +192,7 @@ class ConversionExecutor:
 
     def _describe_durable(self) -> str:
         """Describe the durable part of the output, for the message of a stopped run, or empty if there is none."""
-        done_nbytes, total_nbytes = self.team.own_nbytes()
+        done_nbytes, total_nbytes = self.team.durable_and_total_nbytes()
         if not done_nbytes:
             return ""
         sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
@@ -211,7 +211,7 @@ class ConversionExecutor:
             if had_files and index == 0 and not share_plan.zstd_level:
                 zero_gaps(self.plan, self._files)
             with self.team.open_journal(index, self._verify_earlier_run(index)) as journal:
-                done_nbytes, total_nbytes = self.team.own_nbytes()
+                done_nbytes, total_nbytes = self.team.durable_and_total_nbytes()
                 if done_nbytes:
                     sizes = f"{format_bytes(done_nbytes)} of {format_bytes(total_nbytes)}"
                     self.note(f"resuming {self.stage.folder.name}: {sizes} are durable")
@@ -394,7 +394,7 @@ def _describe_origin(manifest: Manifest | None, plan: Plan) -> str:
 
 @contextlib.contextmanager
 def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
-    """Create the output's data files with their sizes and headers. PrepError for symbolic links among them."""
+    """Create the output's data files with their sizes and headers. Raise PrepError for symbolic links among them."""
     check_no_symlinks(stage.folder)
     paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     for folder in {path.parent for path in paths}:

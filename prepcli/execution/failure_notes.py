@@ -84,7 +84,7 @@ class FailureNotes:
             raise
 
     def record_heard(self) -> None:
-        """Record the notes that exist when this process ends, whether or not it reported them."""
+        """Record which notes exist when this process ends. Its next start treats them as old."""
         if stamps := self._stamps():
             with contextlib.suppress(OSError, PrepError):
                 _write_note(self._folder / f"{HEARD_STEM}.{self._share.index}", {**stamps})

@@ -139,8 +139,8 @@ def _file_records(
     if not plan.leaves:
         headers = {file.path: _header_record(file) for file in plan.files}
     data_files = packed_files or [file.path for file in plan.files]
-    # The manifest is written later. It has the digest of the checksums, and `--no-verify` does not
-    # read them.
+    # The manifest does not exist yet. The checksum file has its digest in the manifest's field
+    # `checksums`, and `--no-verify` does not read it.
     unlisted = {MANIFEST_FILE, CHECKSUMS_FILE}
     unlisted.update(Path(plan.item, name).as_posix() for name in data_files)
     small_files: set[str] = set()

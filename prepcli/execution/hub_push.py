@@ -213,7 +213,7 @@ def _upload_files(
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Return the paths of all files relative to the folder. PrepError for a link that leaves it."""
+    """Return the paths of all files relative to the folder. Raise PrepError for a link that leaves it."""
     names: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

@@ -85,7 +85,7 @@ def is_locked(path: Path) -> bool:
     """
     fd = open_no_follow(path, os.O_RDWR)
     try:
-        # A shared lock never makes another probe fail. `close` releases it.
+        # The lock is shared, so that two processes can call this at the same time. `close` releases it.
         return not _try_flock(fd, fcntl.LOCK_SH)
     finally:
         os.close(fd)

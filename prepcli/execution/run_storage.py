@@ -119,7 +119,7 @@ class RunStorage(Protocol):
     def remove_step(self, step: int) -> None:
         """Remove a step.
 
-        It is invisible from the first change on. Raise PrepError if removal fails.
+        The first change makes it invisible, so that a kill leaves no partial step. Raise PrepError if removal fails.
         """
         ...
 

@@ -199,7 +199,7 @@ class Staging:
         if earlier_count and not is_first:
             raise PrepError(
                 f"{self.folder} is locked",
-                f"{earlier_count} processes work on it, this is one of {count}",
+                f"{earlier_count} processes write it, and this process is one of {count}",
                 text("wait for them, or join them: {}", Option("processes", f"{earlier_count}/I")),
             )
         earlier_label = division_label(earlier_count or 1, digests)

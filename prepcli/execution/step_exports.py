@@ -10,7 +10,7 @@ from prepcli.console.unexpected import as_prep_error
 
 
 class StepExports:
-    """Exporter of the multiples of an interval of steps, one after the other."""
+    """Exporter of the steps that are multiples of an interval. It exports one step at a time."""
 
     def __init__(
         self,

@@ -188,7 +188,10 @@ def _check_uploaded(
     manifest: Manifest,
     plan_digest: str,
 ) -> None:
-    """Raise PrepError unless the URL holds the complete output of this plan, which need not be made again."""
+    """Raise PrepError unless the URL holds an intact output of this plan, which is then kept.
+
+    With `restart`, such an output is an error too.
+    """
     if manifest.plan != plan_digest:
         why = "it was made by another request, or of another source"
     elif not _has_intact_files(bucket, remote_files, manifest):
@@ -201,13 +204,13 @@ def _check_uploaded(
 
 
 def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:
-    """Return the plan's digest in the manifest of an output, or None without a manifest, empty for a damaged one."""
+    """Return the plan's digest in the manifest of an output. None if it has no manifest, empty if it is damaged."""
     manifest = _stored_manifest(bucket, remote_files)
     return None if manifest is None else manifest.plan
 
 
 def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Manifest | None:
-    """Return the manifest of an output, or None without a manifest, empty for a damaged one."""
+    """Return the manifest of an output. None if it has no manifest, NO_MANIFEST if its manifest is damaged."""
     for file in remote_files:
         if file.path == MANIFEST_FILE:
             try:
@@ -220,7 +223,10 @@ def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Mani
 def _has_intact_files(
     bucket: Bucket, remote_files: Sequence[RemoteFile], manifest: Manifest
 ) -> bool:
-    """Return whether the listed files of an output exist, and those that are fetched whole equal their records."""
+    """Return whether all listed files of an output exist and agree with their records.
+
+    The size of each file is compared. Files of at most SMALL_NBYTES are also fetched, to compare their digests.
+    """
     files = {file.path: file for file in remote_files}
     for name, record in manifest.files.items():
         file = files.get(name)

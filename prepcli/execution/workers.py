@@ -233,7 +233,7 @@ class _Worker:
     def _read_progress(self, on_progress: Callable[[int], None]) -> None:
         # Each line of a worker's stderr is a JSON event of its progress, or a message of an error.
         # The first task is the conversion. Its bytes that were durable before are counted already,
-        # by `Team.own_nbytes`.
+        # by `Team.durable_and_total_nbytes`.
         task = None
         done = 0
         for line in self.process.stderr or ():
@@ -316,7 +316,7 @@ class _SharedProgress:
             self.inner.advance(written_bytes)
 
     def note(self, text: str) -> None:
-        """Pass the note on."""
+        """Forward a note to the inner progress."""
         with self._lock:
             self.inner.note(text)
 

@@ -92,7 +92,7 @@ def read_checksums(
     data = read_checksum_bytes(folder, manifest)
     if data is None:
         return None
-    leaves = _number_leaf_blocks(folder, manifest, arrays)
+    leaves = _numbered_blocks_by_leaf(folder, manifest, arrays)
     expected_nbytes = np.dtype(CHECKSUM_DTYPE).itemsize * max(
         (blocks.stop_number for blocks in leaves.values()), default=0
     )
@@ -132,7 +132,7 @@ def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
     return data
 
 
-def _number_leaf_blocks(
+def _numbered_blocks_by_leaf(
     folder: Path, manifest: Manifest, arrays: Sequence[ArrayMeta]
 ) -> dict[str, LeafBlocks]:
     """Return the numbered blocks of each array, in the order of the manifest's leaves."""

@@ -92,9 +92,10 @@ def check_files(
 
     Args:
         folder: Folder of the manifest.
-        manifest: The manifest. One of an earlier version of prep lists no files.
+        manifest: The manifest. Manifests of earlier versions of prep list no files.
         names: Names of the listed files to check. None checks all.
-        hint: Returns the hint for a damaged file. None proposes `--accept` for settings.
+        hint: Returns the hint for a damaged file, by its name. By default the hint for a settings file proposes
+            `--accept`.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.

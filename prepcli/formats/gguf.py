@@ -257,7 +257,7 @@ class _Cursor:
         """Return the next string."""
         nbytes = self.number("<Q")
         if nbytes > max_nbytes:
-            raise ValueError(f"a string has {nbytes:,} bytes, the most are {max_nbytes:,}")
+            raise ValueError(f"a string has {nbytes:,} bytes, the limit is {max_nbytes:,}")
         try:
             return self.take(nbytes).decode()
         except UnicodeError as error:
@@ -284,9 +284,9 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[
     tensor_count = cursor.number("<Q")
     entry_count = cursor.number("<Q")
     if tensor_count > MAX_TENSORS:
-        raise ValueError(f"it has {tensor_count:,} tensors, the most are {MAX_TENSORS:,}")
+        raise ValueError(f"it has {tensor_count:,} tensors, the limit is {MAX_TENSORS:,}")
     if entry_count > MAX_ENTRIES:
-        raise ValueError(f"it has {entry_count:,} metadata entries, the most are {MAX_ENTRIES:,}")
+        raise ValueError(f"it has {entry_count:,} metadata entries, the limit is {MAX_ENTRIES:,}")
     metadata: dict[str, Any] = {}
     for _ in range(entry_count):
         key = cursor.string(MAX_KEY_NBYTES)
@@ -322,7 +322,7 @@ def _read_array(cursor: _Cursor) -> GgufArray:
     item_type = cursor.number("<I")
     count = cursor.number("<Q")
     if count > MAX_ARRAY_ITEMS:
-        raise ValueError(f"an array has {count:,} items, the most are {MAX_ARRAY_ITEMS:,}")
+        raise ValueError(f"an array has {count:,} items, the limit is {MAX_ARRAY_ITEMS:,}")
     start = cursor.offset
     if item_type == STRING_TYPE:
         cursor.skip_strings(count)
@@ -378,7 +378,7 @@ def _read_tensor(cursor: _Cursor, name: str) -> GgufTensor:
     """Return the next tensor, with its offset from the start of the data."""
     num_dims = cursor.number("<I")
     if num_dims > MAX_DIMS:
-        raise ValueError(f"it has {num_dims:,} dims, the most are {MAX_DIMS}")
+        raise ValueError(f"it has {num_dims:,} dims, the limit is {MAX_DIMS}")
     dims = [cursor.number("<Q") for _ in range(num_dims)]
     type_number = cursor.number("<I")
     offset = cursor.number("<Q")

@@ -82,6 +82,7 @@ PREP_KEYS = {
     "compress",
     "casts",
     "packed",
+    "quantization",
     "checksums",
     FILES_KEY,
     DIGEST_KEY,
@@ -359,7 +360,7 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     """Decode the bytes of a manifest file without a check of its digest.
 
     Raises:
-        PrepError: The file is no manifest, or has another format version.
+        PrepError: The file is not a manifest, or has another format version.
     """
     try:
         fields = load_json(data)

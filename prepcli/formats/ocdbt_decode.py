@@ -52,7 +52,7 @@ def decode_frame(data: bytes, magic: int, max_nbytes: int) -> BodyReader:
     compression = body.read_varint()
     if version or compression > 1:
         raise ValueError(
-            f"its version is {version}, its compression {compression}; supported are version 0, compression 0 and 1"
+            f"its version is {version}, its compression {compression}; supported: version 0, compression 0 and 1"
         )
     if compression:
         return BodyReader(memoryview(_decompress(body, max_nbytes)))

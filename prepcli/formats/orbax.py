@@ -18,7 +18,8 @@ from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
 METADATA_FILE = "_METADATA"
-# Of an item, a conversion and a run. The modules that define the last two names import this one.
+# Files that mark an item, a conversion and a run. The modules that define the last two names import
+# this one.
 CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
 READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"

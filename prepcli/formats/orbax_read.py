@@ -105,7 +105,8 @@ def read_item(folder: Path) -> OrbaxItem:
     leaves = [_parse_leaf(folder, entry) for entry in entries.values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
         raise _broken_file_error(
-            folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}"
+            folder / METADATA_FILE,
+            f"a leaf {quote_name(names[0])} cannot exist beside {quote_name(names[1])}",
         )
     array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
     # Without the key, the storage is OCDBT, the default of Orbax. Without OCDBT, each chunk is a file.

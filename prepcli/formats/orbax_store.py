@@ -234,7 +234,7 @@ def _iter_present_chunks(
 ) -> Iterator[tuple[ChunkIndex, str]]:
     """Yield the indices of the stored chunks, parsed from the keys because the grid may be far larger."""
     for key in values:
-        # The key of the only chunk of a scalar is `0` or `c`, which is no index.
+        # The key of the only chunk of a scalar is `0` or `c`, which is not an index.
         index: ChunkIndex = ()
         if zarr.shape:
             index = _numbers_in_key(key)
@@ -335,7 +335,9 @@ def _read_shard_index(
         total_nbytes += nbytes
     # Many chunks that share the same bytes would decode to more than the file has.
     if max(last_stop, total_nbytes) > shard_nbytes:
-        raise _broken_shard_error(shard, f"its index refers to bytes beyond its {shard_nbytes:,}")
+        raise _broken_shard_error(
+            shard, f"its index refers to bytes beyond its size of {shard_nbytes:,}"
+        )
     return ranges
 
 

@@ -158,7 +158,9 @@ def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArra
     paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     if () in paths:
         raise PrepError(
-            "an Orbax checkpoint is one array", "its tree has no keys", "write a dict of arrays"
+            "cannot write a single array",
+            "an Orbax tree needs a key for each array",
+            "write a dict of arrays",
         )
     if names := find_name_clash(paths):
         raise PrepError(

@@ -251,7 +251,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
             f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
         )
         return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
-    why = f"its header length is {nbytes:,} bytes, valid are 1 to {MAX_HEADER_NBYTES:,}"
+    why = f"its header length is {nbytes:,} bytes, valid: 1 to {MAX_HEADER_NBYTES:,}"
     return DamagedError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
 
 

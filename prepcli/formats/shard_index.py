@@ -82,7 +82,7 @@ def check_numbered_files(folder: Path, names: Sequence[str]) -> None:
     missing = list(itertools.islice(_missing_shards(sorted(file_sets), present), _MAX_LISTED))
     if missing:
         missing_count = total - len(present)
-        why = f"the names of the others promise {join_names(missing, missing_count, max_names=_MAX_LISTED)}"
+        why = f"the names of the other files imply {join_names(missing, missing_count, max_names=_MAX_LISTED)}"
         raise _missing_files_error(folder, missing_count, total, why)
 
 

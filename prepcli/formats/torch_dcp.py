@@ -303,7 +303,7 @@ def _check_tiling(shape: tuple[int, ...], boxes: list[DcpBox]) -> None:
 
 
 class _Window(io.RawIOBase):
-    """A byte range of a file as a file."""
+    """A file object that reads a byte range of another file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file = file

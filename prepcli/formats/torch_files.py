@@ -186,7 +186,7 @@ def _is_candidate(name: str) -> bool:
 
 
 def _is_training_file(name: str) -> bool:
-    """Return whether a file name is one of a training run next to a model."""
+    """Return whether a file belongs to a training run next to a model, e.g. optimizer.pt."""
     return any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
 
 

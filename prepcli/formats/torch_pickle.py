@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeVar
 
 from prepcli.formats.untrusted import quote_name
 
-# Size of a pickle: a tensor takes 100 to 200 bytes.
+# Maximum size of a pickle. A tensor takes 100 to 200 bytes.
 MAX_NBYTES = 32 << 20
 # Per pickle: a tensor takes about 35. An opcode allocates at most a few hundred bytes.
 MAX_OPCODES = 2_000_000
@@ -356,7 +356,7 @@ class _PickleMachine:
     def check_protocol(self) -> None:
         """Raise ValueError for an unknown protocol (PROTO)."""
         if (protocol := self.read_number("B")) not in PROTOCOLS:
-            raise ValueError(f"it has protocol {protocol}, supported are 0 to {PROTOCOLS[-1]}")
+            raise ValueError(f"it has protocol {protocol}, supported: 0 to {PROTOCOLS[-1]}")
 
 
 def _decode_text(text: bytes) -> str:

@@ -354,7 +354,7 @@ def _parse_counts(value: object) -> tuple[int, ...]:
 
 def _parse_count(value: object) -> int:
     if type(value) is not int or not 0 <= value < INT64_LIMIT:  # bool is a subclass of int
-        raise ValueError("a number of it is not a whole number from 0 to 2^63 - 1")
+        raise ValueError("one of its numbers is not a whole number from 0 to 2^63 - 1")
     return value
 
 

@@ -160,7 +160,7 @@ def _locate_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
     # none, and two readers could find two directories.
     if directory_offset + nbytes != end_offset:
         raise ValueError(
-            f"its directory ends at byte {directory_offset + nbytes:,}, what describes it begins at {end_offset:,}"
+            f"its directory ends at byte {directory_offset + nbytes:,}, and its end record begins at {end_offset:,}"
         )
     return count, directory_offset, nbytes
 

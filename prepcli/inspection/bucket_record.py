@@ -32,7 +32,7 @@ def read_bucket_run(bucket: Bucket) -> RunRecord:
     if RECIPE_FILE not in files:
         raise not_a_run_error(bucket.name, exists=bool(files))
     folder = create_placeholder_folder()
-    # Of the steps, which may have terabytes, the listing gives all that the record needs.
+    # The files of the steps are not downloaded. They may have terabytes, and their names suffice for the record.
     for name in files.keys() & RECORD_FILES:
         download_file(bucket, files[name], folder / name)
     with rename_in_errors(folder, bucket.name):

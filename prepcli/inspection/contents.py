@@ -27,7 +27,10 @@ from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
+from prepcli.quantized.decoder import Decoder
+from prepcli.quantized.find_weights import quantization_settings
 from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.dequantized import find_stored_weights
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.dcp_folder import box_locations
@@ -103,6 +106,7 @@ class CheckpointContents:
         blobs: Byte sources of the chunks, if these are not `files`.
         codecs: Names of the compression codecs.
         adapter: Settings of an adapter, empty for a model.
+        decoders: Decoders of quantised weights.
     """
 
     display_name: str
@@ -116,6 +120,7 @@ class CheckpointContents:
     blobs: tuple[Path | Blob, ...] = ()
     codecs: tuple[str, ...] = ()
     adapter: Mapping[str, Any] = field(default_factory=dict)
+    decoders: tuple[Decoder, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -129,7 +134,7 @@ class CheckpointContents:
 
     @property
     def family(self) -> Family | None:
-        """The model family, or None if it is unknown or the names are those of the source."""
+        """The model family. None if it is unknown, or if the names are kept as in the source."""
         if self.is_verbatim:
             return None
         return FAMILIES.get(str(self.config.get("model_type")))
@@ -162,9 +167,31 @@ def read_contents(
             hints = SourceHints(config_path)
             config = read_config(hints.resolve_config_path(contents.folder, display_name))
             contents = replace(contents, config=config)
-        if local_files.remote is None:
-            return contents
-        return replace(contents, blobs=local_files.remote.blobs(contents.files, contents.blobs))
+        if local_files.remote is not None:
+            blobs = local_files.remote.blobs(contents.files, contents.blobs)
+            contents = replace(contents, blobs=blobs)
+        return _with_decoders(contents)
+
+
+def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with the decoders of quantised weights. A fault becomes one of `non_arrays`."""
+    settings = quantization_settings(contents.config)
+    if not settings or contents.kind != "safetensors":
+        return contents
+    tensors: list[FileTensor] = []
+    for entry in contents.entries:
+        (stored,) = entry.chunks.values()
+        tensors.append(
+            FileTensor(
+                entry.name, entry.dtype, entry.shape, stored.file, stored.offset, stored.nbytes
+            )
+        )
+    try:
+        weights = find_stored_weights(settings, tensors, contents.byte_sources)
+    except PrepError as error:
+        remark = f"{error.what}: {error.why}"
+        return replace(contents, non_arrays=(*contents.non_arrays, remark))
+    return replace(contents, decoders=weights.decoders)
 
 
 def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
@@ -423,8 +450,8 @@ def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> Tensor
             index: value for index, value in stored_values.items() if isinstance(value, StoredRange)
         }
     else:
-        # b'' and not None if no chunk is stored: for None, `first_chunk` would take a range of the decoded
-        # blob, and that is no place in a file.
+        # b'' and not None if no chunk is stored. For None, `first_chunk` would return a range of the decoded
+        # blob, which is not a byte range of a file.
         first = next(iter(stored_values.values()), b"")
         # The blob has all chunks decoded, in C order of the grid: in a grid [2, 3] with chunks of 64 bytes,
         # chunk [1, 0] is number 3 and begins at byte 192.
@@ -489,7 +516,9 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     if contents.kind in ("flax", "easylm"):
         shapes = _shapes_of_tree(family, contents)
     else:
-        shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
+        stored_shapes = {entry.name: entry.shape for entry in contents.entries}
+        stored_shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
+        shapes = {name.removeprefix(family.prefix): stored_shapes[name] for name in stored_shapes}
     # A tied pair counts once, as the embedding. A file that has only the head keeps it.
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)

@@ -55,7 +55,7 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
 
 
 def partition_rules(contents: CheckpointContents) -> Sequence[str]:
-    """Return the partition rules of a checkpoint: the recorded ones, or by size without a family."""
+    """Return the recorded partition rules of a checkpoint. If its family is unknown, the preset `auto` is added."""
     if contents.family is None:
         return with_default_preset(contents.manifest.rules)
     return contents.manifest.rules

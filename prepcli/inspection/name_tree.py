@@ -92,7 +92,7 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 
 def _freeze(builder: _TreeBuilder) -> TreeNode:
-    """Return a node without its own label. A branch with a single child is replaced by the child."""
+    """Convert a builder to a node. Its parent adds its label. A branch with a single child is replaced by the child."""
     # The depth of the recursion is at most MAX_PATH_PARTS of `inspection.contents`.
     frozen = {label: _freeze(child) for label, child in builder.children.items()}
     children = tuple(_merge_numbered(frozen))
@@ -135,7 +135,10 @@ def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
 
 
 def _sort_children(node: TreeNode) -> TreeNode:
-    """Return the node with sorted children: layers that begin a file list their tensors in another order."""
+    """Return the node with its children sorted by label.
+
+    Layers with the same tensors in another order then compare equal. The order differs in layers split between files.
+    """
     children = sorted(map(_sort_children, node.children), key=lambda child: child.labels)
     return replace(node, children=tuple(children))
 

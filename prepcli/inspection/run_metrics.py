@@ -182,7 +182,7 @@ class RunMetrics:
         return self._median_values[name].items
 
     def best_eval_loss(self) -> float | None:
-        """Return the lowest evaluation loss on as many tokens as the last one, as for `checkpoint.best`."""
+        """Return the lowest evaluation loss. Only evaluations on as many tokens as the last one count."""
         return next(reversed(self._best_losses.values()), None)
 
     def _new_curve(self, name: str) -> RunningCurve | None:

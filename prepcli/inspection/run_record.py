@@ -62,7 +62,8 @@ class RunRecord:
         environment: Machine, data and versions of the last start, empty for a run of an earlier
             prep.
         checkpoints: The saved steps.
-        samples: Generated texts in the order of steps: of many, evenly spaced ones and the last one of each prompt.
+        samples: Generated texts in the order of steps. If a prompt has too many texts, only evenly spaced ones and the
+            last one.
         sample_counts: Number of all texts by prompt.
         notes: Messages about parts of the files that were not read.
     """
@@ -154,8 +155,8 @@ def _read_samples(
             shown = f"{text[:MAX_TEXT_NCHARS]} ..."
         last[prompt] = number, SavedSample(line["step"], prompt, shown)
         kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
-    # The even sample may lack the last text of a prompt, the one of most interest. Line numbers as keys
-    # keep it once if the sample has it too, and restore the order of the file.
+    # The evenly spaced sample may lack the last text of a prompt, which matters most, so it is added.
+    # Texts are keyed by line number, so that none occurs twice, and the order of the file is restored.
     by_line = dict(last.values())
     for texts in kept.values():
         by_line.update(texts.items)

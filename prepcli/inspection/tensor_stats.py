@@ -144,7 +144,7 @@ def _entry_values(
     else:
         dtype = numpy_dtype(entry.dtype)
     if entry.placement:
-        for _, data in _ordered_runs(entry, entry.placement, files, buffers):
+        for _, data in _runs_in_element_order(entry, entry.placement, files, buffers):
             on_read(data.size)
             yield data.view(dtype)
     for index, stored in entry.chunks.items():
@@ -166,20 +166,22 @@ def _chunk_runs(
     entry: TensorEntry, stored: StoredRange, files: RunReader, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
     """Yield the bytes of a chunk in runs, with the byte offset of each run in the chunk."""
-    yield from _ordered_runs(entry, (Contiguous(stored.file, stored.offset),), files, buffers)
+    yield from _runs_in_element_order(
+        entry, (Contiguous(stored.file, stored.offset),), files, buffers
+    )
 
 
-def _ordered_runs(
-    entry: TensorEntry, side: Locations, files: RunReader, buffers: tuple[ByteArray, ByteArray]
+def _runs_in_element_order(
+    entry: TensorEntry, locations: Locations, files: RunReader, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
-    """Yield the bytes of a chunk in its own order, wherever they are stored, with the byte offset of each run."""
+    """Yield the bytes of a chunk in the order of its elements, in runs, with the byte offset of each run."""
     if entry.chunk_shape:
         rows = entry.chunk_shape[0]
     else:
         rows = 1
     yield from read_values(
         files,
-        Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), side, ()),
+        Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), locations, ()),
         buffers=buffers,
     )
 

@@ -81,7 +81,8 @@ def check_training(training: Training, hardware: Hardware) -> None:
     """Check that a training can run on the hardware of a job.
 
     Raises:
-        UsageError: The mesh, the slices or the processes do not fit the hardware, or the processes the bucket.
+        UsageError: The mesh, the slices or the processes do not fit the hardware, or a bucket does not support as many
+            processes.
     """
     _check_processes(training, hardware)
     _check_slices(training, hardware)
@@ -95,7 +96,7 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
         what = text("{} is {}", Key("cluster.n_processes"), training.num_processes)
         hint = f"remove the key, or `-- --set cluster.n_processes={nodes}`"
         raise usage_error(
-            what, f"{hardware.name} has {_count(nodes, 'process', 'processes')}", hint
+            what, f"{hardware.name} has {_with_noun(nodes, 'process', 'processes')}", hint
         )
     if training.is_in_bucket and nodes > MAX_PROCESSES:
         why = f"each process writes a data file, and a step in a bucket has at most {MAX_PROCESSES}"
@@ -106,7 +107,7 @@ def _check_processes(training: Training, hardware: Hardware) -> None:
 def _check_slices(training: Training, hardware: Hardware) -> None:
     count = num_slices(training.slices)
     if hardware.max_slices is not None and count > hardware.max_slices:
-        why = f"{hardware.name} is {_count(hardware.max_slices, 'slice', 'slices')}"
+        why = f"{hardware.name} is {_with_noun(hardware.max_slices, 'slice', 'slices')}"
         hint = text("{}, which starts several slices, or a recipe without the key", GKE)
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
     if hardware.nodes > 1 and hardware.nodes % count:
@@ -128,7 +129,9 @@ def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> No
 
 def plain_hardware(nodes: int, node_devices: int | None) -> Hardware:
     """Return the hardware of nodes with a number of devices each, or None if it is unknown."""
-    name = _count(nodes, "node", "nodes") if node_devices is None else f"{nodes} x {node_devices}"
+    name = (
+        _with_noun(nodes, "node", "nodes") if node_devices is None else f"{nodes} x {node_devices}"
+    )
     return Hardware(name=name, nodes=nodes, node_devices=node_devices)
 
 
@@ -181,7 +184,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
 
 def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
     """Return whether a TPU VM with a number of chips is one machine."""
-    has_large_hosts = not generation.has_boxes and generation.devices_per_chip == 1
+    has_large_hosts = not generation.has_3d_slices and generation.devices_per_chip == 1
     max_chips = _MAX_HOST_CHIPS if has_large_hosts else HOST_CHIPS
     return chips <= max_chips
 
@@ -267,12 +270,12 @@ def _tpu_pod_hardware(
     # 2 slices of 4x4x8 with 4 chips per node: 2 * 128 / 4 = 64 nodes.
     nodes = slices * num_chips(topology) // options.devices_per_node
     if options.nodes != nodes:
-        count = _count(slices, "slice", "slices")
+        count = _with_noun(slices, "slice", "slices")
         why = f"{count} of {topology} with {options.devices_per_node} chips per node"
         what = text("{} is invalid", Option("nodes", options.nodes))
         raise usage_error(what, f"{why}: {nodes} in all", text("{}", Option("nodes", nodes)))
     return Hardware(
-        name=f"{_count(slices, 'slice', 'slices')} of {generation.name}:{topology}",
+        name=f"{_with_noun(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
         node_devices=options.devices_per_node * generation.devices_per_chip,
         fitting=_fitting_slices(generation, fitting, slices),
@@ -294,12 +297,12 @@ def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
 
 
 def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
-    """Return the chips of a number of devices, or None if one of them would be shared."""
+    """Return the number of chips with a number of devices. None if only a part of a chip would be used."""
     if num_devices is None or num_devices % generation.devices_per_chip:
         return None
     return num_devices // generation.devices_per_chip
 
 
-def _count(number: int, singular: str, plural: str) -> str:
+def _with_noun(number: int, singular: str, plural: str) -> str:
     """Return a number with its noun."""
     return f"{number} {singular if number == 1 else plural}"

@@ -38,7 +38,7 @@ class LaunchJob:
     max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
-        """Check the texts. Raise UsageError for one that no script can hold."""
+        """Check that a shell script can contain the texts. Raise UsageError otherwise."""
         check_text(text("{}", Option("job_name")), self.name)
         check_text("RECIPE", self.recipe)
         for line in self.setup:

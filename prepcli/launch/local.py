@@ -219,9 +219,9 @@ class ProcessWatcher:
         returncode = self._returncodes[index]
         if self._is_lost(index):
             return 1 if returncode == -signal.SIGABRT else 0
-        return 3 if self._code(index) in (STOPPED, INTERRUPTED) else 2
+        return 3 if self._exit_code(index) in (STOPPED, INTERRUPTED) else 2
 
-    def _code(self, index: int) -> int:
+    def _exit_code(self, index: int) -> int:
         """Return the exit code of `prep` for an ended process.
 
         A process killed by a signal counts as stopped: the same command resumes the run.
@@ -238,7 +238,7 @@ class ProcessWatcher:
         return f"exited with {returncode}"
 
     def _failure(self, index: int) -> PrepError:
-        code = self._code(index)
+        code = self._exit_code(index)
         end = f"process {index} {self._end_text(index)}"
         if self._is_lost(index):
             return PrepError(end, "the others cannot train without it", RESUME_HINT, code)

@@ -12,7 +12,7 @@ from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment
 
 # Minimum time for the remaining tasks to end after the first one.
 MIN_WAIT_S = 300
-# Added to the heartbeat's time-out, after which the tasks know that one is lost.
+# Added to the heartbeat's time-out. After the time-out, the tasks know that another task is lost.
 HEARTBEAT_MARGIN_S = 240
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")

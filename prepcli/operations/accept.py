@@ -124,7 +124,7 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
         raise usage_error(f"{folder} records no file `{file}`", why, hint)
     if len(candidates) > 1:
         why = f"they are {join_names(candidates, max_names=MAX_SHOWN)}"
-        raise usage_error(f"{folder} records several files `{file}`", why, hint)
+        raise usage_error(f"`{file}` is the name of several files of {folder}", why, hint)
     return candidates[0]
 
 

@@ -23,10 +23,14 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
         )
 
 
-def check_needs(option: Option, value: object, needed: Option, why: str) -> None:
-    """Raise UsageError if `option` has a value.
+def reject_without(option: Option, value: object, needed: Option, why: str) -> None:
+    """Raise UsageError if `option` is set. The caller has found that `needed`, which it requires, is not set.
 
-    Call this if `needed`, which it requires, is not set.
+    Args:
+        option: Option without effect.
+        value: Its value. None and False mean that it is not set.
+        needed: Option that `option` requires.
+        why: Why it has no effect without `needed`.
     """
     if _is_set(value):
         raise usage_error(

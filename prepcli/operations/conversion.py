@@ -31,7 +31,7 @@ from prepcli.formats.manifest import (
     find_manifest_folder,
     read_manifest,
 )
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion_details import (
     PlanFields,
     closing_line,
@@ -50,7 +50,8 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.earlier_checkpoints import note_unrecorded
-from prepcli.sources.averages import use_averages
+from prepcli.sources.averages import use_averaged_params
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -86,6 +87,7 @@ class CommonOptions:
         ema: Take the moving average of a run's parameters.
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
+        quantized: `keep` or `dequantize` quantised weights, or `refuse` them.
     """
 
     checkpoint: str | None
@@ -104,6 +106,7 @@ class CommonOptions:
     ema: bool = False
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
+    quantized: str = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +155,14 @@ def common_options(
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
         ema=options.get("ema", False),
+        quantized=options.get("quantized", "refuse"),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
     )
 
 
-def match_options(options: Mapping[str, Any]) -> MatchOptions:
-    """Return which source tensors may be ignored."""
+def make_match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return the options of the tensor match, e.g. which source tensors may be ignored."""
     return MatchOptions(as_tuple(options["drop"]), options["untie"], "verbatim" in options)
 
 
@@ -201,16 +205,39 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         observer.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
-    access = replace(access, allow_adapters=allow_adapters, copied_files=common.copied_files)
+    is_decoded = common.quantized == "dequantize"
+    # Only the verbatim family has the names of codes and scales.
+    is_kept = common.quantized == "keep" and common.verbatim is not False
+    access = replace(
+        access,
+        allow_adapters=allow_adapters,
+        allow_quantized=is_decoded or is_kept,
+        allow_gguf=is_decoded,
+        copied_files=common.copied_files,
+    )
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
+    verbatim = common.verbatim
+    if is_kept and is_quantized(located.local_files.path):
+        verbatim = True
+        option = Option("quantized", "dequantize")
+        observer.note(text("quantised weights are kept; {} decodes them", option))
     source = open_source(
-        located, common.config, verbatim=common.verbatim, copied_files=common.copied_files
+        located,
+        common.config,
+        verbatim=verbatim,
+        copied_files=common.copied_files,
+        dequantize=is_decoded,
     )
+    if common.verbatim and not source.family.is_verbatim:
+        option = Option("verbatim", True)
+        why = f"{source.display_name} was converted with the rows of {source.family.name}"
+        hint = text("remove {}, or convert the original model", option)
+        raise usage_error(text("{} has no effect", option), why, hint)
     note_unrecorded(source.display_name, source.manifest, observer)
-    return located, use_averages(source) if common.ema else source
+    return located, use_averaged_params(source) if common.ema else source
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -227,7 +254,7 @@ def check_allow_overflow(allow_overflow: bool, dtype: str | None) -> None:
     """Raise UsageError for the option `allow_overflow` without a cast."""
     if dtype is None:
         why = "without a cast no value overflows"
-        check_needs(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
+        reject_without(Option("allow_overflow"), allow_overflow, Option("dtype"), why)
 
 
 def run_conversion(
@@ -454,17 +481,23 @@ def _check_output_location(out: Path, source: Source) -> None:
 
 def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
-    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    # Decoded weights count as they are written.
+    tensors = [tensor.cast(None) for tensor in source.tensors]
+    largest_nbytes = max((t.nbytes for t in tensors), default=0)
     # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
     # named dtypes have a tensor of at least 1/8 of the largest one.
-    dtypes = sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})
-    size = format_bytes(sum(t.nbytes for t in source.tensors))
+    dtypes = sorted({t.dtype for t in tensors if t.nbytes * 8 >= largest_nbytes})
+    size = format_bytes(sum(t.nbytes for t in tensors))
     parts = [
         source.display_name,
         source.family.name,
         f"{len(source.tensors)} tensors",
         f"{size} {', '.join(dtypes)}",
     ]
+    if source.quantization:
+        num_decoded = sum(bool(tensor.default_dtype) for tensor in source.tensors)
+        method = source.quantization.get("quant_method")
+        parts.append(f"{num_decoded} decoded from {method}")
     if nbytes := optimizer_nbytes(source):
         parts.append(f"optimizer state {format_bytes(nbytes)}")
     if len(source.files) > 1:

@@ -44,7 +44,8 @@ class PlanFields(TypedDict):
     not_computed: str | None
 
 
-# Bytes of an output's chunks before and after compression, for JSON. `with` is a keyword of Python, hence no class.
+# Bytes of an output's chunks before and after compression, for JSON. Not a class, because the key
+# `with` is a keyword of Python.
 Compression = TypedDict(
     "Compression", {"with": str | None, "raw": int, "stored": int, "ratio": float}
 )

@@ -200,15 +200,15 @@ def _compute_results(
 def _scores(result: EvaluationResult, *, num_sequences: int) -> dict[str, Any]:
     """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
     return {
-        "loss": _finite(result.mean_loss),
-        "perplexity": _finite(result.perplexity),
-        "accuracy": _finite(result.accuracy),
+        "loss": _finite_or_none(result.mean_loss),
+        "perplexity": _finite_or_none(result.perplexity),
+        "accuracy": _finite_or_none(result.accuracy),
         "tokens": result.num_tokens,
         "sequences": num_sequences,
     }
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -71,14 +71,14 @@ def evaluation_recipe(
     dtype: str,
     max_positions: int,
 ) -> Recipe:
-    """Return a recipe with which the loss on one source of data is computed.
+    """Return the recipe that computes the loss on one source of data.
 
     Args:
-        options: Type, fields and length of the data, and overrides of EFFECTIVE_KEYS.
+        options: Type, fields and sequence length of the data, and overrides of the recipe keys in `EFFECTIVE_KEYS`.
         paths: Paths of the source.
         checkpoint: Name of the checkpoint.
         dtype: Dtype of the computation.
-        max_positions: Positions of the model; 0 for no limit.
+        max_positions: Maximum sequence length of the model. 0 means no limit.
 
     Raises:
         UsageError: A setting is invalid.

@@ -125,7 +125,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _base_name(manifest: Manifest) -> str:
-    """Return the name of the adapters' checkpoint."""
+    """Return the name of the base model of the adapters."""
     name = manifest.base.get("name")
     if not isinstance(name, str):
         raise PrepError(

@@ -196,7 +196,7 @@ def _build(
     if "seed" in options:
         raise usage_error(
             text("{} has no effect", Option("seed", options["seed"])),
-            "the parameters are those of the checkpoint",
+            "the parameters come from the checkpoint",
             text("remove {}", Option("seed")),
         )
     verify = options.get("verify", True)

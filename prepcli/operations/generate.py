@@ -21,7 +21,7 @@ from prepcli.console.progress import Progress
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.compute_options import GenerateOptions
 from prepcli.operations.compute_together import compute_together, process_index
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import (
     CommonOptions,
     check_config_option,
@@ -214,17 +214,23 @@ def _check_sampling(options: GenerateOptions) -> None:
     if options["temperature"] == 0:
         temperature = Option("temperature")
         why = "temperature 0 always takes the most likely token"
-        check_needs(Option("top_k"), options["top_k"] != 0, temperature, why)
-        check_needs(Option("top_p"), options["top_p"] != 1, temperature, why)
-        check_needs(Option("seed"), options["seed"] != 0, temperature, why)
+        reject_without(Option("top_k"), options["top_k"] != 0, temperature, why)
+        reject_without(Option("top_p"), options["top_p"] != 1, temperature, why)
+        reject_without(Option("seed"), options["seed"] != 0, temperature, why)
 
 
 def _load_tokenizer(
     option: PathLike | None, source: Source, *, is_required: bool
 ) -> TextTokenizer | None:
-    """Load the tokenizer.
+    """Load the tokenizer of the option or of the source.
 
-    Return None if there is none and all prompts are token ids, else raise PrepError.
+    If no tokenizer is required, because all prompts are token ids, a missing or invalid one of the source is ignored.
+
+    Returns:
+        The tokenizer, or None if it is ignored.
+
+    Raises:
+        PrepError: A required tokenizer is missing, or a tokenizer is invalid and not ignored.
     """
     from trainer.data.tokenizer import load_tokenizer
 
@@ -277,7 +283,7 @@ def _build_generator(
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
         raise usage_error(
-            text("{} has sp", Option("mesh", opened.sharding.mesh)),
+            text("{} splits tokens over sp", Option("mesh", opened.sharding.mesh)),
             why,
             text("{} with fsdp or mp", Option("mesh")),
         )
@@ -350,7 +356,10 @@ def _open_stream(
     on_tokens: OnTokens | None,
     observer: Observer,
 ) -> Iterator[TokenStream | None]:
-    """Yield a stream of new tokens to the caller's callback, or of one prompt to a terminal, else None."""
+    """Yield a stream that passes new tokens to `on_tokens`. Without it, a single prompt is streamed to the terminal.
+
+    Yield None if there is neither a callback nor a terminal, or without a callback for several prompts.
+    """
     from trainer.data.incremental_decoder import IncrementalDecoder
 
     if tokenizer is None:

@@ -33,6 +33,8 @@ from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.quantized.find_weights import quantization_settings
+from prepcli.sources.dequantized import DECODED_DTYPE
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
 from prepcli.sources.opening import open_source
@@ -67,7 +69,8 @@ class SelectedTensors:
     Attributes:
         checkpoint: The checkpoint.
         entries: The selected tensors.
-        statistics: Statistics of each one, None where a dtype has no values. None if they were not computed.
+        statistics: Statistics of each tensor. None if they were not computed. An entry is None if its dtype is smaller
+            than a byte.
         is_selection: Whether a pattern selected the tensors.
     """
 
@@ -259,7 +262,7 @@ def compare_shapes(
 ) -> ShapeComparison:
     """Compare the names, shapes and dtypes of two checkpoints. No data is read.
 
-    The order is that of the first checkpoint, then that of the tensors which only the second one has.
+    The tensors are in the order of the first checkpoint. Tensors that only the second checkpoint has follow.
 
     Args:
         checkpoint: Folder, alias, hub id or URL.
@@ -278,7 +281,7 @@ def compare_shapes(
     }
     b = inspect_checkpoint(against, observer, against_options)
     check_stream(options.get("stream", False), a.located, b.located)
-    # The names of other formats are those of Hugging Face tensors.
+    # Names of different formats differ, so they are converted to Hugging Face names.
     as_hf_tensors = a.contents.kind != b.contents.kind
     a_shapes = _shapes_by_name(a.contents, as_hf_tensors=as_hf_tensors)
     b_shapes = _shapes_by_name(b.contents, as_hf_tensors=as_hf_tensors)
@@ -317,7 +320,7 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True)
+    access = replace(access, allow_adapters=True, allow_quantized=True)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
     return located, read_contents(located, None if config is None else Path(config))
@@ -382,6 +385,13 @@ def _summarize(
     fields["others"] = contents.non_arrays
     if contents.adapter:
         fields["adapter"] = contents.adapter
+    if contents.decoders:
+        fields["quantization"] = {
+            "method": quantization_settings(contents.config).get("quant_method"),
+            "weights": len(contents.decoders),
+            "values": sum(math.prod(decoder.shape) for decoder in contents.decoders),
+            "dtype": DECODED_DTYPE,
+        }
     return fields
 
 

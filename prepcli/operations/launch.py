@@ -93,7 +93,7 @@ def launch_slurm(
     """
     recipe = _load_recipe(recipe_path, train_words)
     hardware = plain_hardware(options["nodes"], options["devices_per_node"])
-    check_training(_training(recipe, train_words), hardware)
+    check_training(_training_needs(recipe, train_words), hardware)
     job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
     slurm_options = SlurmOptions(
         nodes=options["nodes"],
@@ -124,13 +124,13 @@ def launch_tpu(
         **options: See `LaunchTpuOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
-    training = _training(recipe, train_words)
+    training = _training_needs(recipe, train_words)
     # None for a generation that prep does not know. The script can still create it with `--runtime-version`.
     hardware = tpu_vm_hardware(options["accelerator"], training)
     if hardware is not None:
         check_training(training, hardware)
     name = options["job_name"] or as_label(recipe.name)
-    # The script copies the file, also that of a shipped recipe.
+    # The script contains a copy of the recipe file, even if the recipe is shipped with prep.
     job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
     tpu_options = TpuOptions(
         accelerator=options["accelerator"],
@@ -153,7 +153,7 @@ def launch_gke(
         **options: See `LaunchGkeOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
-    training = _training(recipe, train_words)
+    training = _training_needs(recipe, train_words)
     gke_options = GkeOptions(
         image=options["image"],
         nodes=options["nodes"],
@@ -170,7 +170,7 @@ def launch_gke(
         why = "without a volume, the checkpoints are lost when a pod ends"
         hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
         raise usage_error(text("{} is missing", Option("claim")), why, hint)
-    # The manifest contains the file, also that of a shipped recipe.
+    # The manifest contains a copy of the recipe file, even if the recipe is shipped with prep.
     recipe_file = find_training_recipe(recipe_path)
     name = options["job_name"] or as_label(recipe.name)
     manifest = gke_manifest(
@@ -205,7 +205,7 @@ def launch_local(
     recipe = _load_recipe(recipe_path, train_words)
     processes = options["processes"]
     devices = options["devices"]
-    check_training(_training(recipe, train_words), plain_hardware(processes, devices))
+    check_training(_training_needs(recipe, train_words), plain_hardware(processes, devices))
     job = LaunchJob(
         recipe=str(recipe_path),
         name="local",
@@ -239,7 +239,7 @@ def _load_recipe(path: Path, train_words: Sequence[str]) -> Recipe:
     return load_recipe(find_training_recipe(path), values_of("--set", train_words)).recipe
 
 
-def _training(recipe: Recipe, train_words: Sequence[str]) -> Training:
+def _training_needs(recipe: Recipe, train_words: Sequence[str]) -> Training:
     """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
     outputs = values_of("--out", train_words)
     return Training(

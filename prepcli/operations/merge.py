@@ -77,7 +77,7 @@ def merge(
     """
     adapter = Path(adapter)
     if is_adapter(Path(base)) and not is_adapter(adapter):
-        why = f"{base} is an adapter and {adapter} is none: the adapter comes first"
+        why = f"{base} is an adapter and {adapter} is not one: the first argument is the adapter"
         hint = text("{}", Command("merge", str(base), str(adapter)))
         raise usage_error("adapter and base are exchanged", why, hint)
     return run_conversion(
@@ -168,7 +168,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
         export_run = Command("export", "RUN", Option("out", "ADAPTER"))
         hint = text("{} writes the adapter of a run", export_run)
         raise usage_error(
-            f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint
+            f"{path} is not an adapter", "it is not a folder with an adapter_config.json", hint
         )
     settings = read_settings(path)
     header, _ = read_checked_header(path)
@@ -191,7 +191,8 @@ def _check_base(adapter: Path, source: Source) -> None:
     recorded = base.get(SAMPLE_DIGEST_KEY)
     if recorded is None or recorded == (digest := sample_digest(source)):
         return
-    why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
+    base_name = f"{base.get('name')!s:.60}"
+    why = f"the first rows of its tensors have the digest {digest}, the rows of {base_name} had {recorded}"
     hint = text(
         "the model that the adapter was trained with; {} merges with another one",
         Option("verify", False),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 # Position of the fields that do not change the bytes of an output: manifests do not record them.
 NOT_RECORDED = None
-# Default of an option without one: Typer asks for a value.
+# Default value of a required option: Typer reports an error if it has no value.
 REQUIRED = ...
 
 PathLike = str | Path

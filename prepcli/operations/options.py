@@ -373,6 +373,18 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     ]
     dtype: Annotated[Dtype | None, _DTYPE]
     allow_overflow: Annotated[bool, _ALLOW_OVERFLOW]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Keep quantised weights, or decode them to bfloat16 or --dtype.",
+            '"keep" (the default) or "dequantize", which decodes quantised weights to bfloat16 or'
+            " `dtype`.",
+            default="keep",
+            position=17,
+            record=52,
+        ),
+    ]
 
 
 class ReshardOptions(LayoutOptions, total=False):

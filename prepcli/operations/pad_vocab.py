@@ -14,12 +14,12 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
-from prepcli.operations.conflicts import check_mutually_exclusive, check_needs
+from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     common_options,
-    match_options,
+    make_match_options,
     recorded_values,
     run_conversion,
 )
@@ -119,10 +119,10 @@ def padded_size(options: PadVocabOptions, vocabulary: Vocabulary) -> int:
 
 
 def check_seed(init: str, seed: int | None) -> None:
-    """Raise UsageError for a seed without random values."""
+    """Raise UsageError if a seed is set but the new rows are not random."""
     if init != "normal":
         why = "zeros and mean are not random"
-        check_needs(Option("seed"), seed, Option("init", "normal"), why)
+        reject_without(Option("seed"), seed, Option("init", "normal"), why)
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
@@ -176,7 +176,7 @@ def plan_pad_vocab(
     _check_source_kind(source)
     vocabulary = source.vocabulary(options["true_vocab"])
     size = padded_size(options, vocabulary)
-    match = match_source_tensors(source, source_axis_maps(source), match_options(options))
+    match = match_source_tensors(source, source_axis_maps(source), make_match_options(options))
     # Other tensors that the family ignores, such as buffers, are copied. Only `--drop` removes a tensor here.
     dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
@@ -262,7 +262,7 @@ def _check_source_kind(source: Source) -> None:
 def _save_init_options(options: PadVocabOptions, source: Source) -> str:
     """Return the options of `save-init` for the mesh of the padding.
 
-    Dims that it does not divide are not split.
+    A dim that the mesh does not divide evenly gets a rule that keeps it whole.
     """
     mesh_text = options["mesh"]
     if mesh_text is None:
@@ -281,7 +281,7 @@ def _save_init_options(options: PadVocabOptions, source: Source) -> str:
 
 
 def _effective_multiple(options: PadVocabOptions) -> int | None:
-    """Return the multiple that determines the size, or None if a size or a mesh does."""
+    """Return the multiple that determines the padded size. None if a size or a mesh determines it."""
     if options["size"] is not None or options["mesh"] is not None:
         return None
     return options["multiple"] or DEFAULT_MULTIPLE
@@ -306,7 +306,7 @@ def _file_groups(
 
 
 def _command_line(options: PadVocabOptions, source: Source) -> str:
-    """Return the command line that the manifest records, with the multiple that the size follows from."""
+    """Return the command line that the manifest records. It has the multiple even if it is the default."""
     # `pad-vocab m` and `pad-vocab m --multiple 8` write the same output, so both record the multiple.
     values = {**recorded_values(options), "multiple": _effective_multiple(options)}
     return format_command_line("pad-vocab", source.display_name, PadVocabOptions, values)

@@ -45,7 +45,7 @@ class FittingMeshes:
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """The accelerators of a request, or None where it does not say."""
+    """Kind and number of the requested accelerators. Each is None if the request omits it."""
 
     kind: Accelerator | None
     number: int | None
@@ -62,7 +62,7 @@ def plan(
 
     Args:
         target: A recipe: a TOML file, or the name of a shipped one. Or a folder, alias, hub id or URL of a checkpoint,
-            which is planned with the keys of a usual step.
+            which is planned with a default recipe.
         progress: Receives notes and warnings, if it is an `Observer`; default: none.
         **options: See `PlanOptions`.
 
@@ -79,7 +79,7 @@ def plan(
     html = options["html"]
     if html is not None:
         check_page_path(Path(html))
-    planned = _resolve(target, options, devices, observer=observer)
+    planned = _resolve_plan_target(target, options, devices, observer=observer)
     recipe = with_overrides(
         planned.recipe, {"mesh": _fill_open_mesh_axis(planned.recipe.mesh, devices)}
     )
@@ -150,7 +150,7 @@ def fitting_meshes(
             text("add {}, or remove {}", needed, Option("search")),
         )
     _check_search_options(options, devices)
-    planned = _resolve(target, options, devices, observer=observer)
+    planned = _resolve_plan_target(target, options, devices, observer=observer)
     num_devices = devices.number
     if not num_devices:
         mesh = _fill_open_mesh_axis(planned.recipe.mesh, devices)
@@ -203,7 +203,7 @@ def _parse_devices(options: PlanOptions) -> _Devices:
     return _Devices(kind, number)
 
 
-def _resolve(
+def _resolve_plan_target(
     target: PathLike, options: PlanOptions, devices: _Devices, *, observer: Observer
 ) -> PlanTarget:
     """Return the recipe and the model to plan."""

@@ -45,7 +45,7 @@ def compile_step(
     topology = None
     hardware = f"{mesh.n_devices:,} simulated CPU devices"
     if kind is not None and kind.name in TPU_GENERATIONS:
-        # The compiler knows slices by topology: 64 chips of v4 in 2 slices are two times `2x4x4`.
+        # The compiler needs the topology of each slice: 64 chips of v4 in 2 slices are two times `2x4x4`.
         topology = find_topology(kind.name, mesh.n_devices // count)
         hardware = topology if count == 1 else f"{count} x {topology}"
     observer.note(f"compiling for {hardware}")

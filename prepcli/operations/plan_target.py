@@ -73,7 +73,7 @@ def resolve_target(
     offline: bool,
     observer: Observer,
 ) -> PlanTarget:
-    """Resolve a recipe, or a checkpoint with the keys of a usual step.
+    """Resolve a recipe. For a checkpoint, make a recipe with default settings.
 
     Args:
         target: A recipe: a path that ends in `.toml`, or the name of a shipped recipe with or without `.toml`. Or a
@@ -96,7 +96,7 @@ def resolve_target(
             _check_name(target)
         checkpoint = _read_checkpoint(target, config, offline=offline, observer=observer)
         mesh = checkpoint.manifest.mesh or default_mesh
-        recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
+        recipe = complete_recipe(_default_recipe(target, checkpoint.model, mesh), overrides).recipe
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.rules
     return PlanTarget(
         recipe=recipe,
@@ -120,7 +120,7 @@ def _recipe_path(target: str) -> Path:
 
 
 def _check_name(name: str) -> None:
-    """Raise UsageError if a name is no path, alias, hub id or preset, but similar to the name of a shipped recipe."""
+    """Raise UsageError for a misspelled name of a shipped recipe that is not a path, alias, hub id or preset."""
     if (
         NAME_SIGNS & {*name}
         or os.path.exists(name)
@@ -182,8 +182,8 @@ def _read_checkpoint(
     return _Checkpoint(model, contents.display_name, NO_MANIFEST)
 
 
-def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
-    """Return the values of a usual training step of a model, for plans without a recipe."""
+def _default_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
+    """Return a recipe with default settings for a model."""
     arch_config = family_of(model.config).arch_config(model.config)
     tables = {
         "mesh": mesh,
@@ -194,7 +194,7 @@ def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
             "attention_kernel": "blockwise",
             "scan_layers": model.scan,
         },
-        "data": _usual_data(arch_config),
+        "data": _default_data(arch_config),
         "batch": {"per_replica": 1},
         # Recipes require a learning rate and a number of steps. The plan of one step depends on neither.
         "optimizer": {"lr": 1e-4},
@@ -203,8 +203,8 @@ def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
     return RawRecipe(Path("plan.toml"), tables)
 
 
-def _usual_data(arch_config: ArchConfig) -> dict[str, Any]:
-    """Return the `[data]` table of a usual training step."""
+def _default_data(arch_config: ArchConfig) -> dict[str, Any]:
+    """Return the `[data]` table of the default recipe."""
     # `max_positions` is 0 for T5, which has relative positions and no limit.
     length = min(arch_config.max_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
     if arch_config.encoder is None:

@@ -53,7 +53,7 @@ def report(
         raise usage_error("no runs to report", "", text("{}", Command("report", "runs/NAME")))
     page = _page_path(folders, out)
     check_page_path(page)
-    records = [_read(folder, observer) for folder in folders]
+    records = [_read_record(folder, observer) for folder in folders]
     summaries = tuple(summarize(record) for record in records)
     write_report_page(page, records, [summary_cells(summary) for summary in summaries])
     observer.note(f"wrote {page}")
@@ -78,7 +78,7 @@ def _page_path(runs: Sequence[Path], out: PathLike | None) -> Path:
     return folder / PAGE
 
 
-def _read(path: Path, observer: Observer) -> RunRecord:
+def _read_record(path: Path, observer: Observer) -> RunRecord:
     """Read the record of a run in a folder or an object store."""
     url = parse_out_url(path)
     if url is None:

@@ -28,13 +28,13 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
-from prepcli.operations.conflicts import check_needs
+from prepcli.operations.conflicts import reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
     PlannedConversion,
     check_allow_overflow,
     common_options,
-    match_options,
+    make_match_options,
     recorded_values,
     run_conversion,
 )
@@ -46,6 +46,7 @@ from prepcli.operations.results import Conversion
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
+from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
@@ -94,7 +95,8 @@ def save_init(
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     _check_padding_options(options)
-    check_allow_overflow(options["allow_overflow"], options["dtype"])
+    if options["quantized"] == "keep":
+        check_allow_overflow(options["allow_overflow"], options["dtype"])
     return run_conversion(
         common_options(checkpoint, out, options, dry_run=dry_run, process_options=process_options),
         observer_of(progress),
@@ -146,12 +148,12 @@ def _check_padding_options(options: SaveInitOptions) -> None:
         why = "it sets the values of the padding"
         # zeros is the default and does not count as set.
         init = options["init"] if options["init"] != "zeros" else None
-        check_needs(Option("init"), init, Option("pad_vocab"), why)
-        check_needs(Option("seed"), options["seed"], Option("pad_vocab"), why)
+        reject_without(Option("init"), init, Option("pad_vocab"), why)
+        reject_without(Option("seed"), options["seed"], Option("pad_vocab"), why)
     if options["mesh"] is None:
         is_auto = options["pad_vocab"] == "auto"
         why = "auto pads to a size that the mesh divides"
-        check_needs(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
+        reject_without(Option("pad_vocab", "auto"), is_auto, Option("mesh"), why)
     check_seed(options["init"], options["seed"])
 
 
@@ -222,7 +224,7 @@ def plan_orbax_item(
             source = as_verbatim(source, options["dtype"])
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
-    match = match_source_tensors(source, axis_maps, match_options(options))
+    match = match_source_tensors(source, axis_maps, make_match_options(options))
     # A tied head has no leaf in the output, so a rule for it would have no effect.
     tied_leaf = source.family.tying.head_leaf if match.is_tied else None
     dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
@@ -341,7 +343,7 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     vocabulary = source.vocabulary(options["true_vocab"])
     scan = source_manifest.scan if options["scan"] is None else options["scan"]
     if not scan:
-        check_needs(
+        reject_without(
             Option("scan_axis"),
             options["scan_axis"],
             Option("scan", True),
@@ -376,6 +378,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
             for key, value in layout.source_manifest.fields.items()
             if key in ADAPTER_KEYS
         },
+        **({"quantization": source.quantization} if source.quantization else {}),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -399,6 +402,12 @@ def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
     """Raise UsageError for options that need a known vocabulary."""
+    if options["dtype"] and options["quantized"] == "keep" and is_quantized(source.root):
+        raise usage_error(
+            text("{} would cast scales", Option("dtype", options["dtype"])),
+            f"the weights of {source.display_name} are quantised, and kept",
+            text("{} decodes them", Option("quantized", "dequantize")),
+        )
     for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
         if options[name] != default:
             raise usage_error(
@@ -418,13 +427,13 @@ def _check_source_kind(command: str, source: Source) -> None:
         )
         raise usage_error(
             f"{name} is already an Orbax checkpoint",
-            "save-init reads other formats than prep's own",
+            "save-init does not read the format that it writes",
             hint,
         )
     if command == "reshard" and source.tensor_file_names:
         command_line = Command("save-init", source.display_name, Option("mesh", "DP,FSDP,MP"))
         raise usage_error(
-            f"{source.display_name} is no Orbax checkpoint of prep",
+            f"{source.display_name} is not an Orbax checkpoint written by prep",
             "reshard reads the output of save-init and training runs",
             text("{}", command_line),
         )
@@ -453,7 +462,7 @@ def _vocab_rows(
         )
     padded = check_padded_size(vocabulary.padded_size(int(pad_vocab)), option)
     if padded < vocabulary.stored_size:
-        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them for tokens"
         hint = text("{} removes padding", Command("export"))
         raise PrepError(text("{} would remove rows", option), why, hint)
     return padded
@@ -471,7 +480,7 @@ def _layout_lines(
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
         source_mesh = layout.source_manifest.mesh
-        # A mesh that hosts of four do not divide, e.g. of 6 devices, counts as one host.
+        # If the number of devices is no multiple of DEVICES_PER_HOST, e.g. 6, they count as one host.
         devices_per_host = (
             DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         )

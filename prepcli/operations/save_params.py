@@ -135,7 +135,7 @@ def _check_leaves(
 
 def _mismatch_error(source: Source, why: str) -> PrepError:
     return PrepError(
-        f"the parameters are not those of {source.display_name}",
+        f"the parameters do not match {source.display_name}",
         why,
         text("{} with a checkpoint of the same model", Option("like")),
     )

@@ -96,7 +96,7 @@ def train(
 
 
 class CheckpointExporter:
-    """StepExporter that exports without messages. Its errors are those of the run."""
+    """StepExporter that exports without messages. Its errors are reported by the run."""
 
     def export(self, step: str, out: Path) -> None:
         """Export a step to a folder."""

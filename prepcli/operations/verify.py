@@ -157,7 +157,7 @@ def _verify(request: _Request, observer: Observer) -> Verification:
         source = replace(source, state_tensors=())
         against_source = replace(against_source, state_tensors=())
     if source.family.is_verbatim or against_source.family.is_verbatim:
-        # The tensors of a file are the same, whether a family knows them or not.
+        # A file has the same tensors, whether its family has rows for them or not.
         source = as_verbatim(source)
         against_source = as_verbatim(against_source)
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, observer)
@@ -170,7 +170,7 @@ def _check_contents(source: Source, against_source: Source) -> None:
     adapters, model = (
         (source, against_source) if _has_adapters(source) else (against_source, source)
     )
-    what = f"{adapters.display_name} has adapters, and {model.display_name} a model"
+    what = f"{adapters.display_name} has only adapters, and {model.display_name} is a model"
     hint = text(
         "compare with the result of {}; {} writes the adapter of a run",
         Command("merge", "ADAPTER", "BASE"),
@@ -203,7 +203,8 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
-        verbatim=common.verbatim,
+        # One checkpoint with the names of its file is enough: the other one is then compared by them.
+        verbatim=None if common.verbatim else common.verbatim,
     )
 
 
@@ -226,7 +227,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
 
 
 def _collect_adapter(source: Source) -> _VerifiedModel:
-    """Return the tensors of an adapter. Without its base they have no leaves and no vocabulary."""
+    """Return the tensors of an adapter. Their leaves and vocabulary are unknown without the base model."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     return _VerifiedModel(
         source,
@@ -357,8 +358,9 @@ def _value_findings(
     second time, side by side, for the first different value.
     """
     digests_by_name: list[dict[str, str]] = []
+    compared = {*names}
     for model in (a, b):
-        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
+        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in compared]
         digests = _compute_digests(
             model.source,
             pieces,

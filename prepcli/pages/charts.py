@@ -138,7 +138,7 @@ def line_chart(
     if has_legend:
         for number, curve in enumerate(curves):
             y = top + 16 * (number + 1)
-            parts.append(_text(width / 2, y, curve.name, "middle", color_of(curve.color)))
+            parts.append(_text_element(width / 2, y, curve.name, "middle", color_of(curve.color)))
     return _svg(size, parts, title)
 
 
@@ -238,9 +238,9 @@ def _grid(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
     for tick, text in zip(y_axis.ticks, _tick_texts(y_axis.ticks)):
         y = y_axis.position(tick)
         yield f'<path class="grid" d="M{left},{y:.1f} H{right}"/>'
-        yield _text(left - 6, y + 4, text, "end")
+        yield _text_element(left - 6, y + 4, text, "end")
     for tick, text in zip(x_axis.ticks, _tick_texts(x_axis.ticks)):
-        yield _text(x_axis.position(tick), bottom + 18, text, "middle")
+        yield _text_element(x_axis.position(tick), bottom + 18, text, "middle")
 
 
 def _tick_texts(ticks: Sequence[float]) -> list[str]:
@@ -285,7 +285,7 @@ def _mark(x: float, name: str, y_axis: _Axis) -> Iterator[str]:
         f'<path d="M{x:.1f},{top} V{bottom}" stroke="currentColor" stroke-dasharray="3 4"'
         ' opacity="0.5"/>'
     )
-    yield _text(x, top - 6, name, "middle")
+    yield _text_element(x, top - 6, name, "middle")
 
 
 def _curve(curve: Curve, x_axis: _Axis, y_axis: _Axis, x_name: str) -> Iterator[str]:
@@ -347,9 +347,9 @@ def bar_chart(bars: Sequence[Bar], title: str) -> str:
     for number, bar in enumerate(bars):
         y = 24 * number + 12
         length = room * bar.value / longest
-        parts.append(_text(left - 8, y + 13, bar.name, "end"))
+        parts.append(_text_element(left - 8, y + 13, bar.name, "end"))
         parts.append(_rectangle(left, y, length, 16, color_of(0)))
-        parts.append(_text(left + length + 6, y + 13, bar.text))
+        parts.append(_text_element(left + length + 6, y + 13, bar.text))
     return _svg((width, 24 * len(bars) + 18), parts, title)
 
 
@@ -369,7 +369,7 @@ def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -
         legend_y = 74 + 18 * number
         elements.append(_rectangle(x, 24, length, 28, color))
         elements.append(_rectangle(20, legend_y, 12, 12, color))
-        elements.append(_text(40, legend_y + 11, f"{part.name}: {part.text}"))
+        elements.append(_text_element(40, legend_y + 11, f"{part.name}: {part.text}"))
         x += length
     if limit is not None:
         mark = 20 + room * limit.value / longest
@@ -378,7 +378,7 @@ def stacked_bar(parts: Sequence[Bar], title: str, *, limit: Bar | None = None) -
         if mark > width / 2:
             anchor = "end"
         elements.append(f'<path d="M{mark:.1f},18 V58" stroke="currentColor" stroke-width="2"/>')
-        elements.append(_text(mark, 13, f"{limit.name} {limit.text}", anchor))
+        elements.append(_text_element(mark, 13, f"{limit.name} {limit.text}", anchor))
     return _svg((width, 80 + 18 * len(parts)), elements, title)
 
 
@@ -407,7 +407,9 @@ def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str) -> str
             f' width="{box_width:.1f}" height="{box_height:.1f}" fill="{color_of(0)}"'
             ' fill-opacity="0.3" stroke="currentColor"/>'
         )
-        parts.append(_text(x + box_width / 2, y + box_height / 2 + 4, numbers, "middle") + "</g>")
+        parts.append(
+            _text_element(x + box_width / 2, y + box_height / 2 + 4, numbers, "middle") + "</g>"
+        )
     return _svg((width + 2, height + 2), parts, title)
 
 
@@ -418,7 +420,9 @@ def _rectangle(x: float, y: float, width: float, height: float, color: str) -> s
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor") -> str:
+def _text_element(
+    x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor"
+) -> str:
     position = f'x="{x:.1f}" y="{y:.1f}"'
     return f'<text {position} text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
 

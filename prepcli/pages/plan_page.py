@@ -107,7 +107,7 @@ def _compiled_section(step: CompiledStep) -> Iterator[str]:
 
 
 def _memory_parts(plan: TrainingPlan) -> list[Bar]:
-    """Return the parts of the peak."""
+    """Return the parts of the peak memory as bars of a chart."""
     memory = plan.memory
     # A layer and the head are never at work at the same time, so only the larger one counts.
     working_set = "one layer at work"

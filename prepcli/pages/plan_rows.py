@@ -116,11 +116,11 @@ def kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[s
         device = f"{plan.mesh.n_devices} x {estimate.kind.name}"
         memory = format_bytes(estimate.kind.memory_nbytes)
         fits = "yes" if estimate.fits else "no"
-        rows.append((device, memory, fits, *rate_cells(estimate), estimate.time.bound))
+        rows.append((device, memory, fits, *speed_cells(estimate), estimate.time.bound))
     return rows
 
 
-def rate_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
+def speed_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
     """Return time, tokens per second, and both utilizations."""
     return (
         f"{estimate.time.step_s:.3g} s",

@@ -141,7 +141,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
             size=SMALL,
             x_range=(min(logged_steps), max(logged_steps)),
             x_name="step",
-            # The chips of the tables show the colour of each run.
+            # The square before a run's name in the tables shows its colour.
             has_legend=False,
         )
         yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
@@ -332,7 +332,7 @@ def _cells(tag: str, cells: Sequence[str]) -> str:
 
 
 def _label(number: int, name: str) -> str:
-    """Return the name of a run after a chip in its colour."""
+    """Return the HTML of a run's name, preceded by a square in the colour of the run."""
     return f'<span class="chip" style="background:{color_of(number)}"></span>{escape(name)}'
 
 

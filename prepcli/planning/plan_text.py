@@ -58,7 +58,8 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     DroppedTensor: ("Dropped", {}),
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
 }
-# Later than the first digests on disk: without a value they are not in the text.
+# Fields added after the first release. Without a value they are left out of the text, so that digests of older plans on
+# disk stay equal.
 ADDED_FIELDS = {"update"}
 
 

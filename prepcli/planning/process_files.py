@@ -30,12 +30,12 @@ LeafBoxes = Mapping[str, Sequence[Box]]
 
 @dataclass(frozen=True, slots=True)
 class LeafGroup:
-    """Leaves that one process writes before the next group: a tensor has no elements outside of its group.
+    """Leaves that each process writes together, before the next group. No tensor has elements in two groups.
 
     Attributes:
         leaves: Names of the leaves.
-        streams: Numbers of the plan's streams.
-        owner: Process with shards of all leaves of the group, or None if there are several processes.
+        streams: Numbers of the plan's streams that read these leaves.
+        owner: Process that holds all shards of the group. None if several processes hold shards of it.
     """
 
     leaves: tuple[str, ...]
@@ -123,7 +123,7 @@ def _leaf_number(location: object) -> int:
 
 
 def _owner(sizes: Mapping[str, int], boxes: Sequence[LeafBoxes]) -> int | None:
-    """Return the process with boxes of all elements of some leaves, or None."""
+    """Return the process that holds all elements of the given leaves, or None if there is none."""
     # Boxes of one process do not overlap, so that volumes that add up to the leaf cover it.
     for process, own in enumerate(boxes):
         for name, size in sizes.items():

@@ -55,7 +55,7 @@ def _copy_to_chunk(
     location: tuple[int, int],
 ) -> StridedCopy:
     """Return the copy of packed elements to a box inside one chunk at (file, offset)."""
-    # The packed part has the strides of its own shape, the chunk those of the chunk's shape. e.g. a
+    # The packed part has the strides of its own shape. The chunk has the strides of the chunk's shape. e.g. a
     # part [2, 2] in a float32 chunk [2, 4] is packed with (8, 4) and stored with (16, 4).
     item_nbytes = itemsize(leaf.dtype)
     chunk_strides = strides(leaf.grid.chunk_shape, item_nbytes)

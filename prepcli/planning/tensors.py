@@ -31,7 +31,7 @@ class FileTensor:
 
 
 # A cast in a plan or a manifest: the pair of dtypes, the numbers of tensors and values, and the counts of changes if
-# the values were counted. `from` is a keyword of Python, hence no class.
+# the values were counted. Not a class, because the key `from` is a keyword of Python.
 CastEntry = TypedDict(
     "CastEntry",
     {

@@ -79,7 +79,7 @@ def merge_windows(
     Args:
         windows: Boxes of a tensor.
         axis_strides: Result of `file_strides`.
-        max_gap_nbytes: Gaps of less than this are read.
+        max_gap_nbytes: Smaller gaps are read too.
 
     Returns:
         Boxes that cover the windows.
@@ -110,7 +110,7 @@ def _union(a: Box, b: Box) -> Box:
 def _is_mergeable(a: Box, b: Box, axis_strides: Sequence[int], max_gap_nbytes: int) -> bool:
     if volume(_union(a, b)) <= max(volume(a), volume(b)):
         return True  # one contains the other
-    # Boxes that differ along one axis alone have a box as union, apart from the gap between them.
+    # The union of two boxes that differ along only one axis is a box, apart from the gap between them.
     different = [axis for axis in range(len(a)) if a[axis] != b[axis]]
     if len(different) != 1:
         return False
@@ -130,7 +130,7 @@ def split_window(window: Box, axis_strides: Sequence[int], max_volume: int) -> I
     Yields:
         Boxes that cover the window, each element once.
     """
-    # The axes closest together in the file are kept whole first, so that each part is few long runs.
+    # The axes closest together in the file are kept whole first, so that each part has few long runs of bytes.
     # e.g. window [4, 6] in C order and 8 elements: lengths 1 and 6, as 8 // 6 leaves 1 for axis 0.
     axes = sorted(range(len(window)), key=lambda axis: -axis_strides[axis])
     lengths = [stop - start for start, stop in window]
@@ -154,12 +154,12 @@ def span_nbytes(copy: StridedCopy) -> int:
 def split_into_spans(
     copy: StridedCopy, *, max_nbytes: int, max_gap_nbytes: int
 ) -> Iterator[StridedCopy]:
-    """Split a copy into copies that are read at once: gaps in the file of less than a limit are read with it.
+    """Split a copy into copies with one read each. A read includes gaps in the file that are below a limit.
 
     Args:
         copy: The copy.
         max_nbytes: Maximum span of a copy, at least its width.
-        max_gap_nbytes: Gaps of less than this are read.
+        max_gap_nbytes: Smaller gaps are read too.
 
     Yields:
         Copies in the order of their file offsets.

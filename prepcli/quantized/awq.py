@@ -24,6 +24,7 @@ from prepcli.quantized.decoder import (
     check_shape,
     unpack_bits,
 )
+from prepcli.quantized.packed_ints import scale_groups
 from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
 from trainer.models.boxes import Range
 
@@ -35,8 +36,8 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqDecoder(Decoder):
     """Integers packed along the output dim, with scales and zero points of groups of inputs."""
 
-    # A decoded row is a stored column: the larger the block of rows, the longer the runs of bytes that are read.
-    block_values = 1 << 20
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
 
     def __init__(
         self, name: str, weight: FileTensor, zeros: FileTensor, scales: FileTensor
@@ -76,9 +77,7 @@ class AwqDecoder(Decoder):
         zeros = _unpack(read(self._zeros, groups, words))[:, outputs].astype(np.float32)
         scales = read(self._scales, groups, rows).astype(np.float32)
         values = np.ascontiguousarray(codes.T).astype(np.float32)
-        blocks = values.reshape(len(values), groups[1], -1)
-        blocks -= zeros.T[:, :, None]
-        blocks *= scales.T[:, :, None]
+        scale_groups(values, zeros.T, scales.T)
         return values
 
 

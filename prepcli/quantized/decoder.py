@@ -54,10 +54,12 @@ class Decoder(ABC):
         dtype: Dtype of the decoded values.
         stored: The stored tensors that the values are computed from.
         block_values: Number of values to decode at a time.
+        row_multiple: Number of rows that are decoded together, so that a block should have a multiple of it.
     """
 
     # The float32 values of a block and their temporary arrays fit a core's L2 cache.
-    block_values = 1 << 16
+    block_values = 1 << 17
+    row_multiple = 1
 
     def __init__(
         self, name: str, shape: tuple[int, ...], dtype: str, stored: Sequence[FileTensor]
@@ -179,6 +181,17 @@ def check_shape(tensor: FileTensor, shapes: Sequence[tuple[int, ...]], owner: st
     raise DamagedError(
         f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
         f"{quote_name(owner)} needs {expected}",
+        GET_AGAIN_HINT,
+    )
+
+
+def check_dims(tensor: FileTensor, least: int) -> None:
+    """Raise DamagedError if a stored tensor has fewer than `least` dims."""
+    if len(tensor.shape) >= least:
+        return
+    raise DamagedError(
+        f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
+        f"such a tensor has {least} dims or more",
         GET_AGAIN_HINT,
     )
 

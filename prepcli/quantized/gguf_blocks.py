@@ -220,7 +220,22 @@ def _decode_q6_k(blocks: np.ndarray) -> FloatArray:
     return values.reshape(-1, 256)
 
 
+# Types without blocks, with the dtype of their values.
+FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _decode_floats(values: np.ndarray) -> FloatArray:
+    return values.astype(np.float32)[:, None]
+
+
+def _decode_bf16(halves: np.ndarray) -> FloatArray:
+    return np.left_shift(halves, 16, dtype=np.uint32).view(np.float32)[:, None]
+
+
 BLOCK_TYPES: Mapping[str, BlockType] = {
+    "F32": BlockType(1, np.dtype("<f4"), _decode_floats),
+    "F16": BlockType(1, np.dtype("<f2"), _decode_floats),
+    "BF16": BlockType(1, np.dtype("<u2"), _decode_bf16),
     "Q4_0": BlockType(32, Q4_0, _decode_q4_0),
     "Q4_1": BlockType(32, Q4_1, _decode_q4_1),
     "Q5_0": BlockType(32, Q5_0, _decode_q5_0),
@@ -236,25 +251,81 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 
 class GgufDecoder(Decoder):
-    """Rows of blocks."""
+    """Rows of blocks, with the changes that llama.cpp makes to some tensors undone."""
 
-    def __init__(self, stored: FileTensor, type_name: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        stored: FileTensor,
+        type_name: str,
+        shape: tuple[int, ...],
+        *,
+        is_transposed: bool = False,
+        interleaved_rows: int = 0,
+        offset: float = 0.0,
+    ) -> None:
         """Check the stored tensor.
 
         Args:
             stored: The blocks as bytes [rows, bytes per row].
             type_name: Type of the blocks, a key of BLOCK_TYPES.
-            shape: Shape of the decoded tensor. Rows are whole blocks.
+            shape: Shape of the decoded tensor. Stored rows are whole blocks.
+            is_transposed: Whether the stored rows are the columns of the decoded tensor, as in GPT-2.
+            interleaved_rows: Rows per head of a query or key of LLaMA. Stored rows 2 i and 2 i + 1 of a head of n rows
+                are the decoded rows i and n / 2 + i, which a rotary embedding rotates together. 0 for other tensors.
+            offset: Number that is added to the stored values, e.g. -1 for the norms of Gemma.
 
         Raises:
             DamagedError: The shape does not fit.
         """
-        super().__init__(stored.name, shape, "float32", (stored,))
+        dtype = FLOAT_TYPES.get(type_name, "float32")
+        super().__init__(stored.name, shape, "float32" if offset else dtype, (stored,))
         self._type = BLOCK_TYPES[type_name]
-        row_nbytes = self.columns // self._type.values * self._type.dtype.itemsize
-        check_shape(stored, [(self.rows, row_nbytes)], stored.name)
-        self._blocks = StoredMatrix(stored, self.rows, row_nbytes)
+        self._is_transposed = is_transposed
+        self._interleaved_rows = interleaved_rows
+        self._offset = np.float32(offset)
+        if is_transposed:
+            self.row_multiple = self._type.values
+        elif interleaved_rows:
+            self.row_multiple = interleaved_rows
+        stored_rows, stored_columns = self.rows, self.columns
+        if is_transposed:
+            stored_rows, stored_columns = stored_columns, stored_rows
+        row_nbytes = stored_columns // self._type.values * self._type.dtype.itemsize
+        check_shape(stored, [(stored_rows, row_nbytes)], stored.name)
+        self._blocks = StoredMatrix(stored, stored_rows, row_nbytes)
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
-        blocks = read(self._blocks, rows).reshape(-1).view(self._type.dtype)
-        return self._type.decode(blocks).reshape(-1, self.columns)
+        if self._is_transposed:
+            values = self._decode_columns(rows, read)
+        elif self._interleaved_rows:
+            values = self._decode_heads(rows, read)
+        else:
+            values = self._decode_blocks(read(self._blocks, rows)).reshape(-1, self.columns)
+        if self._offset:
+            values = values + self._offset
+        return values
+
+    def _decode_blocks(self, octets: np.ndarray) -> FloatArray:
+        """Return the values of whole blocks."""
+        return self._type.decode(octets.reshape(-1).view(self._type.dtype))
+
+    def _decode_heads(self, rows: Range, read: MatrixReader) -> FloatArray:
+        """Return rows of heads in the order of the decoded tensor."""
+        size = self._interleaved_rows
+        first = rows[0] // size * size
+        stop = -(-rows[1] // size) * size
+        values = self._decode_blocks(read(self._blocks, (first, stop)))
+        pairs = values.reshape(-1, size // 2, 2, self.columns)
+        heads = pairs.swapaxes(1, 2).reshape(-1, self.columns)
+        return heads[rows[0] - first : rows[1] - first]
+
+    def _decode_columns(self, columns: Range, read: MatrixReader) -> FloatArray:
+        """Return columns of the stored matrix as rows."""
+        size = self._type.values
+        nbytes = self._type.dtype.itemsize
+        blocks = (columns[0] // size, -(-columns[1] // size))
+        stored_rows = (0, self._blocks.rows)
+        octets = read(self._blocks, stored_rows, (blocks[0] * nbytes, blocks[1] * nbytes))
+        values = self._decode_blocks(octets).reshape(self._blocks.rows, -1)
+        start = blocks[0] * size
+        return values[:, columns[0] - start : columns[1] - start].T

@@ -29,6 +29,7 @@ from prepcli.quantized.packed_ints import (
     WORD_BITS,
     bit_field_words,
     read_group_numbers,
+    scale_groups,
     word_count,
 )
 from prepcli.quantized.scaled import FLOAT_SCALE_DTYPES
@@ -40,8 +41,8 @@ BITS = (2, 3, 4, 8)
 class GptqDecoder(Decoder):
     """Integers packed along the input dim, with scales and zero points of groups of inputs."""
 
-    # A decoded row is a stored column: the larger the block of rows, the longer the runs of bytes that are read.
-    block_values = 1 << 20
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
 
     def __init__(
         self,
@@ -107,9 +108,8 @@ class GptqDecoder(Decoder):
         zeros = zeros.T.astype(np.float32)
         scales = read(self._scales, groups, rows).T.astype(np.float32)
         if self._input_groups is None:
-            numbers = np.arange(self.columns) // -(-self.columns // groups[1])
+            scale_groups(values, zeros, scales)
         else:
             numbers = read_group_numbers(self._input_groups, groups[1], read)
-        values -= zeros[:, numbers]
-        values *= scales[:, numbers]
+            scale_groups(values, zeros, scales, numbers)
         return values

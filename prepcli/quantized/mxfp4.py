@@ -23,6 +23,7 @@ from prepcli.quantized.decoder import (
     FloatArray,
     MatrixReader,
     StoredMatrix,
+    check_dims,
     check_dtype,
     check_shape,
     lookup_nibbles,
@@ -35,16 +36,16 @@ BLOCK_NBYTES = 16
 # E2M1 in the order of its codes.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
-# 2^128, the power of the exponent 255, is no float32. Twice the codes times half of the powers are.
+# The exponent 255 is the power 2^128, which overflows float32. The decoder therefore multiplies doubled codes by halved
+# powers.
 _PAIRS = nibble_pairs([2 * value for value in E2M1])
 
 
 class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
-    # A row of the decoded tensor has one value of each stored row: the larger the block of rows, the longer the runs
-    # of bytes that are read.
-    block_values = 1 << 21
+    # Columns are packed in words, or in blocks of 32 values.
+    row_multiple = 32
 
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
@@ -59,8 +60,8 @@ class Mxfp4Decoder(Decoder):
         """
         check_dtype(blocks, ("uint8",), name)
         check_dtype(scales, ("uint8", "float8_e8m0fnu"), name)
-        minimum = (*(1, 1)[len(blocks.shape) :], *blocks.shape)
-        check_shape(blocks, [(*minimum[:-1], BLOCK_NBYTES)], name)
+        check_dims(blocks, 3)
+        check_shape(blocks, [(*blocks.shape[:-1], BLOCK_NBYTES)], name)
         check_shape(scales, [blocks.shape[:-1]], name)
         *leading, rows, groups, _ = blocks.shape
         super().__init__(
@@ -96,7 +97,7 @@ class Mxfp4Decoder(Decoder):
 
 
 def half_powers(exponents: CodeArray) -> FloatArray:
-    """Return half of the power of two of E8M0 exponents, which is finite for all of them."""
+    """Return 2^(e - 127) / 2 for each E8M0 exponent e. The half is finite in float32 for all exponents."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS - 1)
 
 

@@ -36,8 +36,6 @@ MAX_BITS = 8
 class PackedIntDecoder(Decoder):
     """Packed integers with scales of groups of columns, of rows, or of the tensor."""
 
-    block_values = 1 << 17
-
     def __init__(
         self,
         name: str,
@@ -100,16 +98,13 @@ class PackedIntDecoder(Decoder):
         scales = read(self._scale, scale_rows).astype(np.float32)
         offsets = np.full_like(scales, 1 << (self._bits - 1))
         if self._zero_point is not None:
-            # Both are offset by 2^(bits - 1), so that the difference of the codes is that of the signed numbers.
+            # Codes and zero points are both offset by 2^(bits - 1), so the offsets cancel in their difference.
             offsets = self._read_zero_points(rows, read)
         if self._column_groups is not None:
             group_numbers = read_group_numbers(self._column_groups, scales.shape[1], read)
-            values -= offsets[:, group_numbers]
-            values *= scales[:, group_numbers]
-            return values
-        groups = values.reshape(len(values), scales.shape[1], -1)
-        groups -= offsets[:, :, None]
-        groups *= scales[:, :, None]
+            scale_groups(values, offsets, scales, group_numbers)
+        else:
+            scale_groups(values, offsets, scales)
         return values
 
     def _read_zero_points(self, rows: Range, read: MatrixReader) -> FloatArray:
@@ -119,6 +114,35 @@ class PackedIntDecoder(Decoder):
         columns = np.ascontiguousarray(read(self._zero_point, words).T)
         codes = unpack_bits(columns, self._bits, first + rows[1] - rows[0])[:, first:]
         return np.ascontiguousarray(codes.T).astype(np.float32)
+
+
+def scale_groups(
+    values: FloatArray,
+    offsets: FloatArray,
+    scales: FloatArray,
+    group_numbers: np.ndarray | None = None,
+) -> None:
+    """Replace codes by (codes - offset of the group) * scale of the group, in place.
+
+    Args:
+        values: Codes [R, C].
+        offsets: Offset of each group, [R, G].
+        scales: Scale of each group, [R, G].
+        group_numbers: Group of each column. By default, a group has C / G consecutive columns.
+    """
+    columns = values.shape[1]
+    num_groups = scales.shape[1]
+    consecutive = np.arange(columns) // -(-columns // num_groups)
+    numbers = consecutive
+    if group_numbers is not None:
+        numbers = group_numbers
+    if columns % num_groups == 0 and np.array_equal(numbers, consecutive):
+        blocks = values.reshape(len(values), num_groups, -1)
+        blocks -= offsets[:, :, None]
+        blocks *= scales[:, :, None]
+        return
+    values -= np.take(offsets, numbers, axis=1)
+    values *= np.take(scales, numbers, axis=1)
 
 
 def read_group_numbers(

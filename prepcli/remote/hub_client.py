@@ -102,10 +102,10 @@ class _RetryingSender:
                     request, stream, self._send_with_timeout(request, options)
                 )
             except self._network_errors as error:
-                # The first connection of the process failed: the machine is offline, and the user
-                # waits for the message, not for more tries.
+                # The first connection of the process failed, so the machine is offline. Retries would
+                # only delay the error message.
                 if isinstance(error, self.http.ConnectError) and not self.state.has_answered:
-                    raise  # no network: retrying is pointless
+                    raise
                 self._record_failure(request, self._failure_text(request, error), error)
                 if not self._can_resend(request):
                     # The library resends it from the start of its body.

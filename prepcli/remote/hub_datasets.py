@@ -180,16 +180,20 @@ def matches(name: str, pattern: str) -> bool:
     wildcards could take exponential time.
     """
     parts = WILDCARD_OR_CHARACTER.findall(pattern.strip("/"))
-    positions = _with_next({0}, parts)
+    positions = _skip_empty_wildcards({0}, parts)
     for character in name:
         if character == "/" and len(parts) in positions:
             return True
-        positions = _with_next(_advance(positions, parts, character), parts)
+        positions = _skip_empty_wildcards(_advance(positions, parts, character), parts)
     return len(parts) in positions
 
 
-def _with_next(positions: set[int], parts: Sequence[str]) -> set[int]:
-    """Return positions in a pattern, and the positions after wildcards with an empty match."""
+def _skip_empty_wildcards(positions: set[int], parts: Sequence[str]) -> set[int]:
+    """Return positions in a pattern, and the positions that follow if wildcards there match no character.
+
+    >>> _skip_empty_wildcards({0}, ["*", "a"])
+    {0, 1}
+    """
     reached: set[int] = set()
     for start in positions:
         position = start

@@ -30,7 +30,7 @@ def translate_errors(
     is_streamed: bool = False,
     repo_type: str = "model",
 ) -> Iterator[None]:
-    """Raise the errors of huggingface_hub in the block as PrepErrors. Other errors pass.
+    """Convert errors of huggingface_hub in the block to PrepErrors. Other errors are raised unchanged.
 
     Args:
         hub_id: `OWNER/NAME`.

@@ -111,7 +111,7 @@ def parse_url(text: str) -> ObjectStoreUrl:
     match = _URL.fullmatch(text.rstrip("/"))
     hint = "for example gs://BUCKET/PATH"
     if match is None:
-        why = "supported are gs://BUCKET/PATH and s3://BUCKET/PATH"
+        why = "supported: gs://BUCKET/PATH and s3://BUCKET/PATH"
         raise usage_error(f"`{text}` is an invalid URL", why, hint)
     if not _BUCKET_NAME.fullmatch(match[2]):
         why = f"{match[2]!a:.80} is no name of a bucket, which has 3 to 63 lower-case letters, digits, `-`, `_` or `.`"

@@ -57,7 +57,7 @@ _HASHES: dict[str, Callable[[int], _Hash]] = {
 
 
 def _hash_file(path: Path, content_hash: _Hash) -> str:
-    """Return the hexadecimal digest after all bytes of a file, in bounded memory."""
+    """Hash a file in bounded memory, and return the hexadecimal digest."""
     piece = bytearray(PIECE_NBYTES)
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(piece):

@@ -33,7 +33,7 @@ def ignore_note(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CallResult(Generic[T]):
-    """Result of a call in another thread: a tuple of its one value, or its error."""
+    """Result of a call in another thread: its value, as a tuple of one element, or its error."""
 
     values: tuple[T, ...] = ()
     error: BaseException | None = None

@@ -33,7 +33,7 @@ def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
 
 
 def _score_fields(scores: EvaluationScores) -> dict[str, Any]:
-    """Return scores as JSON values, the metrics beside the others."""
+    """Return scores as JSON fields: loss, perplexity, accuracy, counts, and one field per metric."""
     return {
         "loss": scores.loss,
         "perplexity": scores.perplexity,
@@ -52,9 +52,9 @@ def _table(evaluation: Evaluation, columns: int | None) -> str:
     cells = [
         (
             name,
-            _number(scores.loss, ".6f"),
-            _number(scores.perplexity, ",.4f"),
-            _number(scores.accuracy, ".4f"),
+            _format_number(scores.loss, ".6f"),
+            _format_number(scores.perplexity, ",.4f"),
+            _format_number(scores.accuracy, ".4f"),
             scores.tokens,
         )
         for name, scores in rows
@@ -66,5 +66,5 @@ def _table(evaluation: Evaluation, columns: int | None) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None, spec: str) -> str:
+def _format_number(value: float | None, spec: str) -> str:
     return NOT_FINITE if value is None else format(value, spec)

@@ -257,6 +257,9 @@ def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> lis
     if vocab := source["vocab"]:
         true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
         stored.append(f"vocabulary {vocab['padded']}{true_text}")
+    if quantization := source.get("quantization"):
+        weights = count_text(quantization["weights"], "quantised weight")
+        stored.append(f"{weights} ({quantization['method']}), {quantization['dtype']} when decoded")
     if contents.adapter:
         stored.append(_adapter_text(contents.adapter))
     num_omitted = len(contents.non_arrays) - MAX_NON_ARRAYS

@@ -20,7 +20,7 @@ from prepcli.pages.plan_rows import (
     change_text,
     flops_rows,
     kind_rows,
-    rate_cells,
+    speed_cells,
     title_lines,
     traffic_header,
     traffic_rows,
@@ -167,7 +167,7 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
 def _option_row(option: MeshOption) -> tuple[str, ...]:
     """Return a mesh as a row of a search."""
     peak = format_bytes(option.plan.memory.peak)
-    return str(option.plan.mesh), peak, *rate_cells(option.estimate), option.estimate.time.bound
+    return str(option.plan.mesh), peak, *speed_cells(option.estimate), option.estimate.time.bound
 
 
 def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:

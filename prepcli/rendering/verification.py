@@ -32,7 +32,7 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
 
 
 def _checked_text(verification: Verification) -> str:
-    """Describe what was found equal."""
+    """Describe what was compared and is equal."""
     padding_rows = verification.ignored_padding_rows
     padding = f"; {padding_rows:,} padding rows ignored" if padding_rows else ""
     if not verification.checked:

@@ -212,10 +212,10 @@ class ItemReader:
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
-        # the array is read directly
+        # pieces of compressed chunks are read by `_decode_chunk`
         assert piece.stored is not None
-        # A piece goes from the file to its array without a copy in memory where dtype, order and page
-        # offset agree: the common case of a mesh with the shards of the chunks.
+        # A piece is read directly into its array if dtype, order and page offset agree. This is the
+        # common case: each chunk is one shard of the mesh.
         offset = piece.stored.offset + piece.start
         if (target := _direct_target(piece, offset)) is not None:
             self._files.read_at(piece.stored.file, offset, target)
@@ -469,9 +469,10 @@ def _unit_ranges(index: Sequence[int]) -> Box:
 
 
 def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
-    """Yield boxes of whole checksum blocks that cover boxes of a chunk, and none that touches no box.
+    """Yield boxes of whole checksum blocks that cover the given boxes of a chunk.
 
-    Each is contiguous in the chunk and has at most PIECE_NBYTES, or one block.
+    Blocks that overlap no given box are left out. Each yielded box is contiguous in the chunk. It has at most
+    PIECE_NBYTES, or is a single larger block.
     """
     if not meta.chunk_shape:
         yield ()

@@ -42,15 +42,15 @@ class OpenedModel:
         """Return the dtype of a parameter on disk.
 
         Raises:
-            PrepError: The checkpoint does not have the parameter, or JAX has no such dtype without
-                a setting.
+            PrepError: The checkpoint does not have the parameter, or JAX supports its dtype only with
+                `jax_enable_x64`.
         """
         import jax
 
         leaf = self.reader.leaves.get(f"params.{path}")
         if leaf is None:
             what = f"the checkpoint lacks the parameter {path}"
-            raise PrepError(what, "its config implies it", GET_AGAIN_HINT)
+            raise PrepError(what, "the model of its config has this parameter", GET_AGAIN_HINT)
         if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
             why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
             raise usage_error(
@@ -110,7 +110,7 @@ def open_model(
 def open_checked_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader | AverageReader:
-    """Open the fastest reader of a source. The arguments are those of `open_model`."""
+    """Open the fastest reader of a source. See `open_model` for the arguments."""
     manifest = source.tree_manifest
     if manifest and manifest.scan and manifest.scan_axis == 0:
         reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
@@ -130,7 +130,7 @@ def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: boo
 
 
 def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:
-    """Return the sharding context of a mesh, with the partition rules of a manifest, or None for the first device."""
+    """Return the sharding context of a mesh, with the partition rules of a manifest. `mesh=None`: one device."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.training.setup import rules_from_manifest

@@ -31,7 +31,7 @@ from trainer.models.boxes import Box, Range, full_box, split_merged_range, volum
 
 # Upper limit of a window, and of one read. Half for a tensor with duplicates.
 PIECE_NBYTES = 4 << 20
-# Of a thread: one half for bytes as they are stored, one for bytes in the tensor's order.
+# Buffer of a thread. One half is for bytes as stored, the other for bytes in the tensor's order.
 BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)
 
 
@@ -62,7 +62,13 @@ class Target:
 def _loops(
     copy: StridedCopy, count: int, step: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the counts, tensor steps and file steps of a copy's loops, with an innermost loop (count, step, step)."""
+    """Return the nested loops of a copy as (counts, tensor steps, file steps), outermost loop first.
+
+    Args:
+        copy: The copy. Its `dims` are the outer loops.
+        count: Number of iterations of the innermost loop, which copies the contiguous run.
+        step: Its step, in the tensor and in the file.
+    """
     counts, tensor_steps, file_steps = zip(*copy.dims, (count, step, step))
     return counts, tensor_steps, file_steps
 

@@ -41,7 +41,8 @@ from trainer.models.boxes import Box
 BoxArrays = Mapping[Box, np.ndarray]
 # each has a buffer of 8 MiB
 MAX_THREADS = 4
-# In a remote tensor of several leaves: a shorter request is not faster.
+# In a remote tensor that several leaves share, smaller gaps between the runs of a leaf are read too. Requests
+# without the gaps would not be faster.
 SHARED_GAP_NBYTES = MIN_READ_AHEAD_NBYTES
 
 
@@ -50,7 +51,7 @@ class _LeafTensors:
     """A leaf and its tensors."""
 
     axis_map: AxisMap
-    # Index of a leaf that is one of several, such as one layer's.
+    # Index of the leaf along axes that are not stacked, e.g. its layer. Empty if all axes are stacked.
     unscanned_index: Mapping[str, int]
     tensors: dict[str, SourceTensor]
 
@@ -169,7 +170,7 @@ class WeightsReader:
             )
 
     def _gap_nbytes(self, tensor_name: str) -> int:
-        """Return the size of the smallest skipped gap between runs. Smaller gaps are read along."""
+        """Return the size of the smallest skipped gap between runs. Smaller gaps are read too."""
         is_shared = self.is_remote and tensor_name in self._shared_tensors
         return SHARED_GAP_NBYTES if is_shared else self._max_gap_nbytes
 

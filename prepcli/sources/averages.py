@@ -12,7 +12,7 @@ from prepcli.sources.source import Source, SourceTensor
 AVERAGE_SLOT = f"{OPT_STATE}.ema"
 
 
-def use_averages(source: Source) -> Source:
+def use_averaged_params(source: Source) -> Source:
     """Return the source of a training step with the averages as its parameters.
 
     The parameters become a part of the other training state.

@@ -101,8 +101,8 @@ class DecodedArrayReader:
         cached = self._cache.get(key)
         if cached is not None and cached.read(start, into):
             return
-        # A cached reader that cannot go back to `start`: this chunk is read in an order other than
-        # that of its bytes. Decode it once more, and keep all of it for the reads to come.
+        # A cached reader is already past `start` and cannot go back, so this chunk is not read in
+        # the order of its bytes. Decode it once more, and keep all of it for later reads.
         is_reread = cached is not None
         self._cache.drop(key)
         reader = open_chunk(self._blob, self._index(number), self._cache, keep_whole=is_reread)

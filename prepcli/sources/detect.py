@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.lists import join_names
-from prepcli.errors import BROKEN_CONFIG_HINT, DamagedError, PrepError
+from prepcli.errors import (
+    BROKEN_CONFIG_HINT,
+    Command,
+    DamagedError,
+    Option,
+    PrepError,
+    Text,
+    text,
+)
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
@@ -24,6 +32,7 @@ from prepcli.formats.torch_files import (
     select_model_files,
 )
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
+from prepcli.quantized.find_weights import QUANTIZATION_KEYS
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
@@ -31,7 +40,6 @@ from trainer.files.json_values import load_json
 MAX_LISTED = 6
 # Folders above the metadata file of an Orbax item: its step and the item itself.
 MAX_ITEM_DEPTH = 2
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +50,29 @@ class Refusal:
         what: First part of the error, after the checkpoint's name.
         why: Reason, with `{names}` for the names of the files.
         hint: How to convert it, with `{folder}` for the checkpoint's name.
+        is_quantized: Whether the weights can be decoded. The hint names the option.
     """
 
     what: str
     why: str
-    hint: str
+    hint: str = ""
+    is_quantized: bool = False
 
     def error(self, names: Sequence[str], display_name: str) -> PrepError:
         """Return the error for a checkpoint with these files."""
         why = self.why.replace("{names}", join_names(names, max_names=MAX_LISTED))
-        return PrepError(
-            f"{display_name} {self.what}", why, self.hint.replace("{folder}", display_name)
-        )
+        hint: str | Text = self.hint.replace("{folder}", display_name)
+        if self.is_quantized:
+            option = Option("quantized", "dequantize")
+            hint = text("{} decodes its weights", Command("save-init", display_name, option))
+        return PrepError(f"{display_name} {self.what}", why, hint)
 
 
 def _quantised(why: str) -> Refusal:
     return Refusal(
         "is quantised",
         f"{why}; its weights are not the model's own values",
-        "use the model that it was quantised from, or dequantise it with its own tool and save it in bfloat16",
+        is_quantized=True,
     )
 
 
@@ -73,7 +85,7 @@ GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("G
 GGUF = Refusal(
     "is in GGUF format",
     "found {names}; GGUF is an inference format: its weights are quantised or reordered",
-    "use the model that it was converted from: a folder with config.json and *.safetensors",
+    "`prep save-init FILE.gguf --quantized dequantize` decodes them, or use the model that it was converted from",
 )
 DISTRIBUTED = Refusal(
     "is an incomplete torch distributed checkpoint",
@@ -125,7 +137,7 @@ def _training_files(names: Sequence[str]) -> Sequence[str]:
 
 
 # The first rule that selects a name decides, so the order matters:
-#   1. What would be read as a model and is none: an adapter and quantised weights are safetensors
+#   1. Files that look like a model but are not one: adapters and quantised weights are safetensors
 #      files too, and their tensors do not have the values of the model.
 #   2. Weights, the format with the safest and fastest reader first. Repositories on the hub often
 #      have the same model as safetensors, PyTorch and Flax.
@@ -150,7 +162,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
 )
 
 
-def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
+def detect(folder: Folder, *, allow_adapters: bool = False, allow_quantized: bool = False) -> Kind:
     """Detect the format of a checkpoint. Of its contents, only the config is read.
 
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
@@ -158,6 +170,7 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     Args:
         folder: The files of the checkpoint.
         allow_adapters: Return the kind of an adapter instead of the error for one.
+        allow_quantized: Return the kind of a quantised model instead of the error for one.
 
     Raises:
         PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
@@ -170,7 +183,7 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
         if file == METADATA_FILE and len(folders) <= MAX_ITEM_DEPTH:
             return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
-    verdict, selected_names = apply_rules(top_names)
+    verdict, selected_names = apply_rules(top_names, allow_quantized=allow_quantized)
     if verdict is None:
         raise _several_checkpoints_error(folder) or no_checkpoint_error(
             top_names, folder.display_name
@@ -180,12 +193,12 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     if isinstance(verdict, Refusal):
         raise verdict.error(selected_names, folder.display_name)
     if CONFIG in top_names:
-        _check_config(folder)
+        _check_config(folder, allow_quantized=allow_quantized)
     return verdict
 
 
-def detect_file(path: Path, display_name: str) -> Kind:
-    """Detect the format of a single local file: Flax or EasyLM, by its first bytes.
+def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> Kind:
+    """Detect the format of a single local file: Flax or EasyLM, by its first bytes, or GGUF, by its name.
 
     Raises:
         PrepError: The format is another one.
@@ -193,35 +206,47 @@ def detect_file(path: Path, display_name: str) -> Kind:
     if (kind := sniff_msgpack_kind(path)) is not None:
         return kind
     verdict, selected_names = apply_rules([path.name])
+    if verdict is GGUF and allow_gguf:
+        return "gguf"
     if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
         raise verdict.error(selected_names, display_name)
     raise PrepError(
         f"{display_name} is a file",
-        "only Flax and EasyLM checkpoints are single files",
+        "only Flax, EasyLM and GGUF checkpoints are single files",
         f"name its folder: `{path.parent}`",
     )
 
 
-def apply_rules(names: Sequence[str]) -> tuple[Kind | Refusal | None, Sequence[str]]:
-    """Return the verdict of the first rule that selects any of the names, with the selected names."""
+def apply_rules(
+    names: Sequence[str], *, allow_quantized: bool = False
+) -> tuple[Kind | Refusal | None, Sequence[str]]:
+    """Return the verdict of the first rule that selects any of the names, with the selected names.
+
+    Args:
+        names: Names at the top of a folder.
+        allow_quantized: Skip the rules that refuse quantised weights.
+    """
     for select, verdict in RULES:
+        if allow_quantized and isinstance(verdict, Refusal) and verdict.is_quantized:
+            continue
         if selected_names := select(names):
             return verdict, selected_names
     return None, ()
 
 
-def _check_config(folder: Folder) -> None:
-    """Raise PrepError if config.json cannot be parsed or describes quantised weights."""
-    text = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
+def _check_config(folder: Folder, *, allow_quantized: bool) -> None:
+    """Raise PrepError if config.json cannot be parsed, or describes quantised weights that are not allowed."""
+    content = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
     try:
-        if len(text) > MAX_CONFIG_NBYTES:
+        if len(content) > MAX_CONFIG_NBYTES:
             raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
-        config = load_json(text)
+        config = load_json(content)
     except ValueError as error:
         raise DamagedError(
             f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT
         ) from error
-    if quantisation := _find_quantisation(config):
+    quantisation = _find_quantisation(config)
+    if quantisation and not allow_quantized:
         raise _quantised(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
 
 
@@ -235,7 +260,7 @@ def _find_quantisation(config: Any) -> str:
         sections = [config, text_config]
     else:
         sections = [config]
-    for section, key in product(sections, _QUANTISATION_KEYS):
+    for section, key in product(sections, QUANTIZATION_KEYS):
         if value := section.get(key):
             if isinstance(value, Mapping):
                 method = value.get("quant_method")

@@ -16,7 +16,7 @@ from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, retry_policy_from_env
 
-Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter"]
+Kind = Literal["safetensors", "orbax", "torch", "meta", "dcp", "flax", "easylm", "adapter", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Access:
         stream: Read tensors of a hub model remotely instead of downloading it.
         allow_urls: Accept object store URLs. Their tensors are read remotely.
         allow_adapters: Accept adapters of PEFT. They are not complete models.
+        allow_quantized: Accept models with quantised weights.
+        allow_gguf: Accept GGUF files.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
         retry_policy: Time-out and retries of each request.
@@ -38,6 +40,8 @@ class Access:
     stream: bool = False
     allow_urls: bool = False
     allow_adapters: bool = False
+    allow_quantized: bool = False
+    allow_gguf: bool = False
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY

@@ -32,5 +32,5 @@ def model_eos_token_ids(
         listed = eos
     else:
         listed = [eos]
-    # `type` instead of `isinstance`: True is no token id.
+    # `type` instead of `isinstance`: True is not a token id.
     return tuple(token for token in listed if type(token) is int and 0 <= token < vocab)

@@ -16,6 +16,7 @@ from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.torch_files import select_torch_files
+from prepcli.quantized.find_weights import QUANTIZATION_FILES
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
@@ -35,6 +36,7 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    *QUANTIZATION_FILES,
 )
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -81,7 +83,7 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
     # Another program may have cached only the tokenizer or the config of this revision. A folder of a
-    # known format without its own weights passes, to be reported as what it is.
+    # known format without its own weights passes this check, because a later error names its format.
     if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
         raise FileNotFoundError(f"{path} has no weights")
     return folder

@@ -59,15 +59,19 @@ def locate(
         access: How a remote checkpoint may be read.
 
     Raises:
-        UsageError: The argument is no known name or path.
+        UsageError: The argument is not a known name or path.
         PrepError: The checkpoint does not exist, is not readable or has an unsupported format.
     """
     reference = parse_reference(name, revision, step=step, cwd=cwd)
     folder = open_folder(reference, access)
     if isinstance(reference, LocalPath) and reference.path.is_file():
-        kind = detect_file(reference.path, reference.display_name)
+        kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
     else:
-        kind = detect(folder, allow_adapters=access.allow_adapters)
+        kind = detect(
+            folder,
+            allow_adapters=access.allow_adapters,
+            allow_quantized=access.allow_quantized,
+        )
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     local_files = folder.prepare_local_files(kind)
     if isinstance(reference, LocalPath):

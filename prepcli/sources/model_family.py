@@ -1,4 +1,4 @@
-"""The family of a checkpoint: the one that its config names, or the verbatim family of its tensors."""
+"""The family of a checkpoint: the family that its config names, or the verbatim family of its tensors."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ def verbatim_error(display_name: str) -> PrepError:
     hint = text(
         "a checkpoint of a supported family, converted without {}", Option("verbatim", True)
     )
-    return PrepError(f"{display_name} is not a model that prep computes", CANNOT_TRAIN, hint)
+    return PrepError(f"prep cannot compute with {display_name}", CANNOT_TRAIN, hint)

@@ -11,11 +11,13 @@ from prepcli.formats.file_records import check_files, check_header, read_manifes
 from prepcli.formats.manifest import SIZE_KEY, find_manifest_folder, read_manifest
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
+from prepcli.sources.dequantized import dequantize_source
 from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.dcp_folder import open_dcp
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
+from prepcli.sources.openers.gguf_file import open_gguf
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import open_orbax
 from prepcli.sources.openers.peft_folder import open_adapter_alone
@@ -33,6 +35,7 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "dcp": open_dcp,
     "orbax": open_orbax,
     "adapter": open_adapter_alone,
+    "gguf": open_gguf,
 }
 
 
@@ -42,6 +45,7 @@ def open_source(
     *,
     verbatim: bool | None = False,
     copied_files: tuple[str, ...] = (),
+    dequantize: bool = False,
 ) -> Source:
     """Read the headers and settings of a located checkpoint, but no weights.
 
@@ -50,6 +54,7 @@ def open_source(
         config_path: The user's config.json, or a folder with one, if any.
         verbatim: True: use the verbatim family. None: use it if no family has the model_type. False: raise then.
         copied_files: Name patterns of further side files to copy.
+        dequantize: Decode quantised weights.
 
     Raises:
         PrepError: The checkpoint is broken, a file differs from its record in the manifest, or the family is verbatim
@@ -64,9 +69,12 @@ def open_source(
         if verbatim is False and source.family.is_verbatim:
             raise verbatim_error(display_name)
         _check_headers(source)
-        if local_files.remote is None:
-            return source
-        return _with_remote_blobs(source, local_files.remote)
+        if local_files.remote is not None:
+            source = _with_remote_blobs(source, local_files.remote)
+        # The opener of GGUF decodes.
+        if dequantize and located.kind != "gguf":
+            return dequantize_source(source)
+        return source
 
 
 def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:

@@ -120,7 +120,7 @@ def parse_reference(
         cwd: Folder that relative paths start from, without `step`. The working directory by default.
 
     Raises:
-        UsageError: The argument is no known name or path, or has no such revision or step.
+        UsageError: The argument is not a known name or path, or has no such revision or step.
     """
     if step is not None:
         return _without_revision(_parse_step(name, step), revision)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +56,8 @@ class SourceTensor:
     shape: tuple[int, ...]
     placement: Locations
     digests: tuple[tuple[int, int, str], ...] = ()  # (first row, one past the last, digest)
+    # Of the output, unless another dtype is requested. Empty for the tensor's own dtype.
+    default_dtype: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +66,7 @@ class SourceTensor:
 
     def cast(self, dtype: str | None) -> SourceTensor:
         """Return the tensor with its output dtype for a requested `dtype`."""
-        return replace(self, dtype=cast_dtype(self.dtype, dtype))
+        return replace(self, dtype=cast_dtype(self.dtype, dtype or self.default_dtype or None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Source:
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
         has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
+        quantization: Settings of quantised weights that are decoded. Empty if there are none.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
     """
@@ -106,6 +109,7 @@ class Source:
     blobs: tuple[Path | Blob, ...] = ()
     extra_entries: tuple[DroppedTensor, ...] = ()
     has_averages: bool = False
+    quantization: Mapping[str, Any] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
 
@@ -206,13 +210,22 @@ def read_config(path: Path) -> dict[str, Any]:
         what = f"{path.parent} has no {path.name}"
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), path.name)
         raise PrepError(what, "it describes the model of the weights", hint)
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a small file with a JSON object.
+
+    Raises:
+        DamagedError: It is not a JSON object.
+    """
     try:
-        config = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
+        document = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
     except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), BROKEN_CONFIG_HINT) from error
-    if not isinstance(config, dict):
+    if not isinstance(document, dict):
         raise DamagedError(f"{path} is broken", "it is not a JSON object", BROKEN_CONFIG_HINT)
-    return config
+    return document
 
 
 def small_files(folder: Path, patterns: Sequence[str] = ()) -> tuple[Path, ...]:

@@ -43,7 +43,7 @@ ROOTS = (
 )
 # The tree that prep writes, without its manifest.
 NATIVE_LAYOUT = "native"
-# Below a leaf that Flax boxed with its logical axis names.
+# End of the path of a leaf that Flax boxed with its logical axis names, e.g. `kernel.value`.
 BOXED_SUFFIX = ".value"
 # Layers of a stacked tree. Limits the memory that an invalid config can claim.
 MAX_LAYERS = 1 << 12
@@ -52,7 +52,14 @@ MAX_LISTED = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """A leaf of a stored tree, with a function that returns the placement of the chunks of one tensor."""
+    """A leaf of a stored tree.
+
+    Attributes:
+        shape: Shape of the leaf.
+        dtype: Stored dtype.
+        chunk_shape: Shape of its chunks.
+        locate_chunks: Returns where the chunks that hold one tensor of the leaf are stored.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -301,7 +308,8 @@ def match_foreign_tree(
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
-    A leaf below the root without a row becomes a tensor under its own name. Missing leaves are not an error here.
+    A leaf below the root that no row of the family maps becomes a tensor with the name of the leaf. Missing leaves
+    are not an error here.
 
     Args:
         leaves: Leaves of the tree, by dotted name.

@@ -171,6 +171,6 @@ def output_config(
     config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}
     if is_tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
         return config
-    # The output has its own head, and the config would tie it even so.
+    # The output has its own head, but its config says that head and embedding are tied.
     # transformers would then compute the logits with the embedding instead.
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}

@@ -219,7 +219,7 @@ def _unplaced_tensors(match: TensorMatch) -> list[str]:
 def _mixed_dtypes_error(
     source: Source, leaf: str, first: SourceTensor, later: SourceTensor
 ) -> PrepError:
-    """Return the error for tensors that cannot share a leaf. A tensor of another kind than float is named first."""
+    """Return the error for tensors that cannot share a leaf. It names a tensor that is not floating-point first."""
     reported = later
     other = first
     if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES:
@@ -237,15 +237,15 @@ def _mixed_dtypes_error(
 
 @dataclass(frozen=True, slots=True)
 class _LeafUse:
-    """A tensor and its leaf.
+    """A tensor and the leaf that stores it. A leaf may stack the tensors of several layers or experts.
 
     Attributes:
         tensor: The tensor.
         name: Name of the leaf.
-        axis_map: Position of each element of the leaf in its tensors.
-        stacked_indices: Indices of the tensor in the stacked dims of the leaf.
-        path: Path of the parameter of the leaf, or None for state without a parameter.
-        parameter_map: The axis map of the parameter, if the leaf has only some of its axes.
+        axis_map: Maps elements of the leaf to elements of its tensors.
+        stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
+        path: Path of the parameter that the leaf belongs to. None for other state, e.g. the step count.
+        parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
     """
 
     tensor: SourceTensor

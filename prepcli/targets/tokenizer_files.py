@@ -83,7 +83,7 @@ def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple
     if recipe.data.tokenizer is None:
         return files
     named = _tokenizer_files(recipe)
-    # Only files that a load uses are compared: beside a tokenizer.json, another vocab.json changes nothing.
+    # Only files that are loaded are compared. For example, vocab.json is not loaded if there is a tokenizer.json.
     if _is_part_of(_loaded_files(named), _loaded_files(files)):
         return files
     # Files that the new tokenizer lacks go too. A leftover added_tokens.json or chat template
@@ -162,11 +162,12 @@ def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
 def _is_part_of(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
     """Return whether each of some files is also in a set of files, with the same content."""
     return all(
-        path in others and _content(file) == _content(others[path]) for path, file in some.items()
+        path in others and _read_content(file) == _read_content(others[path])
+        for path, file in some.items()
     )
 
 
-def _content(file: SmallFile) -> bytes:
+def _read_content(file: SmallFile) -> bytes:
     path = Path(file.copied_from)
     try:
         return path.read_bytes()

@@ -27,8 +27,8 @@ class CheckResult:
 
     Attributes:
         check: Name of the check.
-        outcome: A check that cannot run here is skipped, never passed.
-        text: The figure of a passed check, else the reason.
+        outcome: `skipped` if the check cannot run on this machine.
+        text: The measured value of a passed check, or why the check failed or was skipped.
     """
 
     check: str

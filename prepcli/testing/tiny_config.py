@@ -149,7 +149,7 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
         for name in names:
             if config.get(name):
                 fields[name] = wanted[axis]
-    # Without these fields, the size is the default of the family, which is that of a large model.
+    # Without these fields, the size is the default of the family, i.e. the size of a large model.
     for axis in REQUIRED_AXES:
         if fields.keys().isdisjoint(SIZE_FIELDS[axis]):
             read = next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))

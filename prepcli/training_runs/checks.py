@@ -100,7 +100,7 @@ def plan_run(
 ) -> tuple[TrainingPlan, int | None]:
     """Return the plan of a step on the devices of a run, and the memory of one device.
 
-    None if it is unknown.
+    The memory is None if it is unknown.
 
     Args:
         recipe: The recipe of the run.

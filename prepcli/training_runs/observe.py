@@ -37,7 +37,7 @@ PHASES = {
 
 
 class RunDisplay(Protocol):
-    """Receiver of the events of a run, with the events of the loop's callbacks."""
+    """Receiver of the events of a run, including the callbacks of the training loop."""
 
     def on_phase(self, phase: str) -> None:
         """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
@@ -166,7 +166,7 @@ class LiveDisplay:
         self.draw()
 
     def on_step(self, step: int) -> None:
-        """Show the step if the last drawing is a tenth of a second old."""
+        """Show the step, unless the display was redrawn less than a tenth of a second ago."""
         # Between two log lines, the time left follows from the seconds per step of the last one.
         status = self.status
         if status.remaining_s is not None and status.step_s is not None:
@@ -198,7 +198,7 @@ class LiveDisplay:
         self.draw()
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show the first text."""
+        """Show the first sample."""
         self.status.sample = _sample_text(samples[0])
         self.draw()
 
@@ -219,7 +219,7 @@ class LiveDisplay:
         self.block.close()
 
     def draw(self) -> None:
-        """Draw the state."""
+        """Update the elapsed time and redraw the display."""
         self.drawn_at_s = self.clock()
         self.status.elapsed_s = self.drawn_at_s - self.started_s
         self.block.draw(status_lines(self.status, self.block.width))

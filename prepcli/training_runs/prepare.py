@@ -45,7 +45,7 @@ def prepare_run(
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's
-            folder. None if it is no dry run.
+            folder. None if it is not a dry run.
 
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
@@ -154,7 +154,7 @@ def build_sampler(
     except PrepError as error:
         what = text("{} needs a tokenizer", Key(SAMPLES_KEY))
         why = text("{}: {}", error.what, error.why)
-        hint = text("{}, or no {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
+        hint = text("set {}, or remove {}", Key("data.tokenizer"), Key(SAMPLES_KEY))
         raise PrepError(what, why, hint) from error
     vocab = model.true_vocab_size
     generation_config = files / GENERATION_CONFIG_FILE

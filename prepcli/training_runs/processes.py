@@ -148,7 +148,7 @@ def _settings_digest(recipe: Recipe) -> str:
 
 
 def _is_shared(key: str) -> bool:
-    # Paths differ between hosts, and so do the keys of `cluster` that say which process this is.
+    # Paths may differ between hosts. The keys of `cluster` that identify a process differ too.
     return not is_path(key) and (not key.startswith("cluster.") or key in SHARED_CLUSTER_KEYS)
 
 
@@ -236,7 +236,7 @@ def _wait_for_cause(
 
     from trainer.distributed.coordination import ConnectionBrokenError
 
-    # JAX has no type for these errors: the text is all that tells a broken connection from a bug.
+    # JAX has no exception type for a broken connection. Only the text distinguishes it from a bug.
     is_connection = isinstance(error, JaxRuntimeError) and any(
         word in str(error) for word in CONNECTION_WORDS
     )

@@ -36,7 +36,7 @@ GLOB_SIGNS = re.compile(r"[*?]")
 
 @dataclass(frozen=True, slots=True)
 class DataFinder:
-    """Finder of data files by URL, as the trainer's `RemoteFiles`.
+    """Finder of data files by URL. It implements the trainer's `RemoteFiles`.
 
     Attributes:
         access: Time-outs and retries, and whether only the hub's cache may be used.
@@ -54,7 +54,7 @@ class DataFinder:
         See `RemoteFiles.find`.
         """
         if not url.startswith(SCHEMES):
-            why = "supported are paths, gs://, s3:// and hf://datasets/"
+            why = "supported: paths, gs://, s3:// and hf://datasets/"
             raise usage_error(f"cannot read data from {url}", why, "download it, and name the file")
         if url.startswith("hf://"):
             files = self._find_on_hub(url, accepts, selection)
@@ -75,7 +75,7 @@ class DataFinder:
             literal = url[: glob.start()]
         parent, _, name = literal.rpartition("/")
         pattern = url.removeprefix(f"{parent}/")
-        # `gs://b` is a bucket, in which no object has an empty name.
+        # `gs://b` is a whole bucket. It has no object name after the last slash.
         is_bucket = parent.endswith(":/")
         folder = parent
         if is_bucket:
@@ -88,7 +88,7 @@ class DataFinder:
             bucket = replace(bucket, url=parse_url(url))
         for file in bucket.list_files():
             is_visible = not any(part.startswith(".") for part in file.path.split("/"))
-            # A glob names its files. In a folder, the type of the data selects them.
+            # A glob selects files by its pattern. In a folder, the type of the data selects them.
             if glob:
                 is_selected = matches(file.path, pattern)
             else:
@@ -129,9 +129,9 @@ class DataFinder:
     def _open_dataset(
         self, hub_id: str, revision: str | None, *, is_offline: bool
     ) -> HubDataset | CachedDataset:
-        """List a dataset on the hub.
+        """List the files of a dataset on the hub.
 
-        In the hub's cache if only that may be used, or the hub is down.
+        Offline, or if the hub is down, list the files in the hub's cache instead.
         """
         if is_offline:
             return CachedDataset(hub_id, cached_snapshot(hub_id, revision, "dataset"))
@@ -177,9 +177,12 @@ class HubDataset:
         return [*self.listing.siblings]
 
     def readme(self) -> Path | None:
-        """Return the path of the README in the cache, which then also has the commit of the revision."""
-        # Also without a README: the download records the commit of the revision in the cache, by which
-        # a later start without network finds the files.
+        """Download the README, if there is one, and return its path in the cache.
+
+        The download also records the commit of the revision in the cache.
+        """
+        # Without a README, the download still records the commit of the revision. A later start
+        # without network finds the files by it.
         names: list[str] = []
         if README in self.listing.siblings:
             names = [README]
@@ -229,7 +232,10 @@ class CachedDataset:
         return None
 
     def data_file(self, name: str) -> DataFile:
-        """Return a file with the digest that the hub listed: the cache names the target of its link by it."""
+        """Return a file with the hub's digest of its content.
+
+        A file in the cache is a link. The name of the link's target is the digest.
+        """
         path = self.folder / name
         file = RemoteFile(name, path.stat().st_size, os.path.basename(os.path.realpath(path)))
         return _hub_file(self.hub_id, file, partial(open_regular_file, path, buffering=0))

@@ -98,7 +98,7 @@ class StartCheckpoint:
     """Open checkpoint that a run starts or resumes from.
 
     Attributes:
-        model_reader: Reads the parameters of the model, with LoRA those of the frozen base. For a saved
+        model_reader: Reads the parameters of the model. With LoRA, it reads the frozen base. For a saved
             step it also reads the optimizer state. For a random start it has no leaves.
         model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
         tokenizer_folder: Folder with the tokenizer.
@@ -422,6 +422,6 @@ def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     if before.get("digest") == now["digest"]:
         return
     what = f"{now['name']} differs from the checkpoint that the run began with"
-    why = f"its parameters have the digest {now['digest']}, those of {before.get('name')} had {before.get('digest')}"
+    why = f"its parameters have the digest {now['digest']}, {before.get('name')} had {before.get('digest')}"
     hint = text("{} of the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)

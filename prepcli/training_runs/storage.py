@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
 
 RUNS_FOLDER = Path("runs")
-# Errors of a file system on which no run can be changed, and so none can be damaged without a lock.
+# Errors of a read-only file system. A run there cannot be changed, so it needs no lock.
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # A converted model, in the folder of a run that an earlier version of prep began
 INIT_FOLDER = "init"
@@ -173,7 +173,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
             raise PrepError(what, why, hint)
 
 
-def describe_kept(storage: RunStorage) -> str:
+def describe_saved_progress(storage: RunStorage) -> str:
     """Describe what the next start of a run continues from.
 
     Empty without steps and tokens. For example `kept in runs/a: step 40, the tokens`, or for a bucket

@@ -69,7 +69,7 @@ from prepcli.training_runs.start import (
 from prepcli.training_runs.storage import (
     check_last_step,
     check_shared_folder,
-    describe_kept,
+    describe_saved_progress,
     explain_removed_step,
     hold_run,
     open_run_storage,
@@ -145,13 +145,13 @@ def _describe_durable(run: Run) -> str:
     """Describe what the next start continues from, for the message of a signal. Empty in a dry run."""
     if run.request.dry_run:
         return ""
-    return describe_kept(run.storage)
+    return describe_saved_progress(run.storage)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
     """Return the options that all processes of a run must share."""
-    # A process with another value would leave the others alone in a collective, e.g. a dry run ends
-    # before the first step.
+    # If one process had another value, the others would wait for it in a collective forever. For example,
+    # a dry run ends before the first step.
     return {
         "restart": request.restart,
         "stop_after": request.stop_after,
@@ -200,7 +200,7 @@ def _train_locked(run: Run) -> TrainResult:
             prepared = _with_base_facts(prepared, state)
     with (
         raise_on_signal(),
-        note_durable_work(lambda: describe_kept(run.storage)),
+        note_durable_work(lambda: describe_saved_progress(run.storage)),
         note_durable_work(lambda: describe_missing_exports(run, prepared.loop.steps)),
     ):
         with open_display(prepared) as display:
@@ -299,9 +299,9 @@ def _open_start_checkpoint(run: Run) -> tuple[StartCheckpoint, ShardingContext]:
 
 
 def _recipe_sharding(run: Run) -> ShardingContext:
-    """Return the sharding by the recipe alone.
+    """Return the sharding of the recipe's mesh, slices and rules.
 
-    A dry run without the devices gets the hint of `prep plan`.
+    In a dry run with too few devices, the error suggests `prep plan`, which needs none.
     """
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
@@ -411,7 +411,7 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
 
 
 def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> CheckpointManager:
-    """Open the checkpoints of a run, which takes its lock if this process has not."""
+    """Open the checkpoints of a run. Lock the run if this process has not locked it yet."""
     run = prepared.run
     table = run.recipe.checkpoint
     sharding = prepared.loop.setup.forward_config.sharding
@@ -561,7 +561,7 @@ def _result(prepared: PreparedRun, step: int, **fields: Any) -> TrainResult:
 def _stopped_error(end: LoopResult, *, has_saved_step: bool) -> PrepError:
     """Return the error of a run stopped before its last step."""
     reason = end.stop_reason
-    # 75 asks a launcher to start the job again. Ctrl-C is the user's, who does not want that.
+    # 75 asks a launcher to start the job again. After Ctrl-C, the user does not want a restart.
     code = STOPPED
     if reason == signal.Signals.SIGINT.name:
         code = INTERRUPTED

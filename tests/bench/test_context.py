@@ -67,7 +67,7 @@ def test_context_svg_draws_powers_as_straight_lines():
     assert rises[2] == (0, 0)
 
 
-def test_methods_differ_in_what_computes_in_chunks():
+def test_methods_have_different_kernels_and_chunk_sizes():
     configs = [method_config(method) for method in (DENSE, TILES, ALL_CHUNKS)]
     assert [config.attention_options.kernel for config in configs] == [
         "reference",

@@ -52,7 +52,7 @@ def test_target_is_the_larger_of_cp_and_floor() -> None:
     assert ROW.to_target is None
 
 
-def test_measure_case_alternates_plain_copies(
+def test_measure_case_runs_plain_copies_in_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {"prep": 5.0, "bash": 4.0}

@@ -14,7 +14,7 @@ def test_flops_follow_the_formula():
     assert flops.full - flops.causal == 6 * 32 * 128 * 2048**2
 
 
-def test_full_flops_equal_those_of_the_compiled_reference():
+def test_full_flops_equal_the_compiled_reference():
     """The compiler also counts elementwise operations, and the convention omits the second pass over the scores."""
     shape, num_tokens = "tiny", 256
     x = jax.ShapeDtypeStruct((1, num_tokens, 64), "float32")

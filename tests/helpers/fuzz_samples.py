@@ -182,7 +182,8 @@ VALUES: Mapping[str, ValueSampler] = {
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), COUNT
     ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads"), one_of(1, 2, 2, 4, 3)
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+        one_of(1, 2, 2, 4, 3),
     ),
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER

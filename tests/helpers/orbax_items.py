@@ -17,7 +17,12 @@ NOW_NS = 1_700_000_000_123_456_789
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Return an array of random bits, with NaN and infinity of all kinds; booleans are 0 and 1."""
+    """Return an array of random bits, with NaN and infinity of all kinds; booleans are 0 and 1.
+
+    An int4 takes a byte, with its sign in the upper bits.
+    """
+    if dtype == "int4":
+        return np.random.default_rng(seed).integers(-8, 8, shape).astype(ml_dtypes.int4)
     high = 2 if dtype == "bool" else 256
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     bits = np.random.default_rng(seed).integers(

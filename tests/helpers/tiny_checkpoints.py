@@ -92,7 +92,9 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
     },
 }  # fmt: skip
 # Families with golden files of their own, with sizes that meshes divide. Most tests of conversions leave them out.
-DENSE_SIZES = GROUPED_QUERY | {"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4}
+DENSE_SIZES = GROUPED_QUERY | {
+    **{"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4, "attention_heads": 4}
+}
 DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     name: config | {
         key: value for key, value in DENSE_SIZES.items() if key in config and key != "num_hidden_layers"

@@ -172,6 +172,10 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.8},
     },
     "biogpt": SMALL | {"model_type": "biogpt", "max_position_embeddings": 300},
+    "xglm": TOKEN_FIELDS | {
+        "model_type": "xglm", "d_model": 24, "attention_heads": 3, "num_layers": 2, "ffn_dim": 20,
+        "max_position_embeddings": 64,
+    },
     "mt5": T5 | {"model_type": "mt5", "tie_word_embeddings": False},
     "umt5": T5 | {"model_type": "umt5"},
     "vaultgemma": GEMMA | {

@@ -1,6 +1,6 @@
 """Fake devices of a TPU slice, with the attributes that JAX places devices by.
 
-`test_fake_devices_are_those_of_libtpu` compares them with the devices that libtpu describes.
+`test_fake_devices_match_libtpu` compares them with the devices that libtpu describes.
 """
 
 from __future__ import annotations

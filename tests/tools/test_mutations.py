@@ -60,7 +60,7 @@ def test_mutants_after_non_ascii_text_are_placed_by_bytes():
         "x = min(a, b)",
     ],
 )
-def test_source_without_mutants(source: str):
+def test_source_has_no_mutants(source: str):
     assert results(source) == set()
 
 

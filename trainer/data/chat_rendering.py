@@ -69,7 +69,7 @@ class ChatRenderer:
         if any(mark in messages_text for mark in (START_MARK, END_MARK)):
             raise PrepError(
                 f"{place}: a message is not text",
-                "it has U+FDD0 or U+FDD1, which are no characters",
+                "it has U+FDD0 or U+FDD1, which are not characters",
                 "remove them",
             )
         # The limits grow with the messages: a template may repeat a long conversation, and a short

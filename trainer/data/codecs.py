@@ -263,8 +263,8 @@ MAX_CHARS = 300
 def library_errors(what: str, hint: str) -> Iterator[None]:
     """Turn every error of a library in the block into a PrepError.
 
-    A panic of Rust is a BaseException, so `except Exception` does not catch it. Here the cause of a
-    panic is a fault of the tokenizer's file without a check in the library.
+    A panic of Rust is a BaseException, so `except Exception` does not catch it. The cause of
+    a panic is an error in the tokenizer file that the library does not check.
 
     Args:
         what: The failed operation, for the message.

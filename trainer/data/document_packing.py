@@ -90,7 +90,7 @@ class RowBlock:
     ends: Int64Array
 
 
-# From blocks of consecutive document ends and the length of a row to all rows
+# Makes all rows from blocks of consecutive document ends and the length of a row.
 MakeRows = Callable[[Iterable[Int64Array], int], Iterator[RowBlock]]
 
 

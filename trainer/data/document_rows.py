@@ -236,7 +236,7 @@ def _read_valid_rows(
     except FileNotFoundError:
         return None
     except DamagedStoreError as error:
-        note(f"{error.what} ({error.why}): they are made again")
+        note(f"{error.what} ({error.why}): they are rebuilt")
         return None
 
 
@@ -312,5 +312,5 @@ def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
 
 
 def _damaged_rows_error(folder: Path, why: str) -> DamagedStoreError:
-    hint = f"`rm -r {folder}`: the next run makes them again"
+    hint = f"`rm -r {folder}`: the next run rebuilds them"
     return DamagedStoreError(f"the rows in {folder} are damaged", why, hint)

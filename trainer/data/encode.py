@@ -254,7 +254,7 @@ def fill_store(
 def _position_after(
     position: ReadPosition, batch: Sequence[Example], starts: list[FileStart]
 ) -> ReadPosition:
-    """Return the position after a batch. Drop the starts of files completed before it."""
+    """Return the read position after a batch. Remove from `starts` the files that end at or before it."""
     # Files are read ahead of encoding, so `starts` may have files that begin after the batch. The
     # file of the next example is the last one that starts at or before it.
     n_examples = position.n_examples + len(batch)

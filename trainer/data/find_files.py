@@ -122,7 +122,7 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
         matching: list[FileType] = [
-            key for key, reader in READERS.items() if reader.reads_named(name)
+            key for key, reader in READERS.items() if reader.matches_named_file(name)
         ]
         if not matching:
             why = f"known suffixes: {', '.join(_suffixes('auto'))}"
@@ -171,7 +171,7 @@ def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[
 
 def _is_data(name: str, *, data_type: DataType) -> bool:
     """Return whether a file of a folder has a suffix of a type. `auto` accepts every type."""
-    return any(reader.reads_from_folder(name) for reader in _readers(data_type))
+    return any(reader.matches_folder_file(name) for reader in _readers(data_type))
 
 
 def _readers(data_type: DataType) -> Sequence[Reader]:
@@ -182,7 +182,7 @@ def _readers(data_type: DataType) -> Sequence[Reader]:
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=_raise_io_error):
-        # `os.walk` goes on with the folders that are left in the list.
+        # `os.walk` visits only the folders that remain in this list.
         folders[:] = (name for name in folders if not name.startswith("."))
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
@@ -266,7 +266,7 @@ def choose_split(name: str, splits: list[Any], split: str | None) -> str:
 
 
 def _read_value(path: Path, key: str) -> list[Any]:
-    """Return a list of a JSON file."""
+    """Return the list under a key of a JSON file."""
     try:
         value = load_json(read_regular_file(path))[key]
     except OSError as error:

@@ -33,12 +33,12 @@ START_TIME_FIELD = 19
 def partial_name(identity: str) -> str:
     """Return a new name for an incomplete folder of this process."""
     process = f"{os.getpid()}-{_start_time(os.getpid())}"
-    return f"{identity}.{_host()}-{process}-{uuid.uuid4().hex[:8]}.partial"
+    return f"{identity}.{_host_id()}-{process}-{uuid.uuid4().hex[:8]}.partial"
 
 
 def released_name(identity: str) -> str:
     """Return a new name for an incomplete folder of this host that no process writes any more."""
-    return f"{identity}.{_host()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
+    return f"{identity}.{_host_id()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
 
 
 def is_abandoned(folder: Path) -> bool:
@@ -51,19 +51,19 @@ def is_abandoned(folder: Path) -> bool:
         # now.
         return True
     return has_ended(folder) or (
-        match["host"] != _host() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
+        match["host"] != _host_id() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
     )
 
 
 def has_ended(folder: Path) -> bool:
     """Return whether a process of this host wrote an incomplete folder and has ended."""
     match = PARTIAL_NAME.fullmatch(folder.name)
-    if match is None or match["host"] != _host():
+    if match is None or match["host"] != _host_id():
         return False
     return match["process"] != f"{match['pid']}-{_start_time(int(match['pid']))}"
 
 
-def _host() -> str:
+def _host_id() -> str:
     """Return this host and the namespace of its process ids."""
     return f"{machine_id()}-{os.stat('/proc/self/ns/pid').st_ino}"
 

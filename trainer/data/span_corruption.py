@@ -47,7 +47,7 @@ class SpanCorruptionDataset:
     Attributes:
         tokens: The token store. Its `seq_length` is the length of a block.
         sizes: Numbers of tokens of each block.
-        special_ids: The added ids.
+        special_ids: Ids of the special tokens in sources and targets, e.g. the sentinels of spans.
         source_length: Maximum length of a source.
         seq_length: Maximum length of a target.
         seed: Seed of the spans.

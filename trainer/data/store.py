@@ -34,7 +34,7 @@ META_FILE = "meta.json"
 # uint64, because a store may have more than 2^32 tokens.
 DOCUMENT_END_NBYTES = 8
 DIGEST_READ_NBYTES = 4 << 20
-# The file names that `digests` may have: of an earlier version, without and with loss weights.
+# The possible sets of file names in `digests`: of an earlier version, without and with loss weights.
 DIGEST_NAMES = (
     set[str](),
     {TOKENS_FILE, DOCUMENTS_FILE},
@@ -217,7 +217,7 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
     return DamagedStoreError(
         f"the tokens in {folder} are damaged",
         why,
-        f"`rm -r {folder}`: the next run makes them again",
+        f"`rm -r {folder}`: the next run rebuilds them",
     )
 
 

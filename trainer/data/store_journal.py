@@ -52,7 +52,7 @@ class RestoredFiles:
 def read_journal(folder: Path) -> list[SavedState]:
     """Return the states in the journal of a store, oldest first.
 
-    The first malformed line ends them, e.g. a line cut off by a kill.
+    Reading stops at the first malformed line, e.g. a line cut off by a kill.
     """
     try:
         lines = read_regular_file(folder / JOURNAL_FILE).split(b"\n")
@@ -192,7 +192,7 @@ class StoreJournal:
 def _replace_journal(path: Path, state: SavedState) -> BinaryIO:
     """Replace a journal by one with a single state, and return the open file.
 
-    A line appended to a cut-off line would be lost with it.
+    The last line of the old journal may be cut off. A line appended to it could not be read.
     """
     # A kill before the rename leaves the old journal. A file with the suffix .new is overwritten.
     new = path.with_suffix(".new")

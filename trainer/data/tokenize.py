@@ -106,7 +106,7 @@ def tokenize_files(
     """Return the tokens of the configured files, from the cache or tokenized now.
 
     All files are read once for their digests. Tokens in the cache are read once to check their
-    digests, and made again if damaged.
+    digests, and rebuilt if damaged.
 
     Args:
         config: Files, tokenizer and cache.
@@ -356,7 +356,7 @@ def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.Stor
     try:
         return store.read_meta(folder)
     except store.DamagedStoreError as error:
-        note(f"{error.what} ({error.why}): they are made again")
+        note(f"{error.what} ({error.why}): they are rebuilt")
         return None
 
 

@@ -170,7 +170,7 @@ class TextTokenizer:
             text = self.codec.decode([*preceding_ids, *ids])
             if text.startswith(prefix):
                 return text[len(prefix) :]
-            # The preceding ids end within a character, so their text is no prefix of the whole
+            # The preceding ids end within a character, so their text is not a prefix of the whole
             # text.
             return self.codec.decode(list(ids))
 

@@ -60,13 +60,13 @@ class CoordinatedProcesses:
     def barrier(self, name: str) -> None:
         """Wait until all processes have called it. Raise PrepError if one of them is lost."""
         key = self._next_key("barrier", name)
-        with _raise_broken(name):
+        with _convert_jax_errors(name):
             self._client.wait_at_barrier(key, WAIT_MS)
 
     def gather(self, name: str, text: str) -> list[str]:
         """Return the texts of all processes by index on process 0, and an empty list elsewhere."""
         key = self._next_key("gather", name)
-        with _raise_broken(name):
+        with _convert_jax_errors(name):
             self._client.key_value_set(f"{key}/{self.index}", text)
             if self.index:
                 return []
@@ -81,7 +81,7 @@ class CoordinatedProcesses:
     def broadcast(self, name: str, text: str) -> str:
         """Return the text of process 0 on all processes."""
         key = self._next_key("broadcast", name)
-        with _raise_broken(name):
+        with _convert_jax_errors(name):
             if self.index == 0:
                 self._client.key_value_set(key, text)
                 return text
@@ -93,7 +93,7 @@ class CoordinatedProcesses:
         Raises:
             ConnectionBrokenError: Process 0 does not answer.
         """
-        with _raise_broken(key):
+        with _convert_jax_errors(key):
             self._client.key_value_set(f"{self._prefix}/{key}", text, allow_overwrite=True)
 
     def read(self, key: str) -> str | None:
@@ -102,7 +102,7 @@ class CoordinatedProcesses:
         Raises:
             ConnectionBrokenError: Process 0 does not answer.
         """
-        with _raise_broken(key):
+        with _convert_jax_errors(key):
             try:
                 return self._client.key_value_try_get(f"{self._prefix}/{key}")
             except jax.errors.JaxRuntimeError as error:
@@ -117,7 +117,7 @@ class CoordinatedProcesses:
         Raises:
             ConnectionBrokenError: Process 0 does not answer.
         """
-        with _raise_broken(key):
+        with _convert_jax_errors(key):
             texts: list[tuple[str, str]] = self._client.key_value_dir_get(f"{self._prefix}/{key}/")
         return {int(name.rpartition("/")[2]): text for name, text in texts}
 
@@ -144,7 +144,7 @@ class CoordinatedProcesses:
 
 
 @contextmanager
-def _raise_broken(name: str) -> Iterator[None]:
+def _convert_jax_errors(name: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

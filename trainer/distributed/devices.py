@@ -40,10 +40,10 @@ def _devices(list_devices: Callable[[], list[Any]]) -> list[Any]:
     try:
         return list_devices()
     except (RuntimeError, AssertionError) as error:
-        raise PrepError(NO_DEVICES, _reason(error), PLATFORM_HINT) from error
+        raise PrepError(NO_DEVICES, _no_devices_reason(error), PLATFORM_HINT) from error
 
 
-def _reason(error: Exception) -> str:
+def _no_devices_reason(error: Exception) -> str:
     platforms = os.environ.get(PLATFORMS_VARIABLE, "")
     text = str(error).partition("\n")[0]
     if text:

@@ -60,7 +60,7 @@ def xla_flags() -> str:
 
 @contextmanager
 def _flags_without_fused() -> Iterator[None]:
-    """Disable fused multiply-add in the environment while XLA starts. A choice of the user stays."""
+    """Disable fused multiply-add while XLA starts, unless the user's XLA_FLAGS already choose the instruction set."""
     global _flags_of_start
     flags = os.environ.get(FLAGS)
     started = flags or ""
@@ -96,7 +96,7 @@ def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 
 def _fused_error(was_in_use: bool) -> PrepError:
     what = "exact results are not possible in this process"
-    hint = f"`{FLAGS}={WITHOUT_FUSED}` before Python starts, or `reduction` fast"
+    hint = f'`{FLAGS}={WITHOUT_FUSED}` before Python starts, or the setting `reduction = "fast"`'
     if was_in_use:
         why = "JAX was used before, and XLA fuses products and sums: it reads its flags at the first use"
         return PrepError(what, why, f"call prep before other code uses JAX, or {hint}")

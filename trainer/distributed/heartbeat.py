@@ -38,7 +38,7 @@ class Heartbeat:
 
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
-        """Return the heartbeat of a JSON text."""
+        """Parse a heartbeat from JSON."""
         return cls(**json.loads(text))
 
 
@@ -64,7 +64,7 @@ class JobEnd:
 
     @classmethod
     def from_json(cls, text: str) -> JobEnd:
-        """Return the reason of a JSON text."""
+        """Parse a reason from JSON."""
         return cls(**json.loads(text))
 
 
@@ -74,7 +74,7 @@ def first_heartbeat(place: str | None) -> Heartbeat | None:
 
 
 def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEnd:
-    """Return the end of a job that lost a process.
+    """Return the `JobEnd` for a lost process.
 
     Args:
         process: Index of the process.
@@ -90,7 +90,7 @@ def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEn
         if beat and beat.count
         else "no heartbeat of it arrived"
     )
-    return JobEnd("lost", process, f"{_name(process, beat)} is lost", f"{silence}; {phase}")
+    return JobEnd("lost", process, f"{_process_text(process, beat)} is lost", f"{silence}; {phase}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class HeartbeatMonitor:
         self._checked_s = start_s
 
     def check(self, beats: Mapping[int, Heartbeat], now_s: float) -> JobEnd | None:
-        """Return the end of the job if a process is lost or stuck.
+        """Return why the job must end, if a process is lost or stuck. Return None otherwise.
 
         Args:
             beats: The last heartbeat of each process.
@@ -189,7 +189,7 @@ class HeartbeatMonitor:
                 f"`{phase}` is stuck",
                 f"no process has finished it in {overdue_s:.0f} s",
             )
-        names = ", ".join(_name(index, beats[index]) for index in behind[:MAX_NAMED])
+        names = ", ".join(_process_text(index, beats[index]) for index in behind[:MAX_NAMED])
         if len(behind) > MAX_NAMED:
             names += f" and {len(behind) - MAX_NAMED} more"
         furthest = max(beats.values(), key=lambda beat: beat.num_phases).phase
@@ -210,7 +210,7 @@ def _observe(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
     return _Observed(beat, now_s, seen.phase_s if is_same_phase else now_s)
 
 
-def _name(process: int, beat: Heartbeat | None) -> str:
+def _process_text(process: int, beat: Heartbeat | None) -> str:
     if beat is None:
         return f"process {process}"
     return f"process {process} ({beat.place})"

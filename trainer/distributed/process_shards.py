@@ -21,10 +21,11 @@ def has_several_processes() -> bool:
     return jax.process_count() > 1
 
 
-def all_agree_on_exchange(is_remote: bool, layout_digest: int) -> bool:
-    """Return whether a process reads from a server, or the processes run on several kernels. All call it together.
+def should_exchange_reads(is_remote: bool, layout_digest: int) -> bool:
+    """Return whether the processes should read each byte once and exchange it. All processes call this together.
 
-    Containers of one host have one kernel, and share its page cache.
+    It is true if a process reads from a server, or if the processes run on several kernels. Containers of one host
+    have one kernel, and share its page cache.
 
     Args:
         is_remote: Whether the checkpoint of this process is on a server.

@@ -29,7 +29,7 @@ PROTOCOL = "prep-1"
 MAX_LINE_BYTES = 1 << 14
 # Seconds that process 0 waits for a line from a connection. A port scanner sends none.
 HELLO_TIMEOUT_S = 5.0
-# Seconds until the verdict arrives, after process 0 has waited its time.
+# Process 0 waits for all processes, and then accepts or refuses them. Seconds until its verdict arrives.
 VERDICT_DELAY_S = 10.0
 # Seconds between two attempts to connect.
 RETRY_S = 0.2
@@ -165,7 +165,7 @@ def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) ->
         return peer
     if other is None or peer.settings_digest == other.settings_digest:
         return None
-    # The process with the digest of process 0 belongs to its job, so the other one is the stranger.
+    # The process with the digest of process 0 belongs to its job, so the other process is from another job.
     # If neither has it, no stranger is known.
     return {peer.settings_digest: other, other.settings_digest: peer}.get(address.settings_digest)
 

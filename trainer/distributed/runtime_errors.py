@@ -49,13 +49,13 @@ class RuntimeErrors:
             yield
             return
         self._set_terminate_handler()
-        setattr(_jax, CLIENT_FACTORY, self._with_callback(factory))
+        setattr(_jax, CLIENT_FACTORY, self._add_error_callback(factory))
         try:
             yield
         finally:
             setattr(_jax, CLIENT_FACTORY, factory)
 
-    def _with_callback(self, factory: Callable[..., Any]) -> Callable[..., Any]:
+    def _add_error_callback(self, factory: Callable[..., Any]) -> Callable[..., Any]:
         def create_client(*args: Any, **options: Any) -> Any:
             return factory(
                 *args, **{**options, CALLBACK: self._on_error, "shutdown_on_destruction": False}

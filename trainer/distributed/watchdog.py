@@ -166,7 +166,8 @@ class Watchdog:
     def wait_for_end(self) -> None:
         """Wait until the watchdog ends this process. Return if all other processes are alive.
 
-        For a broken connection between devices: it does not name the lost process, the heartbeats do.
+        Call this after a broken connection between devices. Its error does not name the lost process, but the
+        watchdog finds the process by its missing heartbeats.
         """
         self._closed.wait(self.settings.timeout_s + 2 * self.interval_s + GRACE_S)
 

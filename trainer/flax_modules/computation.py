@@ -38,7 +38,7 @@ class Computation:
         # columns of a batch (`zigzag_order`). A caller of a module does not.
         if sharding.sequence_parallel_size > 1:
             why = "Flax modules take the tokens of a sequence in their order"
-            what = text("{} has sp", Option("mesh", str(sharding.mesh)))
+            what = text("{} splits tokens over sp", Option("mesh", str(sharding.mesh)))
             raise usage_error(what, why, text("{} with fsdp or mp", Option("mesh")))
 
     def logits(

@@ -164,7 +164,7 @@ def _unscanned_indices(axis_map: AxisMap) -> Iterator[dict[str, int]]:
 def _scatter_leaf(
     leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None
 ) -> None:
-    """Write a leaf to its places in its tensors."""
+    """Write the elements of a leaf to the tensors that it stores."""
     # Example: layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed, with the sizes
     # 2, 4, 8 and 16. The leaf [2, 4, 8, 16] has one dim per atom. Index 1 of `layers` selects the
     # tensor h.1.q, and the piece [4, 8, 16] becomes its rows: [4 * 8, 16].
@@ -251,7 +251,7 @@ def _extents(factors: Iterable[SizedAxis]) -> list[int]:
 
 
 def _fixed_index(axis_map: AxisMap) -> tuple[int | slice, ...]:
-    """Return the index that selects the row's part of a tensor, with a dim per atom."""
+    """Return the index of the part of a tensor that a row of the table maps. The tensor has one dim per atom."""
     index: list[int | slice] = []
     for factor in _source_factors(axis_map):
         if factor.fixed is None:

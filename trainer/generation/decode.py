@@ -169,9 +169,9 @@ def prefill(
 
 
 def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
-    """Return the options of a pass over `length` tokens at once: attention of many tokens is blockwise.
+    """Return the options of a pass over `length` tokens at once.
 
-    Its memory is then linear in the length.
+    Long passes replace the reference kernel by blockwise attention. Its memory is linear in the length.
     """
     if length <= MAX_DENSE_LENGTH or forward_config.attention_options.kernel != "reference":
         return forward_config

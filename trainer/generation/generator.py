@@ -29,7 +29,8 @@ SLOT_MULTIPLE = 64
 MAX_SLOTS = 1 << 30
 # Decoding steps between checks whether all rows have ended. A check waits for the devices.
 STEPS_PER_CHECK = 16
-# Seconds that a streamed token waits for the end of its compiled call. Readers notice longer ones.
+# Maximum seconds that a streamed token waits for the end of its compiled call. Longer delays are
+# visible.
 MAX_STREAM_DELAY_S = 0.05
 
 InputT = TypeVar("InputT")
@@ -234,7 +235,7 @@ class _OutputRows:
         self._eos_token_ids = eos_token_ids
 
     def fetch(self, state: DecodeState, sharding: ShardingContext) -> list[list[int]]:
-        """Add the tokens since the last call, and return them."""
+        """Append the tokens since the last call to `rows`, and return only these tokens, one list per prompt."""
         # The latest tokens are in slot `length`, one after the last filled slot of the cache.
         stop = int(state.kv_cache.length) + 1
         tokens = _fetch(state.batch.tokens, sharding)[: len(self.rows), self._next_slot : stop]

@@ -138,7 +138,7 @@ class LayerKind(NamedTuple):
     """The choices that differ between the layers of a stack.
 
     Attributes:
-        window: A number of positions, that of the token included, or FULL_ATTENTION.
+        window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
         rope: Rotary embedding. None if queries and keys do not rotate.
     """
 
@@ -169,7 +169,9 @@ class ArchConfig:
             arXiv:2305.19466).
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
-        position_offset: Row of the first learned position.
+        has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
+            token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
+        position_offset: Row of the first learned position, or number added to sinusoidal ones.
         embed_scale: Factor of the token embeddings.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
@@ -205,6 +207,7 @@ class ArchConfig:
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
+    has_sinusoidal_positions: bool = False
     position_offset: int = 0
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -225,7 +228,7 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.score_bias is None
+        return self.rope is None and self.score_bias is None and not self.has_sinusoidal_positions
 
     @property
     def norm_scale_offset(self) -> float:
@@ -382,7 +385,7 @@ def read_sliding_windows(
 def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 
-    Transformers computes some families so, whatever their `layer_types` contains.
+    In some families Transformers ignores `layer_types` and uses one window in all layers.
 
     Raises:
         PrepError: The window is neither None (full attention) nor a positive integer.

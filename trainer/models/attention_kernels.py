@@ -169,9 +169,9 @@ def rank_kernels(
 ) -> tuple[KernelChoice, ...]:
     """Return the kernels that can compute the attention of a run, the best first.
 
-    `auto` prefers the kernels made for the platform. Without one it prefers blockwise attention for
-    sequences of more than MAX_DENSE_LENGTH tokens, on CPUs of more than CPU_MAX_DENSE_LENGTH. The
-    choice does not depend on the mesh, so that a run that resumes on another one keeps its kernel.
+    `auto` prefers the kernels made for the platform. If there is none, it prefers blockwise
+    attention for sequences longer than MAX_DENSE_LENGTH tokens (CPU_MAX_DENSE_LENGTH on CPUs). The
+    choice does not depend on the mesh, so that a run keeps its kernel if it resumes on another mesh.
 
     Args:
         requested: A name, or `auto`.

@@ -228,7 +228,7 @@ class AxisMap:
 
     @property
     def unscanned_factors(self) -> tuple[SizedAxis, ...]:
-        """Stacked axes that no dim of the leaf has. There is one leaf per index of them."""
+        """Stacked axes that are no dim of the leaf. Each combination of their indices is a separate leaf."""
         leaf_atoms = {f.atom for f in itertools.chain.from_iterable(self.leaf_dims)}
         return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 
@@ -352,7 +352,7 @@ class _SizeLookup:
         """Return the index list of this name."""
         indices = self.sizes.get(name)
         if indices is None or isinstance(indices, int):
-            raise _row_error(self.row, f"the sizes have no index list `{name}`")
+            raise _row_error(self.row, f"the sizes of the model contain no index list `{name}`")
         return tuple(indices)
 
     def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:
@@ -381,7 +381,8 @@ def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
         return TensorIndex(lookup.factors(pattern.terms))
     indices = pattern.numbers or lookup.index_list(pattern.index_list)
     if pattern.numbers and pattern.numbers == tuple(range(len(pattern.numbers))):
-        # Every index is the number itself. Plans list the numbers of experts for each tensor otherwise.
+        # The numbers are 0, 1, 2, ... and need no list. With a list, a plan would contain the number of every expert
+        # for each tensor.
         return TensorIndex((SizedAxis(pattern.terms[0].atom, len(pattern.numbers)),))
     return TensorIndex((SizedAxis(pattern.terms[0].atom, len(indices)),), indices)
 

@@ -90,9 +90,9 @@ class HostLeaf:
         return leaf
 
     def on_host(self) -> HostLeaf:
-        """Fetch all shards. Return a leaf that hands the results over."""
-        # `pop` hands the array over. A function that keeps a reference would hold all arrays in host
-        # memory until the whole save is complete.
+        """Fetch all shards to host memory. Each fetched array can be read only once, to free its memory early."""
+        # `pop` returns the array and drops the reference to it. A function that keeps the reference
+        # would hold all arrays in host memory until the whole save is complete.
         shards = tuple(HostShard(shard.box, [shard.fetch()].pop) for shard in self.shards)
         return HostLeaf(self.shape, self.dtype, shards)
 

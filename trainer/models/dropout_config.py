@@ -93,8 +93,8 @@ def resolve_dropout(
     """Return the rates of a run.
 
     Args:
-        value: `model.dropout`: one rate, the rates of some sites, or "config" for those of the
-            config.
+        value: `model.dropout`: one rate, the rates of some sites, or "config" for the rates in
+            the config.
         fcm_ratio: `model.fcm_ratio`.
         config: Content of the checkpoint's config.json.
         dropout_fields: Its fields with dropout rates.

@@ -159,7 +159,7 @@ class Key:
     is_override: bool = False
 
     def render(self, style: Style, /) -> str:
-        """Return the key or its line of a recipe in backticks, or what `style` has in its place."""
+        """Return the key or its recipe line in backticks, or the option or variable that `style` names instead."""
         replacement = style.rename_key(self)
         if replacement is not None:
             return replacement.render(style)

@@ -67,7 +67,8 @@ def detect_launcher(
         UsageError: A launcher's variables are incomplete or contradict each other.
     """
     detectors = (_jax_process, _open_mpi_process, _slurm_process, _tpu_process, _job_set_process)
-    # The detector of Kubernetes only raises: no variable of a pod has the number of processes.
+    # `_job_set_process` (Kubernetes) returns no process, because no variable of a pod has the number of
+    # processes. It only raises an error.
     for launcher, detect in zip(LAUNCHERS, detectors, strict=True):
         if launcher in launchers and (process := detect(environ)) is not None:
             return process

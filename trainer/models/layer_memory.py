@@ -21,7 +21,7 @@ ROW_COPIES = 2
 TILE_COPIES = 4
 # On accelerators XLA fuses three of them into the products that read them.
 FUSED_TILE_COPIES = 1
-# Ring attention holds the keys and values of one device and the next ones, in transfer to it.
+# Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
@@ -250,7 +250,10 @@ class LayerStack:
         )
 
     def _residual_gradient_nbytes(self) -> int:
-        """Return the bytes of gradients of the residual stream. Without chunks they take the place of norms."""
+        """Return the bytes of gradients of the residual stream.
+
+        0 if the MLP is not computed in chunks, because the gradients then reuse the memory of norms.
+        """
         if self._chunk_length() == self.seq_length:
             return 0
         return (

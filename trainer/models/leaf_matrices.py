@@ -124,10 +124,10 @@ def reduce_leaf(leaf: ParamLeaf, axes: Collection[int]) -> ParamLeaf:
 
 
 def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes of a parameter that a leaf has with extent 1, or None if it is no statistic of the parameter."""
+    """Return the axes of a parameter over which a leaf is a statistic, such as a mean. None if it is not one."""
     if len(shape) != len(param_shape):
         return None
-    # E.g. [12, 1, 64] of a parameter [12, 32, 64] -> axis 1. [12, 2, 64] is no statistic of it.
+    # E.g. [12, 1, 64] of a parameter [12, 32, 64] -> axis 1. [12, 2, 64] is not a statistic of it.
     differing = tuple(axis for axis, extent in enumerate(shape) if extent != param_shape[axis])
     if all(shape[axis] == 1 for axis in differing):
         return differing

@@ -254,7 +254,7 @@ class Adapters:
     Attributes:
         config: Their settings.
         leaves: Their leaves, by path.
-        shared: Path of each A that is another projection's -> the path of that leaf.
+        shared: Path of each A matrix that reuses the A of another projection -> path of the reused leaf.
     """
 
     config: LoraConfig

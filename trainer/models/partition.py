@@ -133,7 +133,7 @@ def leaf_spec(
         choices = rule.choices_of_leaf(path, dims)
         hint = partial(_leaf_hint, rule=rule)
     elif path is not None and rules.by_size:
-        choices = _choices_by_size(dims, shape, mesh)
+        choices = _split_largest_dims(dims, shape, mesh)
         hint = partial(_param_hint, mesh=mesh, checkpoint=checkpoint)
     else:
         return partition_spec(dims, shape, mesh, rules.params, checkpoint)
@@ -167,7 +167,7 @@ def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -
     return is_split
 
 
-def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[AxisChoices]:
+def _split_largest_dims(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[AxisChoices]:
     """Return the choices of each dim: mp splits the largest dim that it divides, fsdp the largest other one.
 
     Stacked layers and experts are not split, and neither are leaves with a single other dim, such

@@ -124,7 +124,10 @@ class ReadPlan:
 
     @property
     def reading_axes(self) -> MeshAxes:
-        """Mesh axes that divide a slab, major first: the last collective joins the largest parts."""
+        """Mesh axes that divide a slab between its readers, major axis first.
+
+        This is the reverse of the order of the collectives: the last collective joins the largest parts.
+        """
         return tuple(axis for axis, _ in reversed(self.exchanges))
 
     @property
@@ -135,14 +138,14 @@ class ReadPlan:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that slabs divide."""
+        """Number of rows to divide into slabs."""
         if self.keeps_rows:
             return self.leaf.shard_extent(self.row_dim)
         return self.leaf.shape[self.row_dim]
 
     @property
     def num_units(self) -> int:
-        """Number of units that slabs divide."""
+        """Number of units to divide into slabs."""
         return -(-self.num_rows // self.unit_rows)
 
     def min_slab_nbytes(self, itemsize: int) -> int:
@@ -250,7 +253,10 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
 
 
 def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPlan]:
-    """Yield a plan for each dim with more than one unit, as long as shards begin with a unit in the dims before it."""
+    """Yield a plan for each dim that can be the row dim.
+
+    A row dim has more than one unit. Each dim before it has a single unit, or units of extent 1.
+    """
     outer: list[int] = []
     for dim, extent in enumerate(leaf.shape):
         if extent <= unit[dim]:

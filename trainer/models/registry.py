@@ -55,6 +55,7 @@ from trainer.models.families import (
     t5,
     umt5,
     vaultgemma,
+    xglm,
 )
 from trainer.models.parameters import Family, HFConfig
 from trainer.models.unsupported import missing_mechanism
@@ -75,7 +76,7 @@ _FAMILY_MODULES = (
         hunyuan_v1_dense,
         nemotron,
     ),
-    *(falcon, gpt_bigcode, bloom, mpt, biogpt, mt5, umt5),
+    *(falcon, gpt_bigcode, bloom, mpt, biogpt, xglm, mt5, umt5),
     *(jais2, cwm, vaultgemma),
 )
 ADD_FAMILY_HINT = text(

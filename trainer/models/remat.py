@@ -54,7 +54,7 @@ def check_remat(
     _check_names(policy)
     what = f"`model.remat_policy` is {json.dumps(policy)}"
     hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
-    if ffn_chunk_size != WHOLE and "mlp_hidden" in _names(policy):
+    if ffn_chunk_size != WHOLE and "mlp_hidden" in _listed_activations(policy):
         what = f"{what}, and `model.ffn_chunk_size` {ffn_chunk_size}"
         raise usage_error(
             what,
@@ -72,7 +72,7 @@ def _check_names(policy: RematPolicy) -> None:
         supported = f"{', '.join((REMAT_NONE, *REMAT_POLICIES))}, or a list of {', '.join(ACTIVATION_NAMES)}"
         what = f"unknown `model.remat_policy` {policy!r:.60}"
         raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
-    for name in _names(policy):
+    for name in _listed_activations(policy):
         if name not in ACTIVATION_NAMES:
             what = f"unknown activation {name!r:.60} in `model.remat_policy`"
             raise usage_error(
@@ -80,14 +80,14 @@ def _check_names(policy: RematPolicy) -> None:
             )
 
 
-def _names(policy: RematPolicy) -> Sequence[str]:
+def _listed_activations(policy: RematPolicy) -> Sequence[str]:
     if isinstance(policy, str):
         return ()
     return policy
 
 
 def saved_activations(policy: RematPolicy, *, has_experts: bool) -> frozenset[str]:
-    """Return the names of the activations that a policy saves. The caller handles policies with all activations.
+    """Return the names of the activations that a policy saves. The caller handles policies that save all activations.
 
     Args:
         policy: The policy.

@@ -198,6 +198,8 @@ def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None
     if arch_config.rope is None:
         if arch_config.has_learned_positions:
             kind = "learned positions"
+        elif arch_config.has_sinusoidal_positions:
+            kind = "sinusoidal positions"
         else:
             kind = "a relative position bias"
         why = f"it has {kind} instead of a rotary embedding"

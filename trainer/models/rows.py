@@ -68,7 +68,11 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
 
 
 def _first_shared_dim(leaf: str, dims: str) -> str:
-    """Return the dim of the tensor with the first atom of the leaf that the tensor has."""
+    """Return the tensor's dim that contains the first shared atom, in the order of the leaf.
+
+    >>> _first_shared_dim("heads head_dim embed", "(heads head_dim) embed")
+    '(heads head_dim)'
+    """
     for atom in leaf.split():
         for dim in split_dims(dims):
             if atom in atoms_in(dim):
@@ -114,7 +118,7 @@ def attention(
 def separate_qkv(
     name_pattern: str, kv_heads: str = "heads", bias: Condition | None = NEVER
 ) -> Parameters:
-    """Return the parameters of queries, keys and values stored apart. The arguments are those of `attention`."""
+    """Return the parameters of queries, keys and values stored apart. See `attention` for the arguments."""
     parameters: Parameters = {}
     for projection, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
         row = f"{heads} head_dim embed <- {name_pattern.format(projection)}.weight: ({heads} head_dim) embed"

@@ -53,7 +53,7 @@ class DimRule:
 
     @property
     def subject(self) -> str:
-        """What the rule is for. At most one rule of a run has each subject."""
+        """The dim with its prefix for activations, e.g. `act:batch`. Two rules of a run have different subjects."""
         return f"{ACTIVATION_PREFIX * self.of_activations}{self.dim}"
 
 
@@ -71,7 +71,7 @@ Rule = DimRule | LeafRule | Preset
 
 
 def parse_rule(rule_text: str, *, origin: Option | Key = RULES_OPTION) -> Rule:
-    """Parse a sharding rule. Its text is the rule again.
+    """Parse a sharding rule. `str` of the result is a text of the same rule.
 
     Args:
         rule_text: The rule.
@@ -127,8 +127,8 @@ def _check_dim(rule: DimRule, option: Text) -> None:
 def _parse_choices(choices_text: str, option: Text) -> AxisChoices:
     choices = tuple(_parse_choice(part.strip(), option) for part in choices_text.split("|"))
     if () in choices[:-1]:
-        why = "none always fits, so later choices are never used"
-        raise usage_error(text("{} has choices after none", option), why, "put none last")
+        why = "`none` always fits, so later choices are never used"
+        raise usage_error(text("{} has choices after `none`", option), why, "put `none` last")
     return choices
 
 
@@ -172,7 +172,7 @@ def _parse_leaf_rule(rule_text: str, option: Text) -> LeafRule:
 
 
 def merge_rules(texts: Iterable[str], *, origin: Option | Key = RULES_OPTION) -> Rules:
-    """Return a preset, or else the default rules, with other rules in place of those for the same dims.
+    """Return the rules of a preset or the default rules, overridden by the other rules for the same dims.
 
     Args:
         texts: Rules in the notation of `parse_rule`.

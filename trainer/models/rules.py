@@ -15,7 +15,7 @@ from trainer.models.suggest import did_you_mean
 AxisChoices = tuple[MeshAxes, ...]
 
 
-# Logical dim -> choices. If two dims of a leaf want the same mesh axis, the dim with the earlier rule gets it.
+# Logical dim -> choices. If two dims of a leaf choose the same mesh axis, the dim with the earlier rule gets it.
 DimRules = Mapping[str, AxisChoices]
 
 

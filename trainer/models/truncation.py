@@ -95,7 +95,11 @@ def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers:
 
 
 def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
-    """Return the names with a later number of a run as long as the config's number of layers."""
+    """Return the names whose first number is a layer to remove.
+
+    For example, `h.3.w` with 2 layers to keep. A number counts as a layer if the names with the same text before it
+    have at least the numbers 0 to N - 1, where N is a number of layers in the config.
+    """
     counts = layer_counts(config)
     if not counts:
         what = text("{} needs the number of layers", Option("layers", layers))

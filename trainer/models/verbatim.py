@@ -41,9 +41,10 @@ from trainer.models.parameters import (
 from trainer.models.rules import VERBATIM_EXPERTS
 
 CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
-# In the path of a leaf, in place of the numbers of its tensors.
+# Replaces the numbers of stacked tensors in the path of their leaf, e.g. `layers.*.w`.
 STACKED_NUMBER = "*"
-# A whole part of a dotted name. `007` is no number: its zeros would be lost. Larger numbers count nothing.
+# A number that is a whole part of a dotted name, e.g. `12` in `layers.12.w`. `007` does not match, because its zeros
+# would be lost. Numbers of more than 9 digits do not match, because no layer or expert has such a number.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 # Name -> dtype and shape.
@@ -157,7 +158,7 @@ def recorded_family(manifest: Mapping[str, Any]) -> Family:
 
 
 def stacked_numbers(family: Family, scan: bool = True) -> dict[str, list[list[int]]]:
-    """Return the numbers of each stacked leaf, one list per stacked number of its path.
+    """Return the layer or expert numbers of the tensors in each stacked leaf, one list per `*` in its path.
 
     Args:
         family: A verbatim family.
@@ -202,8 +203,8 @@ def _stacks(tensors: TensorTypes) -> Iterator[_Stack]:
 def _products(indices: Collection[tuple[int, ...]]) -> list[Product]:
     """Split a set of indices into products of numbers, e.g. {(0, 0), (0, 1), (1, 0), (1, 1)} into ((0, 1), (0, 1)).
 
-    First numbers with the same following indices stay together. Layers 0 to 3 with 8 experts and layers 4 and 5 with 16
-    experts are two products.
+    Layers with the same experts are in the same product. For example, layers 0 to 3 with 8 experts each and layers 4
+    and 5 with 16 experts each are two products.
     """
     if indices == {()}:
         return [()]
@@ -231,7 +232,10 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 
 
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
-    """Return the template of the paths of the leaves of layers. They are unused, and are added to the used paths."""
+    """Return the path of a stack's leaves, with `{}` for the layer.
+
+    The paths of experts are made unique with a suffix, and added to `used_paths`.
+    """
     template = stack.path("{}")
     if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
         # The path of each layer is the name of its tensor.

@@ -116,11 +116,11 @@ class AttentionMask:
             if self.window != FULL_ATTENTION:
                 visible = visible & (distance < self.window)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
-            visible = _and(
+            visible = _combine_masks(
                 visible, self.q_segment_ids[:, :, None] == self.kv_segment_ids[:, None, :]
             )
         if self.kv_valid is not None:
-            visible = _and(visible, self.kv_valid[:, None, :])
+            visible = _combine_masks(visible, self.kv_valid[:, None, :])
         return visible
 
     def score_bias(self) -> Array | None:
@@ -140,7 +140,7 @@ class AttentionMask:
         return self.dropout.for_queries(self.q_positions).apply(x, self.kv_positions)
 
 
-def _and(visible: Array | None, other: Array) -> Array:
+def _combine_masks(visible: Array | None, other: Array) -> Array:
     """Return the keys visible in both masks. None means all keys."""
     if visible is None:
         return other

@@ -127,7 +127,10 @@ class StackContext:
 def with_score_bias(
     mask: AttentionMask, weights: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
 ) -> AttentionMask:
-    """Add the bias of scores by relative position, if these weights have its table, or it has none.
+    """Return a mask with the bias that relative positions add to attention scores.
+
+    The mask is returned unchanged if it already has a bias, if the architecture has none, or if these weights do not
+    contain the table of a learned bias (T5).
 
     Args:
         mask: Positions of queries and keys.

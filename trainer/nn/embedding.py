@@ -17,6 +17,7 @@ from trainer.nn.block import shard_residual
 from trainer.nn.linear import linear
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.norms import norm
+from trainer.nn.position_encoding import sinusoidal_positions
 
 
 def embed_tokens(
@@ -33,7 +34,7 @@ def embed_tokens(
         tokens: int32 [B, T].
         model: The model.
         forward_config: Execution options.
-        positions: int32 [B, T]. None means the `zigzag_order` of the mesh. Used only with learned positions.
+        positions: int32 [B, T], for learned or sinusoidal positions. None means the `zigzag_order` of the mesh.
 
     Returns:
         Token embeddings, plus learned position embeddings if the model has them. Normalized if it has `embed_norm`.
@@ -56,6 +57,11 @@ def embed_tokens(
         else:
             rows = _rows_to_take(positions, "embed.positions", model, forward_config.sharding)
             x = x + table[offset + rows]
+    if arch_config.has_sinusoidal_positions:
+        if positions is None:
+            positions = order_tokens(jnp.arange(tokens.shape[1]), forward_config.sharding)
+        table = sinusoidal_positions(positions + arch_config.position_offset, x.shape[-1])
+        x = x + table.astype(x.dtype)
     if "embed_norm" in params:
         x = norm(x, params["embed_norm"], arch_config)
     return shard_residual(x, forward_config.sharding)

@@ -358,7 +358,7 @@ def _weighted_sum(values: Array, chunk: _Chunk, function: str) -> Array:
     """Sum the values of tokens by their weights. Raise PrepError if the function returned another shape."""
     token_weight = chunk[2]
     if jnp.shape(values) != token_weight.shape:
-        why = f"it has shape {list(jnp.shape(values))}, not that of the targets, {list(token_weight.shape)}"
+        why = f"it has shape {list(jnp.shape(values))}, the targets have {list(token_weight.shape)}"
         what = f"{function} did not return a value for each token"
         raise PrepError(what, why, "return an array with the shape of the targets")
     # select with `where`: the value of a token of weight 0 may be inf

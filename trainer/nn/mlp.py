@@ -48,7 +48,7 @@ def mlp(
 ) -> Array:
     """Compute the MLP of [B, T, D]: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if it is gated.
 
-    The arguments are those of a function of token chunks, so that no call lies between the chunks and the products.
+    `over_token_chunks` calls it directly, so it takes `constants`.
 
     Args:
         x: Input [B, T, D].

@@ -67,8 +67,9 @@ class ForwardConfig:
     Attributes:
         dtype: Dtype of the computation.
         scan_layers: Compile one layer and scan it over all layers.
-        remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all but
-            those of norms and activation functions, or names of activations. The input of each layer is always saved.
+        remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all
+            except the ones inside norms and activation functions, or names of activations. The input of each layer is
+            always saved.
         head_chunk_size: Tokens of a device per row with logits in memory at the same time. -1 means all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.

@@ -22,7 +22,7 @@ def norm(
 
     Args:
         x: [..., D].
-        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A norm may have neither.
+        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A layer norm may have neither.
         arch_config: Selects the norm and its epsilon.
         axes: Axes of the mean.
 
@@ -30,9 +30,9 @@ def norm(
         [..., D] in the dtype of `x`.
     """
     eps = arch_config.norm_eps
-    scale = weights.get("scale", 1.0)
     match arch_config.norm:
         case "layer":
+            scale = weights.get("scale", 1.0)
             return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "layer_offset":
             # As in transformers' NemotronLayerNorm1P.
@@ -40,7 +40,7 @@ def norm(
             return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "rms":
             # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
-            return _rms_normalize(x, eps, axes).astype(x.dtype) * scale
+            return _rms_normalize(x, eps, axes).astype(x.dtype) * weights["scale"]
         case "rms_offset":
             # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)

@@ -143,6 +143,23 @@ def apply_rotary(x: Array, cosine: Array, sine: Array, is_interleaved: bool = Fa
     return jnp.concatenate([joined, rest], axis=-1)
 
 
+def sinusoidal_positions(positions: Array, width: int) -> Array:
+    """Compute the embedding of positions by sines and cosines (arXiv:1706.03762, section 3.5), float32 [..., D].
+
+    The first half has sin(p * 10000^(-i / (D / 2 - 1))) for i = 0 to D / 2 - 1, the second half the
+    cosines, as in tensor2tensor and fairseq.
+
+    Args:
+        positions: int32 [...].
+        width: D. If it is odd, the last element is 0.
+    """
+    half = width // 2
+    exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(10_000) / (half - 1))
+    angles = positions.astype(jnp.float32)[..., None] * np.exp(exponents)
+    padding = jnp.zeros((*positions.shape, width % 2), jnp.float32)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles), padding], axis=-1)
+
+
 def relative_position_bias(
     table: Array, q_positions: Array, kv_positions: Array, bias_config: RelativePositionBias
 ) -> Array:

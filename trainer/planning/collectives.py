@@ -154,7 +154,7 @@ def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
     if inputs.num_sequence_shards == 1:
         return 0
     # Keys and values [B, T, K, E] of the whole row pass each device once per pass. A rematerialized
-    # layer repeats its forward pass. Their gradients travel along in float32.
+    # layer repeats its forward pass. Their gradients are sent too, in float32.
     kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
     kv_size = 2 * inputs.local_batch_size * length * kv_heads * inputs.local_extent("head_dim")

@@ -130,7 +130,8 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
     # Both keys therefore change together.
     if plan.inputs.attention_tile is None:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
-    # Only the largest sizes first: they save most of the memory. The smaller ones follow at the end.
+    # Try the largest chunk sizes first, because they already save most of the memory. The smaller sizes
+    # follow at the end.
     yield from _smaller("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length)
     yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
     yield from _more_micro_batches(plan)
@@ -153,7 +154,7 @@ def _smaller(
 
 
 def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, object]]:
-    """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
+    """Yield recipe keys for micro-batches of one sequence per replica, with an unchanged batch size."""
     if plan.inputs.local_batch_size == 1:
         return
     # E.g. 2 micro-batches of 4 sequences per replica become 8 of 1.

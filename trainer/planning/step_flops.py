@@ -158,7 +158,7 @@ def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
 
 
 def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int:
-    """Return the operations of a parameter for one sequence in the forward pass, or 0 if it is no matrix."""
+    """Return the operations of a parameter for one sequence in the forward pass, or 0 if it is not a matrix."""
     if leaf.role != "matrix":
         return 0
     size = math.prod(leaf.shape)
@@ -174,7 +174,7 @@ def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int
 
 
 def _visible_pairs(length: int, window: int) -> int:
-    """Return the pairs of a query and a key at or before it, within a sliding window."""
+    """Return the number of (query, key) pairs of causal attention with a sliding window."""
     if window == FULL_ATTENTION or window >= length:
         return length * (length + 1) // 2
     # The first `window` queries see 1, 2, ..., window keys, all later ones see `window`.
@@ -184,7 +184,7 @@ def _visible_pairs(length: int, window: int) -> int:
 def _computed_pairs(
     inputs: MemoryInputs, lengths: tuple[int, int], *, window: int, visible: int, is_causal: bool
 ) -> int:
-    """Return the pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs.
+    """Return the number of pairs that a kernel computes: all pairs, tiles with a visible pair, or visible pairs.
 
     Args:
         inputs: Inputs of the estimates.

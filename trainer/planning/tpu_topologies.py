@@ -65,7 +65,7 @@ class TpuGeneration:
     runtime_version: str = ""
 
     @property
-    def has_boxes(self) -> bool:
+    def has_3d_slices(self) -> bool:
         """Whether slices have three dimensions."""
         return self.slices[0].count("x") == 2
 
@@ -78,7 +78,9 @@ class TpuGeneration:
         """Return whether there is a slice of this shape, such as `4x4x8`."""
         if shape in self.slices:
             return True
-        if not self.has_boxes or not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){2}", shape):
+        if not self.has_3d_slices or not re.fullmatch(
+            r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){2}", shape
+        ):
             return False
         sides = [int(side) for side in shape.split("x")]
         are_cubes = all(side % _CUBE_SIDE == 0 for side in sides)
@@ -89,7 +91,7 @@ class TpuGeneration:
         if chips in map(num_chips, self.slices):
             return True
         # E.g. 192 chips are the box 4x4x12, three cubes in a row, which no list contains.
-        return self.has_boxes and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
+        return self.has_3d_slices and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
 
     def node_sizes(self, shape: str) -> tuple[int, ...]:
         """Return the possible numbers of chips of each node of a slice, the most common one first."""

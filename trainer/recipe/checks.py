@@ -112,7 +112,7 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _start_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield keys of another kind of start than that of `model.init`. A missing path is reported by the loader."""
+    """Yield problems of keys that do not belong to the value of `model.init`. The loader reports a missing path."""
     model = recipe.model
     if not model.is_random:
         for key in ("model.preset", "model.config"):
@@ -348,7 +348,7 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
             yield Problem((key, step_key), what, "both set the same interval", "remove one of them")
     if checkpoint.dtype not in (None, recipe.model.param_dtype) and checkpoint.optimizer_state:
         key = "checkpoint.dtype"
-        why = f"a run resumes from {recipe.model.param_dtype} parameters, and the optimizer state is saved"
+        why = f"to resume with its optimizer state, a run needs saved {recipe.model.param_dtype} parameters"
         yield Problem(
             (key,), _key_is(recipe, key), why, "`optimizer_state = false` in [checkpoint]"
         )

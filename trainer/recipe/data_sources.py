@@ -48,7 +48,7 @@ def _as_in_data(key: str, example: str = "") -> Any:
 
 
 class DataSource(BaseModel):
-    """A dataset of a mixture. Keys that it does not have are those of `[data]`."""
+    """A dataset of a mixture. Missing keys have the values of `[data]`."""
 
     model_config = STRICT
 

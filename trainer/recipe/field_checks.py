@@ -76,7 +76,7 @@ def check_packing(data: Data, *, has_encoder: bool) -> None:
 
 
 def _column_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield keys about columns for a type of data without columns."""
+    """Yield the column keys of a recipe with a data type that has no columns."""
     data = recipe.data
     defaults = {
         key: type(data).model_fields[key.removeprefix("data.")].default for key in COLUMN_KEYS

@@ -83,7 +83,7 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
     ]
     recipe = _validate(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
-        # An unknown key may be the cause of a conflict in the table of the key that it stands for.
+        # A misspelled key may cause a conflict in the table of the key that was meant.
         affected_tables = {_table_name(key) for key in intended_keys}
         for problem in find_problems(recipe):
             if affected_tables.isdisjoint(map(_table_name, problem.keys)):

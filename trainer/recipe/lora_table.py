@@ -67,7 +67,7 @@ class Lora(BaseModel):
 
     @property
     def new_adapters(self) -> LoraConfig | None:
-        """Settings of new adapters, or None without adapters, or if they are those of `path`."""
+        """Settings of new adapters. None without adapters, or if the adapters are loaded from `path`."""
         if not self.rank:
             return None
         alpha = self.alpha or float(ALPHA_PER_RANK * self.rank)

@@ -96,7 +96,7 @@ class OtherTrainers(BaseModel):
 
 @cache
 def other_trainers() -> OtherTrainers:
-    """Read and validate the data file."""
+    """Read and validate DATA_FILE, the names of settings in other trainers."""
     return OtherTrainers.model_validate(tomllib.loads(DATA_FILE.read_text(encoding="utf-8")))
 
 

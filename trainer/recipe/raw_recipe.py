@@ -209,7 +209,7 @@ def _parse_toml(text: str, path: Path) -> TomlTable:
             raise usage_error(
                 f"{path}:{other_format.line}: invalid TOML", why, other_format.hint
             ) from None
-        # "line 3, column 7)" or "end of document)".
+        # `location` is "line 3, column 7)" or "end of document)".
         message, _, location = str(error).rpartition(" (at ")
         line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
         hint = ""

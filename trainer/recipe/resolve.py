@@ -8,7 +8,7 @@ from trainer.models.errors import Key, Text, text, usage_error
 from trainer.recipe.optimizer_tables import PALM_WARMUP_STEPS, OptimizerTable, PalmTable
 from trainer.recipe.tables import Batch
 
-# Schedules that reach no end.
+# Schedules that never end.
 OPEN_SCHEDULES = ("constant", "rsqrt")
 # Length of the decay of wsd, as a fraction of the steps until its end.
 DEFAULT_COOLDOWN = 0.1

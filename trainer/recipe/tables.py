@@ -193,7 +193,7 @@ def schema() -> dict[str, Any]:
 
 
 def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the JSON schemas of a table: one, or those of each member of a tagged union. Empty for a key."""
+    """Return the JSON schemas of a table: one, or one per member of a tagged union. Empty for a key."""
     property_schema = recipe_schema["properties"][name]
     members: list[Mapping[str, Any]] = []
     for schema_or_reference in (property_schema, *property_schema.get("oneOf", ())):
@@ -247,7 +247,7 @@ def _optimizer_schemas() -> Iterator[tuple[str, Mapping[str, KeySchema]]]:
     members = table_members(schema(), "optimizer")
     # pydantic lists the members of a union in the order of its type, which is the order of OPTIMIZER_TABLES.
     for name, member in zip(OPTIMIZER_TABLES, members, strict=True):
-        # The schema of a member allows its own type only, the schema of the key allows all.
+        # The schema of a member allows only its own type. The schema of the key allows all types.
         yield name, {**member["properties"], "type": KEY_SCHEMAS["optimizer.type"]}
 
 

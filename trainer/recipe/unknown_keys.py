@@ -50,7 +50,7 @@ def _unknown_items(tables: Mapping[str, TomlValue]) -> Iterator[tuple[str, TomlV
     """Yield path and value of each unknown table, and of each unknown key of a known table."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
-            # Validation reports a value that is no table.
+            # Validation reports a value that is not a table.
             if isinstance(value, dict):
                 for key, item in value.items():
                     if not is_known(name, key, value):
@@ -213,7 +213,7 @@ def _assignment_text(key: str, toml_value: str, current: str) -> str:
 def _other_optimizers_text(path: str) -> str:
     """Return a hint for a key that only optimizers of other types have."""
     table, _, name = path.rpartition(".")
-    # A quoted key `"model.path"` above the first table has the name of a key, and is none.
+    # A quoted key `"model.path"` above the first table is spelled like a key, but is not one.
     if table != "optimizer":
         return f"`{name}` in [{table}], without quotes"
     types = [key for key, names in OPTIMIZER_SCHEMAS.items() if name in names]

@@ -15,8 +15,8 @@ from typing import BinaryIO, cast
 from trainer.tables.batches import InvalidRow, Part
 from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_message
 
-# Memory of a worker besides that of rows: a page or a record batch, compressed and decompressed,
-# and dictionaries
+# Memory of a worker without its rows: a page or a record batch, compressed and decompressed, and
+# dictionaries.
 DECODING_NBYTES = 1 << 30
 # Memory for copies of the largest row: in its page, in its batch and in the message.
 ROW_COPIES = 8

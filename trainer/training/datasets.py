@@ -240,7 +240,7 @@ def _build_dataset(
     if dataset.rows.max_length == 1:
         raise PrepError(
             "the data has no token to train on",
-            "each document has one token, which no token precedes",
+            "each document has one token, and the first token of a document is not predicted",
             text(
                 "another {}, or {}", Key("data.path"), Key("data.add_bos", "true", is_override=True)
             ),
@@ -440,8 +440,8 @@ def _check_equal(identities: Sequence[str]) -> None:
         None,
     )
     if other is not None:
-        what = f"the data of process {other} differs from that of process 0"
-        why = f"its tokens are {identities[other]}, those of process 0 {identities[0]}"
+        what = f"the data of process {other} differs from the data of process 0"
+        why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
         raise PrepError(
             what, why, "the same files in `data.path` on all hosts, or on a shared file system"
         )

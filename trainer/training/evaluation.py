@@ -81,7 +81,7 @@ def jit_eval_step(
 def jit_exact_eval_step(
     model: ModelSpec, forward_config: ForwardConfig, num_shards: int
 ) -> EvalStep:
-    """Return a function that computes the same sums over logical shards of a batch, in a fixed order.
+    """Return a function that computes the sums of `jit_eval_step` over logical shards, in a fixed order.
 
     Args:
         model: The model.
@@ -112,7 +112,7 @@ def jit_fast_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> E
 
 
 def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
-    """Return a function that computes the same sums for each row alone, with the same rounding on every mesh.
+    """Return a function that computes the sums of `jit_eval_step` per row, with the same rounding on every mesh.
 
     Each device has all parameters, and computes its rows one at a time. `evaluate` then returns the same bits
     for every mesh and batch size.

@@ -21,11 +21,11 @@ from trainer.distributed.exchange import (
     slab_program,
 )
 from trainer.distributed.process_shards import (
-    all_agree_on_exchange,
     boxes_by_process,
     has_several_processes,
     local_boxes,
     local_coordinates,
+    should_exchange_reads,
 )
 from trainer.models.boxes import Box, volume
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
@@ -49,7 +49,7 @@ def exchange_is_faster(reader: CheckpointReader) -> bool:
     """
     if not has_several_processes():
         return False
-    return all_agree_on_exchange(reader.is_remote, _layout_digest(reader))
+    return should_exchange_reads(reader.is_remote, _layout_digest(reader))
 
 
 def _layout_digest(reader: CheckpointReader) -> int:

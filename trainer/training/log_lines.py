@@ -37,14 +37,15 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
 def speed_fields(
     step_s: float | None, *, tokens_per_step: int, peak_step_s: float | None
 ) -> dict[str, float]:
-    """Return the entries of a step's line about its speed.
+    """Return the speed of a step as entries of its log line.
 
-    Empty if its duration is not known.
+    Empty if the duration of the step is unknown.
 
     Args:
-        step_s: Seconds of the step.
-        tokens_per_step: Its tokens.
-        peak_step_s: Seconds of its model operations at the devices' peak. None if it is unknown.
+        step_s: Duration of the step in seconds.
+        tokens_per_step: Tokens of the step.
+        peak_step_s: Duration of the model's FLOPs at the peak rate of the devices. None if the
+            peak rate is unknown.
     """
     if not step_s:
         return {}

@@ -343,7 +343,7 @@ class Loop:
             step, metrics = self.pending_metrics.popleft()
             # The conversion waits until the step is done on the device.
             consecutive_skips = int(metrics["in_row"])
-            self.stop_signals.read(metrics)
+            self.stop_signals.update_from_metrics(metrics)
             self.timer.count_step()
             self.callbacks.on_step(step)
             if step % config.recipe.train.log_every == 0 or step in (1, config.steps):

@@ -35,7 +35,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Name a file, which need not exist.
+        """Set the path of the file, which need not exist.
 
         Args:
             path: The file.
@@ -44,7 +44,7 @@ class MetricsFile:
         self.num_skipped = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines. PrepError if the file cannot be read."""
+        """Yield the lines. Raise PrepError if the file cannot be read."""
         for line in self.raw_lines():
             values = _parse_line(line)
             if values is None:
@@ -53,7 +53,7 @@ class MetricsFile:
                 yield values
 
     def raw_lines(self) -> Iterator[bytes]:
-        """Yield the bytes of all lines. PrepError if the file cannot be read."""
+        """Yield the bytes of all lines. Raise PrepError if the file cannot be read."""
         try:
             yield from read_complete_lines(self._path)
         except FileNotFoundError:
@@ -209,7 +209,7 @@ class MetricsWriter:
                 # notices it, its lines must not get between the other's lines.
                 self._fd = os.dup(file.fileno())
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line, visible to readers at once.
@@ -223,13 +223,13 @@ class MetricsWriter:
                 # in the next round.
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
-    def _error(self, error: OSError) -> PrepError:
+    def _write_error(self, error: OSError) -> PrepError:
         return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
 
 

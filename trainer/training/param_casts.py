@@ -17,7 +17,8 @@ from trainer.training.optimizers.rounding import LOW_BITS
 
 # The bits that bfloat16 cuts off.
 LOW_MASK = 2**LOW_BITS - 1
-# All bits but the sign. Without it, float32 values compare like their bits as integers.
+# All bits except the sign. Without the sign, float32 values have the same order as their bits read
+# as integers.
 ABS_MASK = 0x7FFFFFFF
 INFINITY = 0x7F800000
 # The smallest float32 that rounds to an infinite bfloat16: halfway between the largest bfloat16,

@@ -104,8 +104,8 @@ class Sampler:
         In a job of several processes, all of them call it together.
 
         Args:
-            params: Parameters of the model on the mesh of the run. They are copied if their dtype is not that of the
-                computation.
+            params: Parameters of the model on the mesh of the run. They are copied if their dtype is not the dtype of
+                the computation.
         """
         outputs = self._generator.with_params(params).generate(self._ids, self._sources)
         samples: list[Sample] = []

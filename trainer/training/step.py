@@ -89,7 +89,7 @@ class StepSetup:
 
     @property
     def trained_leaves(self) -> dict[str, ParamLeaf]:
-        """Parameters changed by training, by path: the saved ones, except the matches of `optimizer.freeze`."""
+        """Parameters changed by training, by path: all saved parameters that `optimizer.freeze` does not match."""
         return self.optimizer.unfrozen_leaves(self.model.saved_leaves)
 
     def param_dtype_of(self, path: str) -> str:
@@ -270,7 +270,7 @@ def train_step(
         "in_row": new_state["skipped_in_row"],
     }
     if stop_signals is not None:
-        # The maximum over the processes: one of them that must stop stops all, after the same step.
+        # The maximum over the processes: if one must stop, all stop after this step.
         metrics[STOP] = jnp.max(stop_signals)
     return new_state, metrics
 

@@ -54,8 +54,8 @@ class StopSignals:
         value = np.full(1, STOP_REASONS.index(self._poll()), np.int32)
         return {STOP: jax.make_array_from_callback(self._shape, self._sharding, lambda _: value)}
 
-    def read(self, metrics: Mapping[str, Array]) -> None:
-        """Read the largest signal from the metrics of a step."""
+    def update_from_metrics(self, metrics: Mapping[str, Array]) -> None:
+        """Store the strongest signal of all processes, from the metrics of a step."""
         if STOP in metrics:
             # The maximum over all devices is equal in all processes, so they stop after the same
             # step. A process that stopped alone would leave the collectives of the next step

@@ -40,7 +40,7 @@ class TensorBoardLog:
         try:
             self._writer = writer.EventFileWriter(str(folder))
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(
             self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start)
@@ -70,9 +70,9 @@ class TensorBoardLog:
             self._writer.add_event(event)
             self._writer.flush()
         except OSError as error:
-            raise self._error(error) from error
+            raise self._write_error(error) from error
 
-    def _error(self, error: OSError) -> PrepError:
+    def _write_error(self, error: OSError) -> PrepError:
         return PrepError(f"cannot write {self.folder}", error.strerror or str(error), ACCESS_HINT)
 
 

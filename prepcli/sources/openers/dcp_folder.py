@@ -73,9 +73,9 @@ def box_locations(tensor: DcpTensor) -> Locations:
 
 
 def _box_location(tensor: DcpTensor, box: DcpBox) -> Contiguous | ChunkedLocation:
-    """Return a box as a leaf of one chunk.
+    """Return the location of a box. It is a leaf with one chunk that stores a part of the tensor.
 
-    The part of each dim is a part of a fused tensor, e.g. rows 4 to 7 of [7, 6] are the elements 4 + {0, 1, 2}.
+    E.g. rows 4 to 6 of a tensor [7, 6] are a leaf [3, 6]. Its axis map has the extent 7 and the start 4 in dim 0.
     """
     if box.shape == tensor.shape and box.byte_strides is None:
         return Contiguous(box.file, box.offset)

@@ -100,7 +100,7 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
     # `trainstate_params::` asks for the parameters, so leaving the rest is no loss to report.
     if hints.part == "trainstate_params":
         extra_entries = ()
-    # The blobs of concatenated pieces. Without any, the placements number the files.
+    # The blobs are the files, then the arrays in several pieces. Without such arrays, placements refer to `files`.
     blobs = flax_files.blobs
     if len(blobs) == len(flax_files.files):
         blobs = ()

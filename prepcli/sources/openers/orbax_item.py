@@ -90,7 +90,7 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     if manifest is None:
         return _open_foreign(item, path, display_name, hints)
     if not manifest.is_tree:
-        why = f"it is an Orbax item, its {MANIFEST_FILE} is that of a Hugging Face folder"
+        why = f"it is an Orbax item, its {MANIFEST_FILE} describes a Hugging Face folder"
         hint = text("{} shows its contents", Command("inspect"))
         raise PrepError(f"{display_name} has an invalid manifest", why, hint)
     config = manifest.config

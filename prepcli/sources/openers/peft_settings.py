@@ -104,15 +104,15 @@ def read_settings(folder: Path) -> PeftSettings:
     content = read_config(path)
     for key, plain_values in PLAIN_VALUES.items():
         value = content.get(key, plain_values[0])
-        # 0 == False in Python, but an integer is no switch
+        # 0 == False in Python, but an integer is not a boolean setting.
         if not any(type(value) is type(plain) and value == plain for plain in plain_values):
-            why = "only plain LoRA adapters are"
+            why = "only plain LoRA adapters are supported"
             hint = "PEFT's `merge_and_unload()` merges other adapters"
             raise PrepError(f"{folder}: {key} = {_value_text(value)} is not supported", why, hint)
     try:
         settings = PeftSettings.model_validate(content)
     except ValidationError as error:
-        raise _invalid_error(path, _faults(error)) from None
+        raise _invalid_error(path, _describe_faults(error)) from None
     _check_scale(path, settings)
     return settings
 
@@ -214,16 +214,16 @@ def _check_scale(path: Path, settings: PeftSettings) -> None:
         )
 
 
-def _faults(error: ValidationError) -> str:
+def _describe_faults(error: ValidationError) -> str:
     """Describe the first invalid keys."""
     faults: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
         key = str(item["loc"][0])
-        faults.setdefault(key, f"{key} {_fault(item)}")
+        faults.setdefault(key, f"{key} {_describe_fault(item)}")
     return "; ".join(list(faults.values())[:MAX_SHOWN])
 
 
-def _fault(item: ErrorDetails) -> str:
+def _describe_fault(item: ErrorDetails) -> str:
     if item["type"] == "missing":
         return "is missing"
     message = item["msg"].removeprefix("Input ")

@@ -190,7 +190,7 @@ def test_compare_step_fails_for_different_files(
 def test_kill_step_fails_if_the_run_ends_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
+    monkeypatch.setattr(conversion, "_should_kill", lambda partial, is_last: False)
     with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
         conversion._kill(tmp_path, ("models",))
 

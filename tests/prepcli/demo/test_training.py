@@ -82,7 +82,7 @@ def test_kill_step_waits_for_a_durable_step(
     assert training._kill(tmp_path, ()).result == "killed after step 8, step 4 is durable"
 
 
-def test_kill_step_waits_for_a_step_to_lose(
+def test_kill_step_kills_after_an_unsaved_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_runs(monkeypatch, run_that_saves_first)

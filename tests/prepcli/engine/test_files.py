@@ -244,7 +244,7 @@ def test_files_report_the_hard_open_file_limit(monkeypatch, source: Path):
     assert "ulimit -n" in raised.value.hint
 
 
-def test_files_name_a_file_that_cannot_be_opened(tmp_path: Path):
+def test_open_error_names_the_file(tmp_path: Path):
     with pytest.raises(PrepError, match=r"cannot read or write .*absent") as raised:
         Files([tmp_path / "absent"])
     assert raised.value.why == "No such file or directory"

@@ -56,7 +56,7 @@ def test_small_outputs_use_direct_io_unmeasured():
     assert policy.needs_alignment
 
 
-def test_large_outputs_try_both_modes_in_turn(monkeypatch: pytest.MonkeyPatch):
+def test_large_outputs_alternate_write_modes_in_trials(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(io_policy, "STOP_TRIALS_RATIO", float("inf"))
     policy = WritePolicy(MIN_MEASURED_NBYTES)
     assert modes(policy, 2 * TRIALS) == [WriteMode.DIRECT, WriteMode.WRITEBACK] * TRIALS

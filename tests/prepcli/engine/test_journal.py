@@ -227,7 +227,7 @@ def test_journal_names_a_path_that_is_not_writable(tmp_path: Path):
     with pytest.raises(PrepError, match=r"cannot read or write .*journal"):
         Journal(tmp_path / "absent" / "journal", "run")
     (tmp_path / "journal").mkdir()
-    with pytest.raises(PrepError, match=r"journal is not used - it is not a regular file"):
+    with pytest.raises(PrepError, match=r"journal cannot be used - it is not a regular file"):
         Journal(tmp_path / "journal", "run")
 
 

@@ -388,7 +388,7 @@ def test_task_shares_follow_the_division(tmp_path: Path):
     team = joined(tmp_path / "out", Share(2, 1))
     assert team.shares == divide_streams(PLAN, 2)
     assert [s.name for s in team.share_plan(1).streams] == [f"t{n}" for n in team.shares[1]]
-    assert team.own_nbytes() == (0, sum(s.nbytes for s in team.share_plan(1).streams))
+    assert team.durable_and_total_nbytes() == (0, sum(s.nbytes for s in team.share_plan(1).streams))
 
 
 def test_empty_share_is_complete_from_the_start(tmp_path: Path):

@@ -30,7 +30,7 @@ def test_failure_is_found_by_another_process(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["failed.1", "heard.0"])
-def test_fifo_with_the_name_of_a_note_is_not_one(tmp_path: Path, name: str):
+def test_fifo_is_not_read_as_a_failure_note(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)
     notes = make_notes(tmp_path, 0)
     assert notes.find(1) is None

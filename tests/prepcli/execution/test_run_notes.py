@@ -29,7 +29,7 @@ def test_read_note_refuses_damaged_content(tmp_path: Path, data: bytes):
         read_json_record(tmp_path / "note")
 
 
-def test_notes_are_no_links_and_no_fifos(tmp_path: Path):
+def test_note_files_are_not_links_or_fifos(tmp_path: Path):
     (tmp_path / "target").write_bytes(b"{}")
     (tmp_path / "link").symlink_to("target")
     os.mkfifo(tmp_path / "fifo")

@@ -153,7 +153,7 @@ def test_open_stage_reuses_an_existing_empty_folder(out: Path):
     assert open_stage(out).work.is_dir()
 
 
-def test_open_rejects_a_file_of_that_name(out: Path):
+def test_open_rejects_a_file_at_the_staging_path(out: Path):
     out.with_name("out.partial").write_text("mine")
     with pytest.raises(PrepError, match="exists"):
         open_stage(out)
@@ -324,7 +324,7 @@ def test_publish_recovers_with_another_output_in_place(out: Path, monkeypatch):
     assert contents(out) == {"d/data": "new"}
 
 
-def test_publish_replaces_an_output_with_a_work_folder(out: Path, monkeypatch):
+def test_publish_replaces_an_output_after_a_kill_in_cleanup(out: Path, monkeypatch):
     publish_until(start_stage(out), monkeypatch, "cleaned")
     stage = open_stage(out, RUN | {"request": "prep y"})
     (stage.folder / "later").write_text("later")

@@ -92,7 +92,7 @@ MINE = manifest_of("mine")
         ({"prep-manifest.json": MINE, "whole": b"1"}, False, ""),
     ],
 )
-def test_upload_sees_what_others_wrote_meanwhile(
+def test_upload_detects_files_written_by_others_meanwhile(
     objects: dict[str, bytes],
     overwrite: bool,
     error: str,

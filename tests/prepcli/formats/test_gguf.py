@@ -110,7 +110,7 @@ def plain_value(value: Any) -> Any:
     return value.numbers().tolist()
 
 
-def test_types_are_those_of_gguf():
+def test_ggml_types_match_the_gguf_package():
     sizes = {
         number: (GGML_TYPES[number].name, GGML_TYPES[number].values, GGML_TYPES[number].nbytes)
         for number in GGML_TYPES

@@ -132,8 +132,8 @@ INVALID_FLAX_FILES = {
     ),
     "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no valid shape"),
     "an unknown dtype": (
-        b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
-        "`int4`, a dtype that is not supported",
+        b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int2\xc4\x00",
+        "`int2`, a dtype that is not supported",
     ),
     "another size": (
         b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00",

@@ -96,7 +96,7 @@ def test_unsupported_dtype_is_rejected(tmp_path, dtype):
 
 
 def test_single_array_is_rejected(tmp_path):
-    with pytest.raises(PrepError, match="its tree has no keys"):
+    with pytest.raises(PrepError, match="cannot write a single array"):
         write_item_metadata(tmp_path, [dataclasses.replace(W, path=())], WHOLE, ["d/x"], NOW_NS)
 
 

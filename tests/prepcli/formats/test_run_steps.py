@@ -56,5 +56,5 @@ def test_listed_steps_have_a_manifest():
     ("path", "step"),
     [("12/state/d/x", 12), ("0/x", 0), ("12", None), ("012/x", None), ("metrics.jsonl", None)],
 )
-def test_listed_step_is_that_of_the_first_folder(path: str, step: int | None):
+def test_listed_step_comes_from_the_first_folder(path: str, step: int | None):
     assert listed_step(path) == step

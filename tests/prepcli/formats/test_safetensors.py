@@ -64,7 +64,8 @@ def as_library_reads(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def test_read_header_supports_every_dtype(tmp_path: Path) -> None:
-    assert sorted(DTYPES.values()) == sorted(ITEM_BITS)
+    # The format has no int4.
+    assert sorted(DTYPES.values()) == sorted({*ITEM_BITS} - {"int4"})
     header, offset = {}, 0
     for code, dtype in DTYPES.items():
         nbytes = array_bits(dtype, (3, 8)) // 8

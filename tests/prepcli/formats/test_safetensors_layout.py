@@ -28,7 +28,7 @@ from prepcli.formats.safetensors_layout import (
     lay_out_files,
     split_into_shards,
 )
-from prepcli.planning.tensors import ITEM_BITS, array_bits
+from prepcli.planning.tensors import array_bits
 
 fuzzed = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -53,7 +53,7 @@ def entries(draw: st.DrawFn) -> list[LayoutEntry]:
             st.text(max_size=6).filter(lambda name: name != "__metadata__"), unique=True, max_size=6
         )
     )
-    dtypes = [draw(st.sampled_from(sorted(ITEM_BITS))) for _ in names]
+    dtypes = [draw(st.sampled_from(sorted(DTYPE_CODES))) for _ in names]
     shapes = [tuple(draw(st.lists(st.integers(0, 5), max_size=3))) for _ in names]
     return [
         entry(name, *shape, 4, dtype=dtype) for name, shape, dtype in zip(names, shapes, dtypes)

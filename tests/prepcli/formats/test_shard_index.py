@@ -322,4 +322,4 @@ def test_check_numbered_files_has_bounded_memory(tmp_path: Path) -> None:
     assert peak_nbytes < 1 << 20
     assert caught.value.what == f"29999399 of 29999700 files of {tmp_path} are missing"
     shown = ", ".join(f"set000-{number:05d}-of-99999.bin" for number in (2, 4, 5))
-    assert caught.value.why == f"the names of the others promise {shown} and 29,999,396 more"
+    assert caught.value.why == f"the names of the other files imply {shown} and 29,999,396 more"

@@ -115,7 +115,7 @@ def test_pickled_calls_are_recorded_and_not_made() -> None:
     assert (call.callee, call.args, plain(call.state)) == (PickledName("a.B"), (3,), {"x": 1})
 
 
-def test_persistent_refs_are_in_order() -> None:
+def test_persistent_refs_keep_the_pickle_order() -> None:
     unpickled = read(
         make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e")
     )

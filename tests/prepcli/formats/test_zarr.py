@@ -111,7 +111,7 @@ def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
         ),
         ({"chunk_grid": codec("rectilinear")}, "w has the chunk grid `rectilinear`"),
         ({"chunk_grid": 3}, "the zarr.json of w is broken"),
-        ({"data_type": "int4"}, "w is `int4`"),
+        ({"data_type": "int2"}, "w is `int2`"),
         ({"data_type": {"name": "structured"}}, "w is `{'name': 'structured'}`"),
         ({"storage_transformers": [1]}, "w is stored with storage transformers"),
         (

@@ -74,7 +74,7 @@ def test_tree_shows_a_tensor_whose_name_is_a_prefix() -> None:
     ]
 
 
-def test_tree_keeps_labels_that_are_no_canonical_number() -> None:
+def test_tree_does_not_merge_noncanonical_numbers() -> None:
     assert [line.split()[0] for line in lines(entry("h.00", 1), entry("h.²", 1), entry(f"h.{'9' * 5000}", 1))] == [
         "h", "00", "²", "9" * 5000,
     ]  # fmt: skip

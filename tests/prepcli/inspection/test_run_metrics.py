@@ -85,7 +85,7 @@ def test_hostile_metrics_are_bounded():
     assert len(metrics._best_losses) < 1000
 
 
-def test_values_that_are_no_finite_numbers_are_missing():
+def test_values_that_are_not_finite_are_missing():
     values = [None, math.nan, math.inf, -math.inf, "1", [1], True, 10**400, -1e301]
     metrics = RunMetrics.of({"step": 1, "loss": value} for value in values)
     assert metrics.points("loss") == []

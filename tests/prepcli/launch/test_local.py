@@ -95,7 +95,7 @@ def test_undecodable_output_is_replaced(tmp_path: Path):
 
 
 @pytest.mark.parametrize("code", [FAILED, USAGE, STOPPED, INTERRUPTED])
-def test_exit_code_is_that_of_the_failed_process(code: int):
+def test_job_returns_exit_code_of_failed_process(code: int):
     error = failure("", f"raise SystemExit({code})")
     assert error.code == code
     assert "process 1" in error.what

@@ -115,7 +115,7 @@ def test_accept_of_an_ambiguous_name_lists_the_files():
     record_copies("other")
     with pytest.raises(prep.UsageError) as caught:
         prep.verify("init", accept=["config.json"])
-    assert caught.value.what == "init records several files `config.json`"
+    assert caught.value.what == "`config.json` is the name of several files of init"
     assert caught.value.why == "they are hf/config.json, other/config.json"
     assert caught.value.hint == "`accept` with one of these names"
 

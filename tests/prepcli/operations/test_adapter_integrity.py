@@ -134,7 +134,7 @@ def test_verify_compares_adapters(adapter: Path, capsys: pytest.CaptureFixture[s
     assert main(["verify", "adapter", "other"]) == FAILED
     assert "96 of 96 values" in capsys.readouterr().err
     assert main(["verify", "adapter", "base"]) == FAILED
-    assert "adapter has adapters, and base a model" in capsys.readouterr().err
+    assert "adapter has only adapters, and base is a model" in capsys.readouterr().err
 
 
 def test_inspect_shows_an_adapter(adapter: Path, capsys: pytest.CaptureFixture[str]):

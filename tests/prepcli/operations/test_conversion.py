@@ -65,7 +65,7 @@ def test_conversion_warns_of_a_config_that_cannot_be_computed(
     ("family", "changes", "reason"),
     [
         ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
-        ("llama", {"hidden_act": "relu2"}, "activation `relu2` is not supported"),
+        ("llama", {"hidden_act": "laplace"}, "activation `laplace` is not supported"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
         (
             "qwen2",

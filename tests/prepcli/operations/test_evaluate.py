@@ -97,7 +97,7 @@ def test_exact_eval_is_equal_on_any_mesh(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_processes_evaluate_as_one_does(
+def test_evaluation_does_not_depend_on_the_number_of_processes(
     work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str
 ):
     run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
@@ -177,7 +177,7 @@ def test_evaluate_of_the_api_returns_the_report(work_dir: Path, capsys: pytest.C
     assert prep.evaluate("tiny", "a.txt", seq_length=LENGTH).loss == result.loss
 
 
-def test_perplexity_equals_that_of_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_perplexity_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     report = eval_json(capsys, "tiny", "--data", "a.txt")

@@ -113,7 +113,7 @@ def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
     assert sums[0].loss == sums[1].loss != sums[2].loss
 
 
-def test_loss_sums_of_modules_are_those_of_the_logits(model: Path):
+def test_module_loss_sums_equal_sums_over_logits(model: Path):
     nnx = pytest.importorskip("flax.nnx")
     module, (linen, variables) = prep.nnx_model(model), prep.linen_model(model)
     targets, weights = TOKENS + 1, jnp.ones(TOKENS.shape).at[0, 0].set(0)
@@ -188,7 +188,7 @@ def test_hf_flax_trees_of_another_model_are_errors(model: Path):
 def test_modules_reject_unusable_arguments(model: Path):
     options: dict[str, Any] = {"dropout": 0.1}
     pytest.importorskip("flax")
-    with pytest.raises(prep.UsageError, match='sp:2"` has sp'):
+    with pytest.raises(prep.UsageError, match='sp:2"` splits tokens over sp'):
         prep.nnx_model(model, "fsdp:4,sp:2")
     with pytest.raises(prep.UsageError, match="`seed=1` has no effect"):
         prep.linen_model(model, seed=1)

@@ -295,7 +295,11 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     ),
     "temperature": (("--prompt", "w1", "--temperature", "-1"), "temperature -1 is out of range", 2),
     "mesh": (("--prompt", "w1", "--mesh", "1,1,3"), "mesh 1,1,3", 2),
-    "sp": (("--prompt", "w1", "--mesh", "sp:8"), "`--mesh dp:1,fsdp:1,mp:1,sp:8` has sp", 2),
+    "sp": (
+        ("--prompt", "w1", "--mesh", "sp:8"),
+        "`--mesh dp:1,fsdp:1,mp:1,sp:8` splits tokens over sp",
+        2,
+    ),
     "tokenizer": (("--prompt", "w1", "--tokenizer", "none"), "no tokenizer at none", 1),
 }
 

@@ -148,7 +148,7 @@ def peft_gradients(model: Any, module: str) -> tuple[np.ndarray, np.ndarray]:
         ),  # which fuses queries, keys and values, and transposes weights
     ),
 )
-def test_loss_and_gradients_equal_those_of_peft(case: str, modules: dict[str, list[str]]):
+def test_loss_and_gradients_equal_peft(case: str, modules: dict[str, list[str]]):
     peft_model = make_peft_model(*CASES[case])
     labels = torch.from_numpy(TOKENS).long()
     peft_loss = peft_model(labels, labels=labels).loss

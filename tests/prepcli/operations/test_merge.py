@@ -97,7 +97,7 @@ def test_merge_transposes_the_product_for_conv1d():
             assert same_bits(merged[name], values + product(adapter, module).T)
 
 
-def test_merge_of_an_init_equals_that_of_its_model():
+def test_merge_of_an_init_equals_merge_of_its_model():
     make_checkpoint(Path("base"), LLAMA)
     llama_adapter()
     assert (

@@ -97,7 +97,7 @@ def test_long_context_recipes_fit_on_v5e(
     assert report["warnings"] == []
 
 
-def test_checkpoint_has_a_usual_step_and_its_own_mesh(capsys: pytest.CaptureFixture[str]):
+def test_checkpoint_is_planned_with_its_recorded_mesh(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("tiny"), LLAMA)
     assert main(["save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "-q"]) == OK
     report = plan_json(capsys, "tiny-init")
@@ -157,7 +157,7 @@ def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
+def test_suggested_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
     sets = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
     words = ("llama-7b.toml", "--devices", "A100-40", *sets)
     report = plan_json(capsys, *words)

@@ -121,7 +121,7 @@ def test_upper_bound_is_compared_with_the_estimate_for_cpus(
     assert out.endswith("accelerators need less memory.\n")
 
 
-def test_vocabulary_and_rules_are_those_of_the_plan(
+def test_compile_uses_vocabulary_and_rules_of_the_plan(
     requests: list[Any], capsys: pytest.CaptureFixture[str]
 ):
     plan_json(capsys, "--mesh", "1,2,2", "--set", 'rules=["vocab=mp"]', "--compile")

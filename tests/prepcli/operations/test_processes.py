@@ -178,7 +178,7 @@ def test_running_processes_exclude_other_runs(setup: KillSetup):
     assert "out.partial is locked" in alone
     assert f"process {first.pid} on " in alone
     _, other_count_error = run(setup, "save-init", "out", "--processes", "3/1", code=1)
-    assert "2 processes work on it, this is one of 3" in other_count_error
+    assert "2 processes write it, and this process is one of 3" in other_count_error
     assert "join them: `--processes 2/I`" in other_count_error
     _, different = run(setup, "save-init", "out", "--processes", "2/1", "--no-scan", code=1)
     assert "belongs to another run" in different

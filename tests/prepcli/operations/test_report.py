@@ -190,7 +190,7 @@ def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, w
         (ENVIRONMENT_FILE, "[]"),
     ],
 )
-def test_damaged_values_are_missing_ones(tmp_path: Path, name: str, line: str):
+def test_damaged_values_count_as_missing(tmp_path: Path, name: str, line: str):
     run = make_run(tmp_path / "run")
     with (run / name).open("a") as file:
         file.write(f"{line}\n")
@@ -213,7 +213,7 @@ def test_speed_columns_are_medians(tmp_path: Path):
     assert prep.report(run).runs[0]["mfu"] == 0.4
 
 
-def test_best_loss_is_of_evaluations_with_as_many_tokens(tmp_path: Path):
+def test_best_loss_compares_only_equal_numbers_of_tokens(tmp_path: Path):
     """A run that is resumed with another `eval.limit` evaluates on other sequences."""
     run = make_run(tmp_path / "run", num_lines=10)
     losses = [(20, 3.0, 90), (31, 4.5, 180), (32, 4.2, 180), (33, 4.3, 180), (34, None, 180)]

@@ -82,7 +82,7 @@ def test_save_params_of_another_model_is_an_error(
         for name, value in (prep.load_params(model) | changes).items()
         if name != removed
     }
-    with pytest.raises(prep.PrepError, match=f"the parameters are not those of .*model - {why}"):
+    with pytest.raises(prep.PrepError, match=f"the parameters do not match .*model - {why}"):
         prep.save_params(params, tmp_path / "init", like=model)
     assert not (tmp_path / "init").exists()
 

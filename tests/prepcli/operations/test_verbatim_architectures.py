@@ -63,33 +63,40 @@ def test_every_type_of_transformers_round_trips(dtype: str, file_format: str):
     converted: list[str] = []
     skipped: dict[str, str] = {}
     for model_type in model_types():
-        try:
-            model = make_model(model_type)
-        except Exception as error:
-            skipped[model_type] = f"{type(error).__name__}: {error}"[:200]
-            continue
-        Path(model_type).mkdir()
-        with contextlib.chdir(model_type):
-            _check_model(model, dtype, file_format)
-        shutil.rmtree(model_type)
-        converted.append(model_type)
+        folder = Path(model_type)
+        folder.mkdir()
+        with contextlib.chdir(folder):
+            try:
+                state = _save_model(model_type, dtype)
+            except Exception as error:
+                skipped[model_type] = f"{type(error).__name__}: {error}"[:200]
+            else:
+                _check_conversion(state, file_format)
+                converted.append(model_type)
+        shutil.rmtree(folder)
     print(f"{len(converted)} converted; no tiny model: {json.dumps(skipped, indent=1)}")
     assert len(converted) > 200
 
 
-def _check_model(model: Any, dtype: str, file_format: str) -> None:
-    """Save a model in a format, convert it there and back, and compare every tensor."""
+def _save_model(model_type: str, dtype: str) -> dict[str, Any]:
+    """Save a tiny model with transformers to `expected`, and return its tensors."""
     import torch
 
-    model = model.to(getattr(torch, dtype))
+    model = make_model(model_type).to(getattr(torch, dtype))
     model.save_pretrained("expected")
+    return model.state_dict()
+
+
+def _check_conversion(state: dict[str, Any], file_format: str) -> None:
+    """Convert the model in `expected` there and back, and compare every tensor."""
+    import torch
+
     if file_format == "safetensors":
         check_round_trip(Path("expected"))
         assert safetensors_bytes(Path("hf")) == safetensors_bytes(Path("expected"))
         return
     Path("bin").mkdir()
     shutil.copyfile("expected/config.json", "bin/config.json")
-    state = model.state_dict()
     torch.save(state, "bin/pytorch_model.bin")
     check_round_trip(Path("bin"))
     exported = safetensors_bytes(Path("hf"))

@@ -137,3 +137,10 @@ def test_tensor_in_two_files_is_one_error(capsys: pytest.CaptureFixture[str]):
         write_safetensors(path, {"twice": ("U8", (1,), b"a")})
     assert "twice" in run_failing(capsys, 1, "save-init", "./m")
     assert not Path("m-init").exists()
+
+
+def test_verbatim_without_effect_is_an_error(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--out", "init")
+    for words in (("reshard", "init"), ("export", "init"), ("verify", "init")):
+        assert "`--verbatim` has no effect" in run_failing(capsys, 2, *words, "--verbatim")

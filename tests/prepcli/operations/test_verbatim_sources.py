@@ -50,7 +50,7 @@ def exported_bytes(source: str) -> dict[str, bytes]:
     return {name: data for name, (_, _, data) in safetensors_bytes(Path("hf")).items()}
 
 
-def test_distributed_checkpoint_of_two_ranks():
+def test_distributed_checkpoint_of_two_ranks_converts():
     expected = dict(VALUES) | {"model.v": VALUES["model.v"].astype(ml_dtypes.bfloat16)}
     assert exported_bytes(str(FOLDER)) == {name: v.tobytes() for name, v in expected.items()}
     shapes = {name: shape for name, (_, shape, _) in safetensors_bytes(Path("hf")).items()}

@@ -50,7 +50,7 @@ def test_random_codes_equal_nibbles():
 
 
 @pytest.mark.parametrize("outputs", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_groups_equal_nibbles(outputs: int):
+def test_many_groups_decode_like_the_reference(outputs: int):
     # 100 groups of 32 inputs for each output.
     arrays = random_weight(inputs=3200, outputs=outputs, groups=100)
     values = decode_all(decoder_of(arrays), arrays, rows_per_part=500)

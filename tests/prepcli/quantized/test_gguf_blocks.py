@@ -28,7 +28,7 @@ def reference(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_block_size_is_that_of_gguf(name: str):
+def test_block_size_matches_gguf(name: str):
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     assert size == (BLOCK_TYPES[name].values, BLOCK_TYPES[name].dtype.itemsize)
 
@@ -43,18 +43,20 @@ def test_random_blocks_equal_gguf(name: str, batches: int):
         blocks[0] = 0
         blocks[1] = 255
         decoder = decoder_of(name, blocks, blocks_per_row=4)
-        values = decode_all(decoder, {"w": blocks})
+        values = decode_all(decoder, {"w": blocks}).astype(np.float32)
         assert_equal_bits(values.reshape(BLOCKS_PER_BATCH, -1), reference(name, blocks))
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_every_code_at_every_place_equals_gguf(name: str):
+def test_every_value_of_every_byte_decodes_like_gguf(name: str):
     nbytes = BLOCK_TYPES[name].dtype.itemsize
     # Each byte of a block has each of its 256 values once, beside bytes of other values.
     blocks = np.arange(256, dtype=np.uint8)[:, None] * np.uint8(1) + np.arange(
         nbytes, dtype=np.uint8
     )
-    values = decode_all(decoder_of(name, blocks, blocks_per_row=1), {"w": blocks})
+    values = decode_all(decoder_of(name, blocks, blocks_per_row=1), {"w": blocks}).astype(
+        np.float32
+    )
     assert_equal_bits(values, reference(name, blocks))
 
 
@@ -65,6 +67,37 @@ def test_parts_equal_whole_tensor(name: str):
     decoder = decoder_of(name, blocks, blocks_per_row=3)
     whole = decode_all(decoder, {"w": blocks})
     assert_equal_bits(decode_all(decoder, {"w": blocks}, rows_per_part=5), whole)
+
+
+@pytest.mark.parametrize("name", ["F16", "Q8_0", "Q6_K"])
+def test_transposed_columns_equal_whole_tensor(name: str):
+    nbytes = BLOCK_TYPES[name].dtype.itemsize
+    blocks = np.random.default_rng(3).integers(0, 256, (10, nbytes), dtype=np.uint8)
+    plain = decode_all(decoder_of(name, blocks, blocks_per_row=2), {"w": blocks})
+    stored = FileTensor("w", "uint8", (5, 2 * nbytes), 0, 0, blocks.nbytes)
+    decoder = GgufDecoder(stored, name, plain.T.shape, is_transposed=True)
+    for rows_per_part in (None, 1, 37):
+        values = decode_all(decoder, {"w": blocks}, rows_per_part)
+        assert_equal_bits(values, np.ascontiguousarray(plain.T))
+
+
+def test_interleaved_rows_of_heads_are_separated():
+    # 2 heads of 6 rows: the stored rows 0 2 4 of a head are its first half, and 1 3 5 its second half.
+    rows = np.arange(12, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
+    octets = rows.view(np.uint8)
+    stored = FileTensor("w", "uint8", octets.shape, 0, 0, octets.nbytes)
+    decoder = GgufDecoder(stored, "F32", (12, 3), interleaved_rows=6)
+    for rows_per_part in (None, 1, 5):
+        values = decode_all(decoder, {"w": octets}, rows_per_part)
+        assert values[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+def test_offset_is_added_in_float32():
+    rows = np.array([[1.0, 1.5, 0.1]], np.float32)
+    stored = FileTensor("w", "uint8", (1, 12), 0, 0, 12)
+    decoder = GgufDecoder(stored, "F32", (3,), offset=-1.0)
+    values = decode_all(decoder, {"w": rows.view(np.uint8)})
+    assert_equal_bits(values, rows[0] - np.float32(1))
 
 
 def test_rows_of_part_of_a_block_are_refused():

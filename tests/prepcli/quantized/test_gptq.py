@@ -70,7 +70,7 @@ def test_random_codes_equal_bit_fields(bits: int, is_version_1: bool):
 
 
 @pytest.mark.parametrize("outputs", [1024, pytest.param(102_400, marks=pytest.mark.slow)])
-def test_many_groups_equal_bit_fields(outputs: int):
+def test_many_groups_decode_like_the_reference(outputs: int):
     # 100 groups of 32 inputs for each output: about 100,000 or 10,000,000 groups.
     arrays = random_weight(4, inputs=3200, outputs=outputs, groups=100)
     values = decode_all(decoder_of(arrays, 4), arrays, rows_per_part=500)

@@ -162,9 +162,7 @@ INFINITE_PROCESS = b'{"host": "a", "process": Infinity, "plan": "p", "token": "t
 @pytest.mark.parametrize(
     "content", [b"\n", b"[]", b"\xff", b"{}", b"[" * 100_000, b'{"host": 1}', INFINITE_PROCESS]
 )
-def test_a_malformed_lock_counts_as_that_of_another(
-    content: bytes, store: FakeObjectStore, bucket: Bucket
-):
+def test_malformed_lock_counts_as_foreign(content: bytes, store: FakeObjectStore, bucket: Bucket):
     store.store(LOCK, content)
     with pytest.raises(PrepError, match="process 0 on an unknown host"):
         new_lock(bucket).acquire()

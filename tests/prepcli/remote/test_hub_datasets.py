@@ -164,7 +164,7 @@ def test_glob_of_many_wildcards_ends():
     assert not matches("a/" * 100, "**/" * 100 + "b")
 
 
-def test_yaml_values_of_other_types_are_no_names():
+def test_yaml_values_of_other_types_are_not_names():
     bomb: object = "x"
     for _ in range(40):
         bomb = [bomb, bomb]

@@ -17,5 +17,5 @@ def test_alias_names_are_unique_and_no_paths() -> None:
     assert all(alias.hub_id.count("/") == 1 for alias in ALIASES)
 
 
-def test_each_family_has_an_alias() -> None:
-    assert {*ALIAS_FAMILIES} == {*SUPPORTED_FAMILIES}
+def test_alias_families_are_supported() -> None:
+    assert {*ALIAS_FAMILIES} <= {*SUPPORTED_FAMILIES}

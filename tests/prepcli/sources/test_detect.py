@@ -237,5 +237,5 @@ def test_run_without_a_step_is_named_as_a_run(tmp_path: Path) -> None:
     assert error.hint == "`prep train RECIPE --out runs/a` continues it"
 
 
-def test_folder_with_only_a_recipe_is_no_run(tmp_path: Path) -> None:
+def test_folder_with_only_a_recipe_is_not_a_run(tmp_path: Path) -> None:
     assert "holds no checkpoint" in detect_error(fill(tmp_path / "project", "recipe.toml")).what

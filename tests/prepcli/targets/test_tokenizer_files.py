@@ -93,7 +93,7 @@ def test_tokenizer_of_the_model_changes_no_file(
         ({"vocab.txt": "a"}, ""),
     ],
 )
-def test_another_tokenizer_replaces_that_of_the_model(
+def test_given_tokenizer_replaces_the_model_tokenizer(
     tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...], named: dict[str, str], name: str
 ):
     folder = write_files(tmp_path / "other", named)

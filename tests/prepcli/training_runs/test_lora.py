@@ -227,7 +227,7 @@ def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.Ca
         assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
 
 
-def test_steps_of_adapters_are_no_complete_models(
+def test_steps_of_adapters_are_not_complete_models(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ):
     for words in (
@@ -247,7 +247,7 @@ def test_verify_refuses_to_compare_adapters_with_a_model(
     capsys.readouterr()
     for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
         assert main(["verify", *words, "-q"]) == FAILED
-        assert "runs/recipe has adapters, and tiny-init a model" in capsys.readouterr().err
+        assert "runs/recipe has only adapters, and tiny-init is a model" in capsys.readouterr().err
 
 
 def test_resharded_adapters_keep_their_values(trained: Path):

@@ -22,7 +22,7 @@ from prepcli.execution.checkpoint_manager import CheckpointManager
 from prepcli.execution.folder_storage import FolderStorage
 from prepcli.formats.run_steps import saved_steps
 from prepcli.training_runs.observe import tokenize_progress
-from prepcli.training_runs.storage import describe_kept
+from prepcli.training_runs.storage import describe_saved_progress
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill
@@ -449,7 +449,7 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "the tokens" if "data/f0" in whole else ""
-    note = describe_kept(FolderStorage(tmp_path / "run"))
+    note = describe_saved_progress(FolderStorage(tmp_path / "run"))
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
 
 
@@ -462,4 +462,7 @@ def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
     (tmp_path / "data").mkdir()
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
-    assert describe_kept(FolderStorage(tmp_path)) == f"kept in {tmp_path}: a part of the tokens"
+    assert (
+        describe_saved_progress(FolderStorage(tmp_path))
+        == f"kept in {tmp_path}: a part of the tokens"
+    )

@@ -213,7 +213,7 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
     assert list(store.objects) == [f"{PREFIX}photo.png"]
 
 
-def test_two_processes_save_what_one_resumes(store: FakeObjectStore):
+def test_one_process_resumes_a_save_of_two_processes(store: FakeObjectStore):
     """They resume a step of one process."""
     assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED
     run_ok(2, "--stop-after", "2", code=STOPPED)

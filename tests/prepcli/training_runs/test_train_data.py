@@ -77,7 +77,7 @@ def test_urls_of_other_schemes_are_named_with_the_supported_ones(url: str):
     with pytest.raises(UsageError) as caught:
         FINDER.find(url, lambda name: True, WHOLE)
     assert caught.value.what == f"cannot read data from {url}"
-    assert caught.value.why == "supported are paths, gs://, s3:// and hf://datasets/"
+    assert caught.value.why == "supported: paths, gs://, s3:// and hf://datasets/"
 
 
 def test_bucket_gives_the_tokens_of_local_files(store: FakeObjectStore, tmp_path: Path):

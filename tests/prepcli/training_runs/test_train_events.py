@@ -162,7 +162,9 @@ def read_weights(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_step_option_refuses_what_a_run_lacks(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_step_option_rejects_a_step_that_is_not_saved(
+    work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
     train("run", "train.steps=4")
     capsys.readouterr()
     assert (

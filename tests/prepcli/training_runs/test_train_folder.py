@@ -69,7 +69,7 @@ def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
         place.check(1)
 
 
-def test_hold_run_lets_a_finished_run_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hold_run_accepts_a_read_only_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path, locked_path: Path) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 

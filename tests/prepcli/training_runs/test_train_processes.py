@@ -108,7 +108,7 @@ def assert_equal_runs(folder: str, expected: str) -> None:
             )
 
 
-def test_two_processes_train_as_one_does(work_dir: Path):
+def test_two_processes_train_like_one(work_dir: Path):
     """Process 0 alone prints and writes; each process reads the rows of its devices only."""
     words = ("--set", "mesh=2,4,1", "--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4")
     results = run(
@@ -152,7 +152,7 @@ def test_two_processes_train_as_one_does(work_dir: Path):
         ),
     ],
 )
-def test_processes_train_as_one_does(
+def test_several_processes_train_like_one(
     work_dir: Path, count: int, devices: int, words: Sequence[str]
 ):
     train("many", *words, count=count, devices=devices)
@@ -161,7 +161,7 @@ def test_processes_train_as_one_does(
 
 
 @pytest.mark.slow
-def test_processes_train_on_pairs_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_several_processes_train_on_pairs_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     make_pairs_folder()
     train("many", "--set", "mesh=2,2,2", count=2, devices=4)
@@ -229,7 +229,7 @@ def test_dry_run_of_processes_writes_nothing(work_dir: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 4, "2,2,2"), (4, 2, "1,2,4")])
-def test_processes_generate_as_one_does(work_dir: Path, count: int, devices: int, mesh: str):
+def test_several_processes_generate_like_one(work_dir: Path, count: int, devices: int, mesh: str):
     Path("prompts.txt").write_text("w3 w1 w4\nw5\n")
     words = ("generate", "tiny", "--mesh", mesh, "--max-new-tokens", "20", "--json")
     (code, out, err), *others = run(

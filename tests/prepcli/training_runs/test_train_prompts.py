@@ -121,7 +121,7 @@ def chat_document(prompt: list[int], completion: list[int]) -> list[tuple[int, i
     ],
     ids=["prompts", "chat"],
 )
-def test_loss_is_that_of_transformers_outside_prompts(
+def test_loss_outside_prompts_equals_transformers(
     work_dir: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], document: Any
 ):
     capsys.readouterr()

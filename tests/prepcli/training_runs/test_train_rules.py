@@ -59,7 +59,7 @@ def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):
         assert f"rules {text}\n" in capsys.readouterr().err
 
 
-def test_empty_rules_replace_those_of_the_checkpoint(capsys: pytest.CaptureFixture[str]):
+def test_empty_rules_replace_the_checkpoint_rules(capsys: pytest.CaptureFixture[str]):
     assert (
         main(
             [

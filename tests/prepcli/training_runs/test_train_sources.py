@@ -90,7 +90,7 @@ def test_training_from_a_source_equals_training_from_its_init(kind: str):
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))
 
 
-def test_exports_equal_those_of_a_run_from_an_init():
+def test_exports_equal_exports_of_a_run_from_an_init():
     exports: list[dict[str, bytes]] = []
     for model in ("tiny", "tiny-init"):
         run = f"from-{model}"

@@ -94,7 +94,7 @@ def library(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_sentencepiece_ids_equal_those_of_the_library(tmp_path: Path, kind: str):
+def test_sentencepiece_ids_equal_the_library(tmp_path: Path, kind: str):
     processor = library(kind)
     tokenizer = load_tokenizer(write_model(tmp_path, kind))
     assert [ids.tolist() for ids in tokenizer.encode(TEXTS)] == [
@@ -154,9 +154,7 @@ def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
 @pytest.mark.parametrize(
     ("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)]
 )
-def test_sentencepiece_ids_equal_those_of_transformers(
-    tmp_path: Path, kind: str, name: str, settings: Any
-):
+def test_sentencepiece_ids_equal_transformers(tmp_path: Path, kind: str, name: str, settings: Any):
     """Text without special tokens and without runs of spaces, which the two libraries treat differently."""
     transformers = pytest.importorskip("transformers")
     folder = write_model(tmp_path, kind, name, settings)

@@ -68,7 +68,7 @@ def test_each_token_is_in_one_row(lengths: list[int], seq_length: int, window: i
 
 
 @given(LENGTHS, SEQ_LENGTH, WINDOW)
-def test_rows_are_those_of_best_fit_decreasing(lengths: list[int], seq_length: int, window: int):
+def test_rows_equal_best_fit_decreasing(lengths: list[int], seq_length: int, window: int):
     rows = pack(lengths, seq_length, window)
     expected = reference_rows(pieces_of(lengths, seq_length), seq_length, window)
     rooms = [sorted(room(rows.pieces(row), seq_length) for row in range(rows.n_rows))]

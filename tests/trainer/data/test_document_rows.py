@@ -49,24 +49,24 @@ def rows_folder(config: TokenizeConfig) -> Path:
 
 
 def fail_packing(*args: object) -> None:
-    raise AssertionError("rows are made again")
+    raise AssertionError("rows are rebuilt")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_stored_rows_are_those_made_in_memory(config: TokenizeConfig, packing: str):
+def test_stored_rows_equal_rows_built_in_memory(config: TokenizeConfig, packing: str):
     tokens, rows, _ = tokenize(change(config, packing=packing))
     assert contents(rows) == contents(make_rows(tokens, packing))
     assert len(rows.ends) > 3
 
 
-def test_stored_rows_are_made_once(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+def test_stored_rows_are_built_once(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
     first = contents(tokenize(config)[1])
     monkeypatch.setattr(document_rows, "DOCUMENT_ROWS", {"documents": fail_packing})
     assert contents(tokenize(config)[1]) == first
     opened = open_tokens(config, rows_folder(config).parent.name, note=print)
     assert opened.rows is not None
     assert contents(opened.rows) == first
-    with pytest.raises(AssertionError, match="made again"):
+    with pytest.raises(AssertionError, match="rebuilt"):
         tokenize(change(config, seq_length=5))
 
 
@@ -85,7 +85,7 @@ def test_store_with_rows_is_complete(config: TokenizeConfig):
 
 @pytest.mark.parametrize("name", [*DTYPES, "rows.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "fifo", "deep"])
-def test_damaged_rows_are_made_again(config: TokenizeConfig, name: str, damage: str):
+def test_damaged_rows_are_rebuilt(config: TokenizeConfig, name: str, damage: str):
     first = contents(tokenize(config)[1])
     path = rows_folder(config) / name
     data = bytearray(path.read_bytes())
@@ -101,7 +101,7 @@ def test_damaged_rows_are_made_again(config: TokenizeConfig, name: str, damage: 
 
 
 @pytest.mark.parametrize("key", ["seq_length", "max_length", "n_pieces", "n_rows"])
-def test_changed_numbers_of_rows_are_made_again(config: TokenizeConfig, key: str):
+def test_rows_with_wrong_metadata_are_rebuilt(config: TokenizeConfig, key: str):
     """The metadata has no digest of its own."""
     first = contents(tokenize(config)[1])
     path = rows_folder(config) / "rows.json"
@@ -109,7 +109,7 @@ def test_changed_numbers_of_rows_are_made_again(config: TokenizeConfig, key: str
     path.write_text(json.dumps({**values, key: values[key] + 2}))
     _, rows, notes = tokenize(config)
     assert contents(rows) == first
-    assert any("they are made again" in note for note in notes)
+    assert any("they are rebuilt" in note for note in notes)
 
 
 def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
@@ -126,7 +126,7 @@ def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
     assert contents(rows) == contents(make_rows(tokens, "documents"))
 
 
-def test_rows_that_cannot_be_stored_are_made_in_memory(
+def test_rows_that_cannot_be_stored_are_built_in_memory(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(path: Path, *args: object) -> None:
@@ -173,7 +173,7 @@ def test_processes_share_the_rows(config: TokenizeConfig):
     assert results == [contents(tokenize(config)[1])] * 3
 
 
-def test_processes_that_make_rows_at_once_agree(
+def test_processes_that_build_rows_at_once_agree(
     config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ):
     """Without locks, as on some file systems of clusters."""

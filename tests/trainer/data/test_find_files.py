@@ -201,7 +201,7 @@ def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
 @pytest.mark.parametrize(
     "selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")]
 )
-def test_part_of_plain_files_is_an_error(tmp_path: Path, selection: Selection):
+def test_selection_without_a_dataset_is_an_error(tmp_path: Path, selection: Selection):
     with pytest.raises(PrepError, match="no path of the data is a dataset"):
         check_selection([str(tmp_path)], selection)
 
@@ -241,7 +241,7 @@ def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: 
         find_files([str(tmp_path)], "auto")
 
 
-def test_library_datasets_writes_the_files_that_are_read(tmp_path: Path):
+def test_dataset_saved_by_the_library_is_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     part = datasets.Dataset.from_dict({"text": ["the cat", "the hat sat"] * 4})
     parts = datasets.DatasetDict({"train": part, "test": part})

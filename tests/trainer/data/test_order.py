@@ -194,7 +194,7 @@ def test_shares_that_need_a_long_pattern_are_rounded(monkeypatch: pytest.MonkeyP
 
 @given(WEIGHTS, st.lists(st.integers(0, 10**12), min_size=1, max_size=5))
 @settings(deadline=None)
-def test_position_is_located_without_those_before_it(weights: list[float], positions: list[int]):
+def test_position_is_located_without_earlier_positions(weights: list[float], positions: list[int]):
     mixture = mix_by_weight(weights)
     sources, ranks = mixture.locate(np.array(positions))
     for position, source, rank in zip(positions, sources.tolist(), ranks.tolist()):
@@ -230,7 +230,7 @@ def test_mixed_order_slices_a_step(order: MixedOrder, step: int, data: st.DataOb
 
 @given(orders(), st.integers(0, 60))
 @settings(deadline=None)
-def test_source_counts_are_those_of_the_rows(order: MixedOrder, steps: int):
+def test_source_counts_equal_counts_of_the_rows(order: MixedOrder, steps: int):
     rows = (
         rows_by_source(order, steps * order.batch_size)
         if steps

@@ -62,7 +62,7 @@ WEIGHTED = st.lists(st.tuples(st.integers(0, 60000), st.integers(0, 1)), min_siz
 
 
 @given(WEIGHTED, st.integers(2, 7), st.data())
-def test_weight_of_a_position_is_that_of_its_target(
+def test_position_has_the_loss_weight_of_its_target(
     stored: list[tuple[int, int]], seq_length: int, data: st.DataObject
 ):
     ids, weights = zip(*stored)

@@ -58,7 +58,7 @@ def reference_lengths(
     ("source_length", "density", "mean", "expected"),
     [(512, 0.15, 3.0, (568, 114)), (1024, 0.15, 3.0, (1137, 229)), (512, 0.5, 3.0, (766, 512))],
 )
-def test_span_sizes_are_those_of_t5(
+def test_span_sizes_match_t5(
     source_length: int, density: float, mean: float, expected: tuple[int, int]
 ):
     assert reference_lengths(source_length, density, mean) == expected
@@ -163,7 +163,7 @@ def test_all_tokens_are_noise_equally_often_but_near_the_ends():
     assert abs(counts[8:32] - 0.25).max() < 0.08
 
 
-def test_epochs_of_a_step_are_those_of_its_rows():
+def test_epochs_of_a_step_match_its_rows():
     order = SampleOrder(n_rows=5, batch_size=4, seed=0, shuffle=False)
     assert [order.epochs(step).tolist() for step in range(3)] == [
         [0] * 4,

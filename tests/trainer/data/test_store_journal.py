@@ -116,7 +116,7 @@ def test_restored_journal_has_only_right_states(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
-def test_path_that_is_no_journal_file_is_ignored(tmp_path: Path, kind: str):
+def test_path_that_is_not_a_journal_is_ignored(tmp_path: Path, kind: str):
     path = tmp_path / "journal.jsonl"
     if kind == "fifo":
         os.mkfifo(path)

@@ -161,7 +161,7 @@ def test_damaged_store_is_built_again(tmp_path: Path, name: str):
     assert read_files(folder) == before
     assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [folder.name]
     assert notes[0].startswith(f"the tokens in {folder} are damaged ({name} ")
-    assert notes[0].endswith("): they are made again")
+    assert notes[0].endswith("): they are rebuilt")
     assert len(notes) == 2
 
 

@@ -56,6 +56,6 @@ def test_missing_platform_is_one_error(
     )
 
 
-def test_devices_are_those_of_jax() -> None:
+def test_devices_match_jax() -> None:
     assert all_devices() == jax.devices()
     assert local_devices() == jax.local_devices()

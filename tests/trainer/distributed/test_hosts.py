@@ -12,7 +12,7 @@ from trainer.distributed import hosts
 from trainer.distributed.process_group import SingleProcess
 
 
-def test_processes_per_host_counts_those_of_one_machine(monkeypatch: pytest.MonkeyPatch):
+def test_processes_per_host_counts_one_machine_only(monkeypatch: pytest.MonkeyPatch):
     assert run_processes(3, hosts.processes_per_host) == [3] * 3
     assert hosts.processes_per_host(SingleProcess()) == 1
     names = iter("aab")

@@ -37,7 +37,7 @@ def test_distributed_state_has_the_client_of_jax():
     assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
 
 
-def test_this_machine_is_no_tpu_vm():
+def test_this_machine_is_not_a_tpu_vm():
     assert jax_internals.runs_on_tpu_vm() is False
 
 

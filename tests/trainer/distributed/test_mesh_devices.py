@@ -41,6 +41,6 @@ def test_kind_follows_platform_and_capability(jax_device: Any, kind: DeviceKind)
     assert kind_of_device(jax_device) == kind
 
 
-def test_kind_of_a_run_is_that_of_its_devices():
+def test_device_kind_returns_the_kind_of_the_mesh_devices():
     assert device_kind(ShardingContext()) == DeviceKind("cpu")
     assert device_kind(make_sharding_context(parse_mesh("1,8,1"))) == DeviceKind("cpu")

@@ -21,7 +21,7 @@ def test_token_order_pairs_blocks_from_both_ends():
 
 
 @pytest.mark.parametrize("sharding", [ShardingContext(), mesh_of("2,2,2")])
-def test_token_order_without_sp_is_that_of_positions(sharding: ShardingContext):
+def test_token_order_without_sp_is_position_order(sharding: ShardingContext):
     assert zigzag_order(5, sharding).tolist() == [0, 1, 2, 3, 4]
     assert order_tokens(jnp.arange(5) * 2, sharding).tolist() == [0, 2, 4, 6, 8]
 

@@ -319,7 +319,7 @@ def test_new_tokens_arrive_during_decoding(delay_s: float, monkeypatch: pytest.M
     assert [len(call[1]) for call in received] == ([1] * 9 if delay_s == 0 else [1, 1, 2, 4, 1])
 
 
-def test_new_tokens_end_with_their_row():
+def test_streamed_tokens_end_when_their_row_ends():
     unlimited, received = sampled_on_one_device("gpt_neo"), list[Rows]()
     gpt_neo = padded_generator(
         "gpt_neo", config=dataclasses.replace(SAMPLED, eos_token_ids=(unlimited[0][3],))

@@ -26,7 +26,7 @@ def test_rouge_is_the_mean_f_measure():
     assert scores["rouge2"] == pytest.approx(0.5)
 
 
-def test_bleu_is_that_of_the_corpus():
+def test_bleu_equals_sacrebleu_corpus_bleu():
     sacrebleu = pytest.importorskip("sacrebleu")
     assert (
         score_texts(["bleu"], TEXTS, REFERENCES)["bleu"]

@@ -64,7 +64,7 @@ def random_params(name: str) -> tuple[TinyTransformer, Tree]:
 
 
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ("mistral", "gemma2")))
-def test_ring_logits_equal_those_of_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_ring_cache_logits_equal_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny, params = random_params(name)
     tokens = jnp.asarray(
         np.random.default_rng(1).integers(0, 29, (len(START_SLOTS), LENGTH), dtype=np.int32)
@@ -82,7 +82,7 @@ def test_ring_logits_equal_those_of_full_cache(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ("gpt_neo",)))
-def test_ring_tokens_equal_those_of_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_ring_cache_tokens_equal_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny, params = random_params(name)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9]]
 

@@ -108,7 +108,7 @@ def test_unsharded_chunks_amplify_reads():
     )
 
 
-def test_read_amplification_is_that_of_worst_host():
+def test_read_amplification_is_maximum_over_hosts():
     leaves = [
         [HostReads(100, 100), HostReads(100, 100)],
         [HostReads(100, 100), HostReads(100, 300)],

@@ -166,5 +166,5 @@ def test_detect_launcher_refuses_incomplete_variables(environ: dict[str, str], m
         ("JAX_NUM_PROCESSES", JAX | SLURM, ""),  # another launcher's job
     ],
 )
-def test_job_name_is_that_of_the_launcher(launcher: str, environ: dict[str, str], expected: str):
+def test_job_name_comes_from_the_launcher(launcher: str, environ: dict[str, str], expected: str):
     assert job_name(launcher, environ) == expected

@@ -147,7 +147,7 @@ def test_choose_read_plan_leaves_small_leaves_whole():
     ],
     ids=["rows", "columns", "columns of one process", "cut unit"],
 )
-def test_read_ratio_counts_units_that_processes_share(
+def test_read_ratio_counts_shared_units_per_process(
     boxes: dict[int, list[read_plan.Box]], ratio: float
 ):
     assert read_ratio(boxes, (8, 8), (2, 8)) == ratio

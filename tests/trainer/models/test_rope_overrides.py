@@ -81,7 +81,7 @@ def test_override_gives_the_rope_of_a_golden_file(kind: str):
     "config", [LLAMA, GPT_NEOX, VERSION_5], ids=["llama", "gpt_neox", "version 5"]
 )
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_original_positions_default_to_those_of_the_checkpoint(
+def test_original_positions_default_to_the_checkpoint(
     config: dict[str, Any], scaling: dict[str, Any]
 ):
     changed = override_rope(config, RopeOverrides(scaling, max_positions=512))
@@ -135,7 +135,7 @@ def test_default_removes_a_scaling():
     )
 
 
-def test_gptj_positions_are_its_own_field():
+def test_gptj_override_sets_n_positions():
     changed = override_rope(GPTJ, RopeOverrides(max_positions=600))
     assert (changed["n_positions"], read_rope(changed).original_max_positions) == (600, 600)
     assert "max_position_embeddings" not in changed

@@ -83,7 +83,7 @@ def test_kernels_and_chunks_change_rounding_only(family: str, options: str):
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
 
 
-def test_kernel_names_equal_those_of_kernels_and_recipes():
+def test_kernel_names_match_kernels_and_recipes():
     assert tuple(KERNELS) == KERNEL_NAMES
     assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == (
         AUTO,

@@ -135,7 +135,7 @@ def test_compare_sample_counts_tracebacks_as_wrong(
     assert compare_sample(Sample(LLAMA, (), has_stored_head=False)).outcome == "wrong"
 
 
-def test_compare_sample_reports_what_transformers_does():
+def test_compare_sample_reports_behaviour_of_transformers():
     assert (
         compare_sample(
             Sample(LLAMA | {"num_key_value_heads": 3}, (), has_stored_head=False)

@@ -47,7 +47,7 @@ FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
     *(("phi3-longrope", 3), ("t5-gated", 3), ("olmo2", 3), ("cohere", 3), ("bloom", 3)),
 )
 CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
-WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt")
+WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 
 
 load_cached = cache(load)

@@ -12,7 +12,15 @@ from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
+from trainer.models.architecture import (
+    FULL_ATTENTION,
+    NO_CLIP,
+    NO_SOFTCAP,
+    Alibi,
+    ArchConfig,
+    RelativePositionBias,
+    alibi_slopes,
+)
 from trainer.models.rope_config import Rope
 
 Mutation = Callable[[ArchConfig], ArchConfig]
@@ -166,6 +174,23 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ),
     ("t5", "smaller maximum of the encoder"): change_encoder(score_bias=bias_config(20, True)),
     ("t5-gated", "rope for bias"): change(score_bias=None, rope=Rope(6, 1e4, 9)),
+    ("olmo2", "norms of inputs too"): change(block_type="sandwich"),
+    ("olmo2", "norms of each head"): change(qk_norm_axes="head"),
+    ("smollm3", "rotation in all layers"): change(layers_without_rope=()),
+    ("granite", "unscaled outputs of sublayers"): change(residual_scale=1.0),
+    ("granite", "scores scaled by the head width"): change(attn_scale=8**-0.5),
+    ("granite", "unscaled logits"): change(lm_head_input_scale=1.0),
+    ("glm4", "no norms of outputs"): change(block_type="pre"),
+    ("glm", "half-split rotary pairs"): change(rotary_pairs="half_split"),
+    ("olmo", "no bounds of projections"): change(qkv_clip=NO_CLIP),
+    ("cohere", "half-split rotary pairs"): change(rotary_pairs="half_split"),
+    ("cohere2", "rotation in all layers"): change(layers_without_rope=()),
+    ("exaone4", "norms of inputs too"): change(block_type="sandwich"),
+    ("hunyuan_v1_dense", "QK norms before rotation"): change(rotates_before_qk_norm=False),
+    ("nemotron", "scales without offset"): change(norm="layer"),
+    ("arcee", "ReLU"): change(activation="relu"),
+    ("bloom", "slopes of 4 heads"): change(score_bias=Alibi(alibi_slopes(4)[:3])),
+    ("umt5", "bidirectional buckets"): change(score_bias=bias_config(40, True)),
     ("phi3", "half of the rotary dim"): change_rope(rotary_dim=2),
     ("phi3-longrope", "another short factor"): change_rope(short_factors=(1.0, 1.5, 2.6, 4.0)),
     ("phi3-longrope", "no attention factor"): change_rope(attention_factor=1.0),
@@ -179,6 +204,8 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
+    ("ministral3", "no growth of queries"): change_rope(query_scale_beta=0.0),
+    ("ministral3", "another step of the growth"): change_rope(query_scale_positions=17),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
@@ -198,6 +225,11 @@ FAST = (  # one for each kind of part: norms, masks, rotary embeddings, position
         ("t5", "unscaled LM head input"),
         ("llama-dynamic", "another factor"),
         ("t5", "one bucket less"),
+    ),
+    *(
+        ("olmo2", "norms of each head"),
+        ("smollm3", "rotation in all layers"),
+        ("bloom", "slopes of 4 heads"),
     ),
 )
 

@@ -19,6 +19,7 @@ from trainer.nn.position_encoding import (
     relative_position_buckets,
     rotary_cos_sin,
     rotary_cos_sin_at,
+    sinusoidal_positions,
 )
 
 T, HEAD_DIM = 5, 8
@@ -233,3 +234,12 @@ def test_alibi_bias_is_linear_in_the_distance():
     per_row = alibi_bias(slopes, q_positions[:, None], jnp.stack([kv_positions, kv_positions + 1]))
     assert per_row.shape == (2, 2, 1, 5)
     np.testing.assert_array_equal(per_row[0, :, 0], bias[:, 0])
+
+
+def test_sinusoidal_positions_match_formula():
+    table = np.asarray(sinusoidal_positions(jnp.array([[0, 7], [2, 300]]), 9))
+    assert table.shape == (2, 2, 9)
+    angles = 300 * 10_000.0 ** -(np.arange(4) / 3)
+    np.testing.assert_allclose(table[1, 1, :4], np.sin(angles), atol=1e-4)
+    np.testing.assert_allclose(table[1, 1, 4:8], np.cos(angles), atol=1e-4)
+    assert not table[..., 8].any()

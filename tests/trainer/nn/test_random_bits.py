@@ -33,7 +33,7 @@ def test_derived_keys_are_known_answers_of_threefry(
     assert tuple(map(int, derive_key(make_key(*key), *counter))) == expected
 
 
-def test_derived_keys_equal_those_of_jax():
+def test_derived_keys_equal_jax():
     key, numbers = make_key(5, 7), jnp.arange(100)
     derived = derive_key(key, numbers, numbers * 3)
     expected = threefry_2x32(tuple(key), jnp.concatenate([numbers, numbers * 3]).astype(jnp.uint32))

@@ -88,7 +88,7 @@ def test_saved_attention_is_not_computed_again():
     assert nothing == none + LLAMA["num_hidden_layers"]
 
 
-def test_saved_ring_attention_does_not_travel_again():
+def test_saved_ring_attention_is_not_communicated_again():
     sharding = make_sharding_context(parse_mesh("dp:2,sp:4"))
     options: dict[str, Any] = {
         "scan_layers": False,

@@ -105,7 +105,7 @@ def test_reduction_shards_of_a_recipe(
         ),
     ],
 )
-def test_reduction_shards_rejects_what_is_not_exact(
+def test_reduction_shards_rejects_inexact_settings(
     tmp_path: Path, mesh: str, overrides: tuple[str, ...], text: str
 ):
     with pytest.raises(PrepError) as caught:

@@ -122,7 +122,7 @@ def test_kernels_without_scores_in_memory_compute_no_masked_pairs():
     assert count("llama", LLAMA_7B, attention_tile=NO_SCORES).masked == 0
 
 
-def test_micro_batches_add_up():
+def test_flops_do_not_depend_on_micro_batches():
     inputs = make_inputs("llama", LLAMA_7B, micro_batch_size=ROWS, seq_length=LENGTH)
     half = replace(inputs, micro_batch_size=ROWS // 2, accumulate=2)
     assert count_step_flops(half) == count_step_flops(inputs)

@@ -126,7 +126,7 @@ def test_step_inputs_have_sizes_for_the_devices(
 
 
 @pytest.mark.parametrize("device", [CPU, ANY_ACCELERATOR])
-def test_chunk_sizes_prefer_those_of_the_recipe(tmp_path: Path, device: DeviceKind):
+def test_chunk_sizes_of_the_recipe_take_precedence(tmp_path: Path, device: DeviceKind):
     keys = ("model.q_chunk_size=7", "model.k_chunk_size=-1", "model.head_chunk_size=512")
     assert chunk_sizes(load_text(tmp_path, *keys), device, num_rows=2) == ChunkSizes(
         7, -1, head=512

@@ -79,7 +79,7 @@ def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str)
 @pytest.mark.parametrize(
     "generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name
 )
-def test_fake_devices_are_those_of_libtpu(generation: TpuGeneration):
+def test_fake_devices_match_libtpu(generation: TpuGeneration):
     from trainer.distributed.topology import tpu_devices
 
     for shape in generation.slices:

@@ -50,7 +50,7 @@ def load(folder: Path, data: str) -> LoadedRecipe:
     return load_recipe(folder / "x.toml")
 
 
-def test_sources_have_their_keys_and_those_of_the_data(tmp_path: Path):
+def test_sources_inherit_keys_of_the_data_table(tmp_path: Path):
     (wiki, first), (chat, second) = split_sources(load(tmp_path, TWO).recipe.data)
     assert wiki is not None
     assert chat is not None

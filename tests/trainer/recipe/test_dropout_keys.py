@@ -46,7 +46,7 @@ def test_number_is_the_rate_of_all_sites():
     assert resolve(load_model("model.dropout=0.1"), {}) == DropoutConfig(0.1, 0.1, 0.1)
 
 
-def test_table_names_sites_and_others_are_off():
+def test_sites_missing_in_the_table_have_no_dropout():
     model = load_model("model.dropout={attention = 0.1, embedding = 0}")
     assert resolve(model, {}) == DropoutConfig(attention=0.1)
     Path("x.toml").write_text(GOOD.replace("[data]", "[model.dropout]\nresidual = 0.25\n[data]"))

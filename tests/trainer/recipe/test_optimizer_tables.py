@@ -71,7 +71,7 @@ def test_type_lists_all_members_of_the_union():
     } <= KEY_SCHEMAS.keys()
 
 
-def test_keys_of_a_recipe_are_those_of_its_optimizer():
+def test_recipe_has_only_keys_of_its_optimizer():
     recipe = make_recipe(type="lion")
     missing = {*KEY_SCHEMAS} - {*keys_of(recipe)}
     names = (

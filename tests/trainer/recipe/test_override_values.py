@@ -96,7 +96,7 @@ def test_override_argument_has_only_needed_quotes(key: str, value: Any, argument
     assert override_argument(key, to_toml(value), KEY_SCHEMAS[key]) == argument
 
 
-def test_numbers_for_a_list_of_numbers_are_no_text():
+def test_numbers_for_a_list_of_numbers_are_not_text():
     assert parse_override_value("0.1", KEY_SCHEMAS["model.fcm_ratio"]) == 0.1
     assert parse_override_value("8", KEY_SCHEMAS["data.path"]) == "8", "a key of texts"
 

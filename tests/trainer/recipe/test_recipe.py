@@ -91,7 +91,7 @@ def test_recipe_is_frozen(small: Path):
     ("data_format", "fields"),
     [("text", "text"), ("prompt_completion", "[prompt], completion"), ("chat", "messages")],
 )
-def test_fields_default_to_those_of_the_format(small: Path, data_format: str, fields: str):
+def test_default_fields_depend_on_the_format(small: Path, data_format: str, fields: str):
     overrides = ["data.type=json", f"data.format={data_format}"]
     assert load_recipe(small, overrides).recipe.data.fields == fields
     assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"

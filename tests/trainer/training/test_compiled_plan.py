@@ -53,7 +53,7 @@ def make_manifest(config: dict[str, Any]) -> dict[str, Any]:
     return {"config": config, "tied": False, "scan": True, "scan_axis": 0, "rules": []}
 
 
-def test_plan_is_that_of_the_training_step():
+def test_plan_matches_the_training_step():
     """The process compiles for as many CPU devices as this one has."""
     recipe = make_recipe(remat_policy="nothing_saveable", param_dtype="bfloat16")
     manifest = make_manifest(runs.LLAMA)
@@ -92,7 +92,7 @@ def test_errors_of_the_process_are_raised():
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tpu_plan_is_no_upper_bound(dtype: str, monkeypatch: pytest.MonkeyPatch):
+def test_tpu_plan_is_not_an_upper_bound(dtype: str, monkeypatch: pytest.MonkeyPatch):
     """XLA_FLAGS of the test suite are unknown to libtpu."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     recipe, manifest = make_recipe(dtype=dtype), make_manifest(runs.LLAMA)

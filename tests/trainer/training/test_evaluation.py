@@ -202,7 +202,7 @@ def test_row_evaluation_is_equal_on_any_mesh(mesh: str, batch_size: int):
 
 
 @pytest.mark.parametrize("mesh", ["", "2,2,2", "1,2,4"])
-def test_fast_sums_of_rows_are_those_of_each_row(mesh: str):
+def test_fast_sums_of_rows_equal_single_row_sums(mesh: str):
     setup = runs.make_setup(mesh=mesh)
     params, rows = runs.make_state(setup)["params"], evaluation_data(setup).get_batch([0, 1, 2, 3])
     sums = jit_fast_row_eval_step(setup.model, setup.forward_config)(

@@ -144,7 +144,7 @@ def test_exchange_is_faster_on_several_hosts_or_from_a_server(
 ):
     monkeypatch.setattr(leaf_loading, "has_several_processes", lambda: processes > 1)
     monkeypatch.setattr(
-        leaf_loading, "all_agree_on_exchange", lambda is_remote, _: is_remote or hosts > 1
+        leaf_loading, "should_exchange_reads", lambda is_remote, _: is_remote or hosts > 1
     )
     local, remote = runs.MemoryReader({}), runs.MemoryReader({}, is_remote=True)
     assert (exchange_is_faster(local), exchange_is_faster(remote)) == expected

@@ -84,7 +84,7 @@ def test_optimizer_state_has_only_adapters():
     assert moments.keys() == setup.model.saved_leaves.keys()
 
 
-def test_first_loss_is_that_of_the_base():
+def test_first_loss_equals_the_base_model():
     setup = runs.make_setup(runs.LLAMA)
     rows = runs.make_job(setup).order.rows(0)
     batch = feed.load_batch(runs.make_job(setup).train, rows, setup.sharding)

@@ -119,7 +119,7 @@ def test_metrics_of_a_fifo_are_refused(tmp_path: Path):
         read_metrics(tmp_path / "m")
 
 
-def test_repeated_lines_are_those_from_the_step_on(tmp_path: Path):
+def test_repeated_lines_begin_at_the_step(tmp_path: Path):
     path = tmp_path / "m"
     path.write_text('{"step": 1}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n')
     assert repeated_lines(path, 2) == {(2, True), (3, False)}

@@ -81,7 +81,7 @@ def test_float16_values_are_rounded_and_counted():
 @pytest.mark.parametrize(
     ("stored", "dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
 )
-def test_parameters_that_fit_are_not_counted(stored: str, dtype: str):
+def test_lossless_param_conversions_are_not_counted(stored: str, dtype: str):
     arrays, counts = stored_params(ml_dtypes.bfloat16 if stored == "bfloat16" else stored), []
     state = init_state(
         runs.MemoryReader(arrays), runs.make_setup(param_dtype=dtype), on_rounding=counts.append

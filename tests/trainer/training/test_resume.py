@@ -30,7 +30,7 @@ def check(before: LRSchedule, after: LRSchedule) -> None:
 
 
 @pytest.mark.parametrize("kind", ["constant", "rsqrt"])
-def test_run_without_a_decay_takes_more_steps(kind: str):
+def test_schedule_without_a_decay_can_be_extended(kind: str):
     check(schedule(kind), schedule(kind, decay=MORE_STEPS, end=0.0))
     with pytest.raises(PrepError, match="warmup 3 -> 4"):
         check(schedule(kind), schedule(kind, warmup=4, decay=MORE_STEPS))

@@ -82,7 +82,8 @@ def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path
         tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}", paths=(path,)))
 
     with pytest.raises(
-        PrepError, match="the data of process 1 differs from that of process 0 - its tokens are "
+        PrepError,
+        match="the data of process 1 differs from the data of process 0 - its tokens are ",
     ):
         run_processes(2, tokenize_own_files)
 

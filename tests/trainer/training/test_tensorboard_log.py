@@ -26,7 +26,7 @@ def read_scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_resumed_steps_replace_those_of_earlier_files(tmp_path: Path):
+def test_resumed_steps_replace_steps_of_earlier_files(tmp_path: Path):
     pytest.importorskip("tensorboard")
     write_lines(tmp_path, 0, 5)
     write_lines(tmp_path, 3, 6)

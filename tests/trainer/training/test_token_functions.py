@@ -88,7 +88,7 @@ def focal_setup(**options: Any) -> StepSetup:
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("chunk_size", [-1, 2])
-def test_token_loss_gradients_equal_those_of_a_direct_computation(chunk_size: int, softcap: float):
+def test_token_loss_gradients_equal_direct_computation(chunk_size: int, softcap: float):
     rng = np.random.default_rng(0)
     hidden, weight, bias = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 8), (12, 8), (12,))
@@ -248,6 +248,6 @@ def test_token_functions_refuse_conflicting_keys(
     TokenFunctions().check(recipe)
 
 
-def test_function_name_is_that_of_the_function_or_its_class():
+def test_function_name_comes_from_function_or_class():
     assert function_name(focal_loss) == f"{__name__}.focal_loss"
     assert function_name(partial(focal_loss)) == "functools.partial"

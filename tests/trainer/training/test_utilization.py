@@ -61,7 +61,7 @@ def test_jax_kinds_name_known_accelerators():
     assert accelerator_of("NVIDIA H100 PCIe") is None
 
 
-def test_peak_memory_is_that_of_the_fullest_device():
+def test_peak_memory_is_the_maximum_over_devices():
     full, empty = (
         FakeDevice(stats={"peak_bytes_in_use": 9}),
         FakeDevice(stats={"peak_bytes_in_use": 3}),

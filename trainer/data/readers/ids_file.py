@@ -18,7 +18,7 @@ from trainer.models.errors import Key, PrepError, Text
 MAGIC_NBYTES = 8
 # Limit of NumPy for headers, which it parses as Python literals.
 MAX_HEADER_NBYTES = 10_000
-# Of ids that are read at once.
+# Maximum bytes of ids that are read at once.
 READ_NBYTES = 1 << 20
 MAX_DIMS = 2
 ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
@@ -35,9 +35,9 @@ def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:
 
 def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
     if file.nbytes % dtype.itemsize:
-        why = f"it has {file.nbytes:,} bytes, an id of {dtype.name} has {dtype.itemsize}"
+        why = f"it has {file.nbytes:,} bytes, and each {dtype.name} id has {dtype.itemsize}"
         hint = Text(Key("data.ids_dtype"), " sets the dtype")
-        raise PrepError(f"{file.path} has a part of an id", why, hint)
+        raise PrepError(f"{file.path} ends with an incomplete id", why, hint)
     return file.nbytes // dtype.itemsize
 
 
@@ -46,7 +46,7 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
     shape, dtype = _read_npy_header(file, stream)
     n_ids = math.prod(shape)
     if n_ids * dtype.itemsize > file.nbytes:
-        why = f"it has {file.nbytes:,} bytes, and its header the shape {shape!r:.60}"
+        why = f"it has {file.nbytes:,} bytes, and its header declares the shape {shape!r:.60}"
         raise PrepError(f"{file.path} is cut short", why, "get the file again")
     if not n_ids:
         # An array can have any number of rows without ids.
@@ -71,7 +71,7 @@ def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...],
             warnings.simplefilter("ignore")
             shape, is_fortran, dtype = read_header(header)
     except Exception as error:
-        # Of the parser of Python expressions, which NumPy uses, too.
+        # NumPy parses the header as a Python expression, so the error may come from Python's parser.
         why = str(error).partition("\n")[0] or type(error).__name__
         raise PrepError(f"{file.path} is not a NumPy array", f"{why:.200}", ARRAY_HINT) from error
     if any(type(extent) is not int or extent < 0 for extent in shape):

@@ -128,11 +128,11 @@ class Reader:
         """
         return self.read_file(file, options)
 
-    def reads_from_folder(self, name: str) -> bool:
+    def matches_folder_file(self, name: str) -> bool:
         """Return whether a file in a folder belongs to this reader, by its suffix."""
         return name.endswith(self._with_compression(name, self.suffixes))
 
-    def reads_named(self, name: str) -> bool:
+    def matches_named_file(self, name: str) -> bool:
         """Return whether a file named in the recipe belongs to this reader, by its suffix."""
         return name.endswith(self._with_compression(name, self.suffixes + self.other_suffixes))
 

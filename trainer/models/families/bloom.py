@@ -31,7 +31,7 @@ PRETRAINING_LENGTH = 2048
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of BloomConfig."""
     _gpt_style.check_n_embed(config)
-    # The MLP has no field of its own.
+    # BloomConfig has no field for the width of the MLP: it is 4 times `embed`.
     return _gpt_style.sizes(
         config,
         vocab=250880,

@@ -47,7 +47,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     """Return the architecture. Raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "multi_query", "parallel_attn")
     if config.get("new_decoder_architecture") or not config.get("multi_query", True):
-        why = "only models with one head of keys and values are, such as Falcon 7B"
+        why = "only models with one key and value head are supported, such as Falcon 7B"
         raise unsupported_config_error(
             "this form of queries, keys and values is not supported", why
         )

@@ -115,6 +115,6 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=True,
     dropped={},
-    # Their fields are inside of `attn_config`.
+    # The config has the dropout rates inside `attn_config`, not as top-level fields.
     dropout_fields=DropoutFields(attention=None),
 )

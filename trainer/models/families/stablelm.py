@@ -26,7 +26,9 @@ def sizes(config: HFConfig) -> dict[str, int]:
     axis_sizes = _llama_style.sizes(config, vocab=50304, embed=2560, mlp=6912, kv_heads=32)
     if axis_sizes["heads"] * axis_sizes["head_dim"] != axis_sizes["embed"]:
         why = f"{axis_sizes['heads']} heads of {axis_sizes['head_dim']} elements, width {axis_sizes['embed']}"
-        raise unsupported_config_error("heads that do not make up the width are not supported", why)
+        raise unsupported_config_error(
+            "num_attention_heads * head_dim != hidden_size is not supported", why
+        )
     return axis_sizes
 
 

@@ -265,7 +265,7 @@ def build_family(
     stored_head_unties: Callable[[HFConfig], bool],
     untied_fields: Callable[[HFConfig], HFConfig],
 ) -> Family:
-    """Return a family with an encoder, a decoder and T5's tensor names. The arguments are those of `Family`."""
+    """Return a family with an encoder, a decoder and T5's tensor names. See `Family` for the arguments."""
     return Family(
         name=name,
         prefix="",

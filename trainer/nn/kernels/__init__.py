@@ -24,7 +24,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.blockwise import blockwise_attention
-from trainer.nn.kernels.call_features import check_call
+from trainer.nn.kernels.call_features import check_call_features
 from trainer.nn.kernels.cudnn import cudnn_attention
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.pallas_splash import splash_attention
@@ -65,7 +65,7 @@ def attend(
     Raises:
         UsageError: The kernel does not support the mask or the scores.
     """
-    check_call(options.spec, q, kv, arch_config=arch_config, mask=mask)
+    check_call_features(options.spec, q, kv, arch_config=arch_config, mask=mask)
     if sharding.sequence_parallel_size > 1:
         return ring_attention(q, kv, arch_config, mask, options, sharding=sharding)
     kernel = KERNELS[options.kernel]

@@ -16,7 +16,7 @@ from trainer.models.attention_needs import AttentionFeature
 from trainer.nn.attention_mask import KV, AttentionMask
 
 
-def check_call(
+def check_call_features(
     spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask
 ) -> None:
     """Check that a kernel supports all features of a call.

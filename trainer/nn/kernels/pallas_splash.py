@@ -14,7 +14,8 @@ from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.token_axis import pad_tokens
 
-LENGTH_MULTIPLE = 128  # of the kernel's blocks
+# The length of a sequence must be a multiple of the kernel's block size.
+LENGTH_MULTIPLE = 128
 PADDING_SEGMENT = -1
 
 
@@ -29,8 +30,8 @@ def splash_attention(
 ) -> Array:
     """Compute causal attention of whole sequences.
 
-    Sequences are padded to whole blocks: padding follows all tokens, so that no token sees it. The kernel has no factor
-    of scores, so queries are multiplied by it.
+    Sequences are padded to whole blocks: padding follows all tokens, so that no token sees it. The kernel has no
+    argument for the score scale, so queries are multiplied by it.
 
     Args:
         q: Queries [B, T, H, E].

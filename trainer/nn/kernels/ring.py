@@ -213,7 +213,7 @@ def _local_forward(
     constants: Constants,
 ) -> tuple[Array, Array]:
     """Compute the output and the log-sum-exp of the queries of one device."""
-    # The barrier is the one of `blockwise.forward`: no masks of all tiles.
+    # The barrier has the same reason as in `blockwise.forward`: XLA must not compute the masks of all tiles at once.
     q, labels = lax.optimization_barrier((q, constants))
 
     def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:

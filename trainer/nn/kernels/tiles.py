@@ -58,7 +58,7 @@ class Labels(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """The inputs without a gradient: the labels, the factor of the layer's scores, and its dropout."""
+    """The inputs without a gradient: labels, the layer's score scale, and attention dropout."""
 
     q_labels: Labels
     kv_labels: Labels
@@ -97,12 +97,13 @@ def attend_in_tiles(
     """Pad queries and keys to whole tiles, attend, and remove the padding.
 
     Args:
-        attend: Computes (q [B, T, K, G, E], k, v, bias table, constants) -> output like q.
+        attend: Attention of padded arrays: (q [B, T, K, G, E], k, v, bias table, `Constants`) ->
+            output with the shape of q.
         q: Queries [B, T, H, E].
         kv: Keys and values [B, S, K, E].
         mask: Visible keys, score bias, dropout and the layer's score scale.
         config: Sizes of tiles.
-        num_shards: Number of shards of T and S on the mesh. Each is padded.
+        num_shards: Number of shards of T and S on the mesh. Each shard is padded to whole tiles.
 
     Returns:
         [B, T, H, E].

@@ -17,7 +17,7 @@ from trainer.recipe.resolve import OPEN_SCHEDULES
 
 # Absent in the manifests of earlier versions. At their defaults they are not written.
 LATER_FIELDS = ("initial", "cooldown")
-# Without effect in schedules that reach no end
+# Fields without effect in schedules that never end (`constant` and `rsqrt`).
 OPEN_FIELDS = ("end", "decay")
 
 

@@ -22,15 +22,15 @@ OptState = dict[str, Any]
 
 
 class UpdateRule(Protocol):
-    """A rule from gradients to updates."""
+    """The rule that computes updates from gradients, e.g. AdamW."""
 
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the optax transformation of clipped gradients.
+        """Return the optax transformation from clipped gradients to updates.
 
-        The step computes params - update. Its update takes the `learning_rate` as an extra
-        argument, 1 by default.
+        The training step computes `params - updates`. `optax.apply_updates` would add them. The
+        `update` of the transformation takes the extra argument `learning_rate`, 1 by default.
 
         Args:
             leaves: Trained parameters by path.
@@ -44,7 +44,7 @@ class Optimizer:
     """An optimizer with its learning rate schedule.
 
     Attributes:
-        rule: From gradients to updates.
+        rule: Computes updates from gradients.
         lr_schedule: The learning rate.
         decay: Weight decay.
         clip_norm: Maximum norm of the gradients. 0 means no clipping.

@@ -71,7 +71,7 @@ def test_compressed_text_gives_the_tokens_of_the_text(tmp_path: Path, tokenizer:
     assert digests(tmp_path, tokenizer, tmp_path / "b.txt.gz") == expected
 
 
-def test_ready_ids_give_the_store_that_they_come_from(tmp_path: Path, tokenizer: Path):
+def test_store_from_ids_equals_store_from_text(tmp_path: Path, tokenizer: Path):
     (path, *_) = write_json_files(tmp_path, ROWS)
     config = make_config(
         tmp_path, path, type="json", fields="text", seq_length=1, tokenizer=tokenizer

@@ -98,10 +98,11 @@ def test_array_without_ids_fails(tmp_path: Path, array: np.ndarray):
         read_tokens(tmp_path / "a.npy")
 
 
-def test_file_with_a_part_of_an_id_fails(tmp_path: Path):
+def test_file_with_an_incomplete_id_fails(tmp_path: Path):
     (tmp_path / "a.bin").write_bytes(b"123")
     with pytest.raises(
-        PrepError, match=r"a.bin has a part of an id - it has 3 bytes, an id of uint16 has 2"
+        PrepError,
+        match=r"a.bin ends with an incomplete id - it has 3 bytes, and each uint16 id has 2",
     ):
         read_tokens(tmp_path / "a.bin")
 
@@ -139,7 +140,8 @@ def test_array_of_endless_rows_without_ids_has_no_tokens(tmp_path: Path):
 )
 def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
     with pytest.raises(
-        PrepError, match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header the shape"
+        PrepError,
+        match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header declares the shape",
     ):
         read_tokens(write_npy(tmp_path / "a.npy", npy_header(shape)))
 

@@ -211,7 +211,7 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "mt5", "umt5"),
+        *("biogpt", "xglm", "mt5", "umt5"),
     }
 
 

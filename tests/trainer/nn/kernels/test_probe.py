@@ -175,7 +175,7 @@ def test_result_is_computed_once_per_process(monkeypatch: pytest.MonkeyPatch):
     assert find_mismatch("cudnn", dataclasses.replace(needs, head_dim=16), CPU) == ""
 
 
-def test_tolerance_is_that_of_the_dtype_and_the_device():
+def test_tolerance_depends_on_dtype_and_device():
     needs = AttentionNeeds(CAUSAL, "float32", 64)
     assert tolerance(needs, CPU, LENGTH) < 1e-5
     assert tolerance(needs, DeviceKind("tpu"), LENGTH) == tolerance(

@@ -57,7 +57,7 @@ def test_state_moves_to_any_mesh(name: str, mesh: str):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_state_nbytes_are_those_of_each_device(name: str):
+def test_state_nbytes_match_the_shards_of_each_device(name: str):
     setup = runs.make_setup(mesh="1,2,4", optimizer=make_optimizer(name, **COMPACT))
     nbytes_by_device = dict.fromkeys(jax.devices(), 0)
     for leaf in jax.tree.leaves(runs.make_state(setup)):

@@ -169,7 +169,7 @@ def easylm_palm() -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def test_palm_follows_the_chain_of_easylm():
+def test_palm_equals_the_optax_chain_of_easylm():
     optimizer = make_optimizer("palm", **PALM)
     assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, easylm_palm()))
 

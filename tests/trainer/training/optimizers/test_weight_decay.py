@@ -19,7 +19,7 @@ def decayed(config: dict, decay: WeightDecay) -> set[str]:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_decayed_leaves_are_those_of_the_trainer(family: str):
+def test_decayed_leaves_match_the_transformers_trainer(family: str):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     config = CONFIGS[family]
     with torch.device("meta"):

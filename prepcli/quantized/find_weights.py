@@ -1,0 +1,339 @@
+"""Find the quantised weights of a model from its config and the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.untrusted import parse_json, quote_name
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized import gptq
+from prepcli.quantized.awq import AwqDecoder
+from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quant_state
+from prepcli.quantized.decoder import Decoder, check_dims
+from prepcli.quantized.gptq import GptqDecoder
+from prepcli.quantized.mxfp4 import Mxfp4Decoder
+from prepcli.quantized.packed_ints import MAX_BITS, PackedIntDecoder, word_count
+from prepcli.quantized.scaled import (
+    CODE_DTYPES,
+    FP8_DTYPES,
+    Int8Decoder,
+    ScaledDecoder,
+    block_of_grid,
+)
+from prepcli.quantized.stored_weights import (
+    PayloadReader,
+    StoredWeights,
+    check_group_size,
+    setting,
+)
+
+# Settings of earlier versions of AutoGPTQ and AutoAWQ, which config.json does not have.
+GPTQ_FILE = "quantize_config.json"
+AWQ_FILE = "quant_config.json"
+QUANTIZATION_FILES = (GPTQ_FILE, AWQ_FILE)
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """The quantised weights of a model.
+
+    Attributes:
+        decoders: One decoder per weight.
+        stored_names: Names of the stored tensors of all weights.
+        dropped: Rule by the name of each stored tensor without effect on weights.
+    """
+
+    decoders: tuple[Decoder, ...]
+    stored_names: frozenset[str]
+    dropped: Mapping[str, str]
+
+
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantisation config of a config.json, or an empty mapping."""
+    sections = [config]
+    text_config = config.get("text_config")
+    # Multimodal models have the key in this section.
+    if isinstance(text_config, Mapping):
+        sections.append(text_config)
+    for section in sections:
+        for key in QUANTIZATION_KEYS:
+            value = section.get(key)
+            if value and isinstance(value, Mapping):
+                return value
+    return {}
+
+
+def settings_of_file(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the quantisation config of one of QUANTIZATION_FILES, with the keys of config.json."""
+    if name == GPTQ_FILE:
+        return {"quant_method": "gptq", **document}
+    return {
+        "quant_method": "awq",
+        "bits": document.get("w_bit"),
+        "group_size": document.get("q_group_size"),
+        **document,
+    }
+
+
+def find_weights(
+    settings: Mapping[str, Any], tensors: Iterable[FileTensor], read_payload: PayloadReader
+) -> QuantizedWeights:
+    """Return the decoders of a model's quantised weights.
+
+    Args:
+        settings: The quantisation config.
+        tensors: All stored tensors.
+        read_payload: Reads small tensors that describe others.
+
+    Raises:
+        PrepError: The method or one of its settings is not supported.
+        DamagedError: A tensor is missing, does not fit, or contradicts the config.
+    """
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in FINDERS:
+        raise PrepError(
+            f"the quantisation `{method!s:.40}` is not supported",
+            f"supported are {', '.join(FINDERS)}",
+            "use the model that it was quantised from",
+        )
+    stored = StoredWeights(tensors, read_payload)
+    decoders = tuple(FINDERS[method](settings, stored))
+    stored.check_all_decoded(f"quantization_config: {method}")
+    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scales())
+
+
+def _find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    block_setting = _parse_block(settings.get("weight_block_size"))
+    for weight in [*stored.tensors_of(FP8_DTYPES)]:
+        check_dims(weight, 2)
+        stored.take(weight.name, weight.name)
+        scale = stored.take(f"{weight.name}_scale_inv", weight.name)
+        block = block_setting or block_of_grid(weight, scale)
+        yield ScaledDecoder(weight, scale, block=block)
+
+
+def _parse_block(value: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a block in a config, or None if it is not a pair of numbers."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    rows, columns = value
+    for size in value:
+        if type(size) is not int or not 1 <= size < 1 << 32:
+            return None
+    return rows, columns
+
+
+def _find_mxfp4(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    for name, weight_name in [*stored.names_ending("_blocks")]:
+        blocks = stored.take(name, weight_name)
+        scales = stored.take(f"{weight_name}_scales", weight_name)
+        yield Mxfp4Decoder(weight_name, blocks, scales)
+
+
+def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    setting(settings, "format", COMPRESSED_FORMATS, "dense")
+    sparsity = settings.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise PrepError("sparse tensors are not supported", "config.json has a sparsity_config")
+    schemes = [*_weight_schemes(settings)]
+    for name, prefix in [*stored.names_ending("weight_packed")]:
+        yield _packed_weight(schemes, stored, name, prefix)
+    for weight in [*stored.tensors_of(CODE_DTYPES)]:
+        if not weight.name.endswith("weight"):
+            continue
+        check_dims(weight, 2)
+        stored.take(weight.name, weight.name)
+        scale = stored.take(f"{weight.name}_scale", weight.name)
+        yield ScaledDecoder(
+            weight,
+            scale,
+            block=_compressed_block(schemes, weight, scale),
+            zero_point=stored.take_optional(f"{weight.name}_zero_point"),
+            dtype=scale.dtype,
+        )
+
+
+def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of weights in each group of modules."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise PrepError("config.json is not supported", "its quantisation has no config_groups")
+    for group in groups.values():
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
+            yield group["weights"]
+
+
+def _packed_weight(
+    schemes: Sequence[Mapping[str, Any]], stored: StoredWeights, name: str, prefix: str
+) -> Decoder:
+    """Return the decoder of packed integers of compressed-tensors."""
+    weight_name = f"{prefix}weight"
+    packed = stored.take(name, weight_name)
+    scale = stored.take(f"{weight_name}_scale", weight_name)
+    shape = stored.take(f"{weight_name}_shape", weight_name)
+    if shape.dtype not in ("int32", "int64") or shape.shape != (2,) or len(packed.shape) != 2:
+        raise DamagedError(
+            f"{quote_name(shape.name)} is not the shape of a matrix",
+            f"it is {shape.dtype} {[*shape.shape]}, of words {[*packed.shape]}",
+            GET_AGAIN_HINT,
+        )
+    rows, columns = np.frombuffer(stored.payload(shape), f"<i{shape.nbytes // 2}").tolist()
+    fitting: list[Mapping[str, Any]] = []
+    for scheme in schemes:
+        bits = scheme.get("num_bits")
+        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+            continue
+        if packed.shape == (rows, word_count(columns, bits)):
+            fitting.append(scheme)
+    if not fitting or columns < 1:
+        raise DamagedError(
+            f"{quote_name(packed.name)} has shape {[*packed.shape]}",
+            f"`{shape.name}` is {[rows, columns]}, which does not fit num_bits of config.json",
+            GET_AGAIN_HINT,
+        )
+    scheme = fitting[0]
+    if scheme.get("strategy") == "group" and len(scale.shape) == 2:
+        check_group_size(
+            scale,
+            size=columns,
+            groups=scale.shape[1],
+            group_size=scheme.get("group_size"),
+            owner=weight_name,
+        )
+    return PackedIntDecoder(
+        weight_name,
+        packed,
+        scale,
+        bits=scheme["num_bits"],
+        columns=columns,
+        zero_point=stored.take_optional(f"{weight_name}_zero_point"),
+        column_groups=stored.take_optional(f"{weight_name}_g_idx"),
+    )
+
+
+def _compressed_block(
+    schemes: Sequence[Mapping[str, Any]], weight: FileTensor, scale: FileTensor
+) -> tuple[int, int]:
+    """Return the rows and columns of a block of dense codes of compressed-tensors."""
+    for scheme in schemes:
+        structure = _parse_block(scheme.get("block_structure"))
+        if scheme.get("strategy") == "block" and structure is not None:
+            return structure
+    # One scale per row may come without the dim of size 1.
+    if scale.shape == weight.shape[:1]:
+        return 1, weight.shape[-1]
+    return block_of_grid(weight, scale)
+
+
+def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    bits = setting(settings, "bits", gptq.BITS, 4)
+    file_format = setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    setting(settings, "pack_dtype", ("int32",), "int32")
+    if settings.get("dynamic"):
+        raise PrepError("modules of different bits are not supported", "config.json has `dynamic`")
+    for name, prefix in [*stored.names_ending("qweight")]:
+        weight_name = f"{prefix}weight"
+        weight = stored.take(name, weight_name)
+        scales = stored.take(f"{prefix}scales", weight_name)
+        words = weight.shape[0] if weight.shape else 0
+        _check_input_groups(settings, scales, words * gptq.WORD_BITS // bits, weight_name)
+        yield GptqDecoder(
+            weight_name,
+            weight,
+            stored.take(f"{prefix}qzeros", weight_name),
+            scales,
+            bits=bits,
+            is_zero_stored_minus_1=file_format == "gptq",
+            input_groups=stored.take_optional(f"{prefix}g_idx"),
+        )
+
+
+def _check_input_groups(
+    settings: Mapping[str, Any], scales: FileTensor, inputs: int, weight_name: str
+) -> None:
+    """Raise DamagedError if scales [groups, outputs] contradict the group size of config.json."""
+    check_group_size(
+        scales,
+        size=inputs,
+        groups=scales.shape[0] if scales.shape else 0,
+        group_size=settings.get("group_size"),
+        owner=weight_name,
+    )
+
+
+def _find_awq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    setting(settings, "bits", (4,), 4)
+    setting(settings, "version", ("gemm", "GEMM"), "gemm")
+    setting(settings, "zero_point", (True,), True)
+    for name, prefix in [*stored.names_ending("qweight")]:
+        weight_name = f"{prefix}weight"
+        weight = stored.take(name, weight_name)
+        scales = stored.take(f"{prefix}scales", weight_name)
+        inputs = weight.shape[0] if weight.shape else 0
+        _check_input_groups(settings, scales, inputs, weight_name)
+        yield AwqDecoder(weight_name, weight, stored.take(f"{prefix}qzeros", weight_name), scales)
+
+
+def _find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    for name, prefix in [*stored.names_ending("SCB")]:
+        weight_name = f"{prefix}weight"
+        row_maxima = stored.take(name, weight_name)
+        weight_format = stored.take_optional(f"{prefix}weight_format")
+        # 0 stands for rows. Other layouts are those of kernels of earlier versions.
+        if weight_format is not None and any(stored.payload(weight_format)):
+            raise PrepError(
+                f"the layout of {quote_name(weight_name)} is not supported",
+                f"{quote_name(weight_format.name)} is not 0, which stands for rows",
+            )
+        weight = stored.take(weight_name, weight_name)
+        check_dims(weight, 2)
+        yield Int8Decoder(weight, row_maxima)
+    for quant_type in QUANT_TYPES:
+        suffix = f".quant_state.bitsandbytes__{quant_type}"
+        for name, weight_name in [*stored.names_ending(suffix)]:
+            yield _bits4_weight(stored, stored.take(name, weight_name), weight_name)
+
+
+def _bits4_weight(stored: StoredWeights, quant_state: FileTensor, weight_name: str) -> Decoder:
+    """Return the decoder of a weight of 4 bits of bitsandbytes."""
+    try:
+        document = parse_json(stored.payload(quant_state))
+        state = parse_quant_state(document)
+    except ValueError as error:
+        raise DamagedError(
+            f"{quote_name(quant_state.name)} is invalid", str(error), GET_AGAIN_HINT
+        ) from error
+    return Bits4Decoder(
+        weight_name,
+        stored.take(weight_name, weight_name),
+        stored.take(f"{weight_name}.absmax", weight_name),
+        stored.take(f"{weight_name}.quant_map", weight_name),
+        state=state,
+        nested_absmax=stored.take_optional(f"{weight_name}.nested_absmax"),
+        nested_quant_map=stored.take_optional(f"{weight_name}.nested_quant_map"),
+    )
+
+
+Finder = Callable[[Mapping[str, Any], StoredWeights], Iterator[Decoder]]
+FINDERS: Mapping[str, Finder] = {
+    "fp8": _find_fp8,
+    "mxfp4": _find_mxfp4,
+    "compressed-tensors": _find_compressed,
+    "gptq": _find_gptq,
+    "awq": _find_awq,
+    "bitsandbytes": _find_bitsandbytes,
+}

@@ -1,0 +1,173 @@
+"""The stored tensors of a quantised model, taken one by one for the weights that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
+
+# Reads the bytes of a small tensor.
+PayloadReader = Callable[[FileTensor], bytes]
+MAX_PAYLOAD_NBYTES = 1 << 20
+# Scales of activations and of the KV cache, which quantised kernels multiply with.
+ACTIVATION_SUFFIXES = (
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".output_scale",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+)
+ACTIVATION_RULE = "scale of quantised activations"
+# A tensor with one of these endings holds values of a weight.
+WEIGHT_SUFFIXES = (".weight", ".weight_packed", ".qweight", "_blocks")
+
+
+class StoredWeights:
+    """The tensors of the files by name, and which of them belong to decoded weights."""
+
+    def __init__(self, tensors: Iterable[FileTensor], read_payload: PayloadReader) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._taken: set[str] = set()
+        self._read_payload = read_payload
+
+    def __getitem__(self, name: str) -> FileTensor:
+        return self._tensors[name]
+
+    def names_ending(self, suffix: str) -> Iterator[tuple[str, str]]:
+        """Yield each name with a suffix, and the name without it."""
+        for name in self._tensors:
+            if name.endswith(suffix):
+                yield name, name.removesuffix(suffix)
+
+    def tensors_of(self, dtypes: Iterable[str]) -> Iterator[FileTensor]:
+        """Yield the tensors that have one of the dtypes and are not taken yet."""
+        selected = {*dtypes}
+        for tensor in self._tensors.values():
+            if tensor.dtype in selected and tensor.name not in self._taken:
+                yield tensor
+
+    def take(self, name: str, owner: str) -> FileTensor:
+        """Return a tensor that belongs to the weight `owner`.
+
+        Raises:
+            DamagedError: The tensor is missing.
+        """
+        tensor = self.take_optional(name)
+        if tensor is None:
+            raise DamagedError(
+                f"{quote_name(name)} is missing",
+                f"{quote_name(owner)} is quantised",
+                GET_AGAIN_HINT,
+            )
+        return tensor
+
+    def take_optional(self, name: str) -> FileTensor | None:
+        """Return a tensor that belongs to a weight, or None if there is none."""
+        if name not in self._tensors:
+            return None
+        self._taken.add(name)
+        return self._tensors[name]
+
+    def payload(self, tensor: FileTensor) -> bytes:
+        """Return the bytes of a small tensor.
+
+        Raises:
+            DamagedError: It is too large.
+        """
+        if tensor.nbytes > MAX_PAYLOAD_NBYTES:
+            raise DamagedError(
+                f"{quote_name(tensor.name)} has {tensor.nbytes:,} bytes",
+                f"such a tensor has at most {MAX_PAYLOAD_NBYTES:,}",
+                GET_AGAIN_HINT,
+            )
+        return self._read_payload(tensor)
+
+    def activation_scales(self) -> dict[str, str]:
+        """Return the rule that drops each scale of activations, by name."""
+        rules: dict[str, str] = {}
+        for name in self._tensors:
+            if name not in self._taken and name.endswith(ACTIVATION_SUFFIXES):
+                rules[name] = ACTIVATION_RULE
+        return rules
+
+    def check_all_decoded(self, declared: str) -> None:
+        """Raise DamagedError if no weight is quantised, or one is in another way than declared.
+
+        Args:
+            declared: The format in config.json.
+        """
+        if not self._taken:
+            raise DamagedError(
+                "config.json and the tensors disagree",
+                f"it has {declared}, and no tensor is quantised in this way",
+                GET_AGAIN_HINT,
+            )
+        for tensor in self._tensors.values():
+            is_weight = tensor.name.endswith(WEIGHT_SUFFIXES)
+            if is_weight and tensor.dtype not in FLOAT_DTYPES and tensor.name not in self._taken:
+                raise DamagedError(
+                    f"{quote_name(tensor.name)} is {tensor.dtype}",
+                    f"config.json has {declared}, and no tensor has its scales",
+                    GET_AGAIN_HINT,
+                )
+
+    @property
+    def taken_names(self) -> frozenset[str]:
+        """Names of the tensors that belong to decoded weights."""
+        return frozenset(self._taken)
+
+
+def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], default: Any) -> Any:
+    """Return a value of a quantisation config.
+
+    Args:
+        settings: The quantisation config.
+        key: Key of the value.
+        choices: Supported values.
+        default: Value if the key is missing or null.
+
+    Raises:
+        PrepError: The value is not supported.
+    """
+    value = settings.get(key)
+    if value is None:
+        return default
+    # `True == 1`, and lists have no hash: compare type and value one by one.
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return value
+    supported = ", ".join(str(choice) for choice in choices)
+    raise PrepError(
+        f"{key}={value!r:.60} is not supported",
+        f"supported in the quantisation of config.json: {supported}",
+    )
+
+
+def check_group_size(
+    scales: FileTensor, *, size: int, groups: int, group_size: object, owner: str
+) -> None:
+    """Raise DamagedError if the number of groups contradicts the group size of config.json.
+
+    Args:
+        scales: Scales of the groups.
+        size: Number of values that are split into groups.
+        groups: Number of groups.
+        group_size: Values per group in config.json. A number below 1, or no number, says nothing.
+        owner: Name of the weight.
+    """
+    if not isinstance(group_size, int) or group_size < 1 or groups == 0:
+        return
+    expected = -(-size // group_size)
+    if groups != expected:
+        raise DamagedError(
+            f"{quote_name(scales.name)} has {groups:,} groups",
+            f"{quote_name(owner)} has {size:,} inputs in groups of {group_size:,} (config.json):"
+            f" {expected:,} groups",
+            GET_AGAIN_HINT,
+        )

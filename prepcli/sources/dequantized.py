@@ -1,0 +1,324 @@
+"""A source of quantised weights as a source of floats: each weight and its scales become one tensor.
+
+The decoded weights are one blob, one weight after another. A read decodes the rows that it covers, in blocks, so that
+memory does not depend on the sizes of tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
+from prepcli.engine.chunk_cache import ChunkCache
+from prepcli.engine.files import ByteArray, Files
+from prepcli.engine.fills import numpy_dtype
+from prepcli.errors import Option, PrepError, text, usage_error
+from prepcli.planning.plan import Contiguous, DroppedTensor
+from prepcli.planning.tensors import FileTensor, itemsize
+from prepcli.quantized.decoder import Decoder, StoredMatrix
+from prepcli.quantized.find_weights import (
+    QUANTIZATION_FILES,
+    QUANTIZATION_KEYS,
+    QuantizedWeights,
+    find_weights,
+    quantization_settings,
+    settings_of_file,
+)
+from prepcli.sources.model_family import as_verbatim
+from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
+from trainer.models.boxes import Range
+
+DECODED_DTYPE = "bfloat16"
+# Memory per decoded value: codes, scales and zero points in float32, and the value itself.
+DECODING_NBYTES = 24
+MAX_PANEL_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedBlob:
+    """The decoded weights of a source, one after another.
+
+    Attributes:
+        name: Name in messages.
+        decoders: Decoders of the weights.
+        stored: Files and blobs of the stored tensors.
+    """
+
+    name: str
+    decoders: tuple[Decoder, ...]
+    stored: tuple[Path | Blob, ...]
+
+    def starts(self) -> list[int]:
+        """Return the offset of each weight, and the size of the blob."""
+        sizes = [math.prod(each.shape) * itemsize(each.dtype) for each in self.decoders]
+        return [*itertools.accumulate(sizes, initial=0)]
+
+    def open(self) -> DequantizedReader:
+        """Open the weights for reading, with a small separate cache."""
+        return self.open_with_cache(ChunkCache())
+
+    def open_with_cache(self, cache: ChunkCache) -> DequantizedReader:
+        """Open the weights for reading. A block takes no more memory than the cache may."""
+        return DequantizedReader(self, cache.most_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """Some columns of some rows of a stored matrix."""
+
+    rows: Range
+    columns: Range
+    values: np.ndarray
+
+    def contains(self, rows: Range, columns: Range) -> bool:
+        """Return whether the panel has these rows, and at least these columns."""
+        first, stop = self.columns
+        return self.rows == rows and first <= columns[0] and columns[1] <= stop
+
+
+class DequantizedReader:
+    """Reader of decoded weights, for one thread."""
+
+    def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
+        self._decoders = blob.decoders
+        self._starts = blob.starts()
+        self._max_values = max_nbytes // (2 * DECODING_NBYTES)
+        self._panel_nbytes = min(max_nbytes // 8, MAX_PANEL_NBYTES)
+        self._files = open_blobs(blob.stored)
+        # The last block: slabs rarely end with a block, and runs may be shorter than a row.
+        self._block_key = (-1, -1)
+        self._block: ByteArray = np.empty(0, np.uint8)
+        # Of the weight of the last block, by stored tensor. A decoded row of a format that packs columns needs a few
+        # bytes of each stored row: such runs are read for many decoded rows at once.
+        self._panels: dict[str, _Panel] = {}
+
+    def read_at(self, offset: int, into: ByteArray) -> None:
+        """Fill `into` with the bytes of decoded values from `offset` on.
+
+        Raises:
+            PrepError: A stored tensor cannot be read, or its values are invalid.
+        """
+        done = 0
+        number = bisect.bisect_right(self._starts, offset) - 1
+        while done < into.size:
+            start = offset + done - self._starts[number]
+            weight_nbytes = self._starts[number + 1] - self._starts[number]
+            count = min(into.size - done, weight_nbytes - start)
+            self._read_weight(number, start, into[done : done + count])
+            done += count
+            number += 1
+
+    def _read_weight(self, number: int, start: int, into: ByteArray) -> None:
+        """Fill `into` with bytes of one weight."""
+        decoder = self._decoders[number]
+        row_nbytes = decoder.columns * itemsize(decoder.dtype)
+        block_rows = self._block_rows(decoder)
+        block_nbytes = block_rows * row_nbytes
+        done = 0
+        while done < into.size:
+            block_number, block_start = divmod(start + done, block_nbytes)
+            if self._block_key != (number, block_number):
+                if self._block_key[0] != number:
+                    self._panels.clear()
+                first = block_number * block_rows
+                rows = (first, min(first + block_rows, decoder.rows))
+                self._block = decoder.decode(rows, self._read_matrix).reshape(-1).view(np.uint8)
+                self._block_key = (number, block_number)
+            part = self._block[block_start : block_start + into.size - done]
+            into[done : done + part.size] = part
+            done += part.size
+
+    def _block_rows(self, decoder: Decoder) -> int:
+        """Return the number of rows to decode at a time."""
+        rows = min(decoder.block_values, self._max_values) // decoder.columns
+        multiple = decoder.row_multiple
+        if rows < multiple and multiple * decoder.columns <= self._max_values:
+            return multiple
+        if rows > multiple:
+            rows -= rows % multiple
+        return max(rows, 1)
+
+    def _read_matrix(
+        self, matrix: StoredMatrix, rows: Range, columns: Range | None = None
+    ) -> np.ndarray:
+        """Return rows of a stored matrix, or only some of their columns."""
+        tensor = matrix.tensor
+        if columns is None or columns == (0, matrix.columns):
+            row_nbytes = matrix.columns * itemsize(tensor.dtype)
+            data = np.empty((rows[1] - rows[0]) * row_nbytes, np.uint8)
+            self._files.read_at(tensor.file, tensor.offset + rows[0] * row_nbytes, data)
+            return data.view(numpy_dtype(tensor.dtype)).reshape(-1, matrix.columns)
+        panel = self._panels.get(tensor.name)
+        if panel is None or not panel.contains(rows, columns):
+            panel = self._read_panel(matrix, rows, columns)
+            self._panels[tensor.name] = panel
+        first = columns[0] - panel.columns[0]
+        part = panel.values[:, first : first + columns[1] - columns[0]]
+        return np.ascontiguousarray(part)
+
+    def _read_panel(self, matrix: StoredMatrix, rows: Range, columns: Range) -> _Panel:
+        """Read columns of a matrix, and as many of the next ones as a panel has."""
+        tensor = matrix.tensor
+        item_nbytes = itemsize(tensor.dtype)
+        count = rows[1] - rows[0]
+        width = max(columns[1] - columns[0], self._panel_nbytes // (count * item_nbytes))
+        stop = min(columns[0] + width, matrix.columns)
+        octets = np.empty((count, (stop - columns[0]) * item_nbytes), np.uint8)
+        for number in range(count):
+            first = (rows[0] + number) * matrix.columns + columns[0]
+            offset = tensor.offset + first * item_nbytes
+            self._files.read_at(tensor.file, offset, octets[number])
+        return _Panel(rows, (columns[0], stop), octets.view(numpy_dtype(tensor.dtype)))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def is_quantized(folder: Path) -> bool:
+    """Return whether the settings files of a model describe quantised weights."""
+    config_path = folder / CONFIG
+    if config_path.is_file() and quantization_settings(read_json_object(config_path)):
+        return True
+    return any((folder / name).is_file() for name in QUANTIZATION_FILES)
+
+
+def dequantize_source(source: Source) -> Source:
+    """Return a source with one float tensor for each quantised weight and its scales.
+
+    Args:
+        source: The opened source.
+
+    Raises:
+        UsageError: The weights are not quantised.
+        PrepError: The format is not supported.
+        DamagedError: A tensor is missing, does not fit, or contradicts the config.
+    """
+    settings = quantization_settings(source.config) or _read_settings_file(source.root)
+    if not settings:
+        option = Option("quantized", "dequantize")
+        raise usage_error(
+            text("{} has no effect", option),
+            f"{source.display_name} is not quantised",
+            text("remove {}", option),
+        )
+    stored = [_file_tensor(source, tensor) for tensor in source.tensors]
+    weights = find_stored_weights(settings, stored, source.byte_sources)
+    blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
+    decoded = _decoded_source(source, stored, weights, blob)
+    decoded = replace(
+        decoded,
+        config=_without_quantization(source.config),
+        small_files=tuple(
+            file for file in source.small_files if file.name not in QUANTIZATION_FILES
+        ),
+        blobs=(*source.byte_sources, blob),
+        # The config of the output is another one than the file.
+        config_path=None,
+        quantization=settings,
+    )
+    # The verbatim family is made from the tensors.
+    return as_verbatim(decoded) if decoded.family.is_verbatim else decoded
+
+
+def find_stored_weights(
+    settings: Mapping[str, Any], tensors: Sequence[FileTensor], blobs: Sequence[Path | Blob]
+) -> QuantizedWeights:
+    """Return the decoders of quantised weights in files. See `find_weights`.
+
+    Args:
+        settings: The quantisation config.
+        tensors: All tensors of the files.
+        blobs: Files and blobs, by the file numbers of the tensors.
+    """
+    with open_blobs(blobs) as files:
+        return find_weights(settings, tensors, lambda tensor: _read_tensor(files, tensor))
+
+
+def _read_settings_file(folder: Path) -> Mapping[str, Any]:
+    """Return the quantisation config of a file next to config.json, or an empty mapping."""
+    for name in QUANTIZATION_FILES:
+        path = folder / name
+        if path.is_file():
+            return settings_of_file(name, read_json_object(path))
+    return {}
+
+
+def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
+    """Return a tensor of the source by its name in the files."""
+    location = tensor.placement[0]
+    if not isinstance(location, Contiguous):
+        raise PrepError(
+            f"{source.display_name} cannot be decoded",
+            "quantised weights are read from safetensors files",
+        )
+    name = source.names.full_name(tensor.name)
+    if tensor.name in source.names.unprefixed_names:
+        name = tensor.name
+    return FileTensor(
+        name, tensor.dtype, tensor.shape, location.file, location.offset, tensor.nbytes
+    )
+
+
+def _read_tensor(files: Files | FilesAndBlobs, tensor: FileTensor) -> bytes:
+    """Return the bytes of a small tensor."""
+    data = np.empty(tensor.nbytes, np.uint8)
+    files.read_at(tensor.file, tensor.offset, data)
+    return data.tobytes()
+
+
+def _decoded_source(
+    source: Source,
+    stored: Sequence[FileTensor],
+    weights: QuantizedWeights,
+    blob: DequantizedBlob,
+) -> Source:
+    """Return the source with decoded tensors in place of the first stored tensor of each weight."""
+    blob_number = len(source.byte_sources)
+    decoded: dict[str, SourceTensor] = {}
+    for decoder, start in zip(weights.decoders, blob.starts()):
+        decoded[decoder.stored[0].name] = SourceTensor(
+            source.names.bare_name(decoder.name),
+            decoder.dtype,
+            decoder.shape,
+            (Contiguous(blob_number, start),),
+            default_dtype=DECODED_DTYPE,
+        )
+    tensors: list[SourceTensor] = []
+    file_names: list[str] = []
+    dropped: list[DroppedTensor] = []
+    for tensor, file_tensor, file_name in zip(
+        source.tensors, stored, source.tensor_file_names, strict=True
+    ):
+        if file_tensor.name in decoded:
+            tensors.append(decoded[file_tensor.name])
+            file_names.append(file_name)
+        elif file_tensor.name in weights.dropped:
+            rule = weights.dropped[file_tensor.name]
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, rule))
+        elif file_tensor.name not in weights.stored_names:
+            tensors.append(tensor)
+            file_names.append(file_name)
+    return replace(
+        source,
+        tensors=tuple(tensors),
+        tensor_file_names=tuple(file_names),
+        extra_entries=(*source.extra_entries, *dropped),
+    )
+
+
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without its quantisation config."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    text_config = kept.get("text_config")
+    if isinstance(text_config, Mapping):
+        kept["text_config"] = _without_quantization(text_config)
+    return kept

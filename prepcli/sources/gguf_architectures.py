@@ -1,0 +1,251 @@
+"""Architectures of GGUF: the names of their tensors and settings in llama.cpp and in Hugging Face.
+
+Source: `TensorNameMap` of gguf 0.19 (tensor_mapping.py), and the classes of llama.cpp's convert_hf_to_gguf.py, which
+permute queries and keys of LLaMA, add 1 to the norms of Gemma, and transpose the matrices of GPT-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Tensors [experts, out, in] of all experts of a layer.
+EXPERT_TENSORS = (
+    "blk.ffn_gate_exps.weight",
+    "blk.ffn_up_exps.weight",
+    "blk.ffn_down_exps.weight",
+)
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# A larger Gemma divides queries by a number that the metadata does not have.
+GEMMA2_27B_LAYERS = 46
+GEMMA3_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """A `general.architecture`.
+
+    Attributes:
+        model_type: Family in Hugging Face's config.json.
+        class_name: Class of transformers.
+        tensor_names: Hugging Face's name of each tensor, with `{layer}` and `{expert}`.
+        config_keys: Field of config.json by the key of the metadata without the architecture.
+        defaults: Further fields of config.json.
+        interleaved: Tensors with interleaved rows of heads.
+        transposed: Tensors stored transposed.
+        norm_offset: Number that llama.cpp adds to the weights of norms.
+    """
+
+    model_type: str
+    class_name: str
+    tensor_names: Mapping[str, str]
+    config_keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: Collection[str] = ()
+    transposed: Collection[str] = ()
+    norm_offset: float = 0.0
+
+
+def _modules(names: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
+    """Return the names of weights, and of biases, of modules."""
+    tensors = {f"{name}.weight": f"{hf_name}.weight" for name, hf_name in names.items()}
+    if bias:
+        tensors |= {f"{name}.bias": f"{hf_name}.bias" for name, hf_name in names.items()}
+    return tensors
+
+
+_LAYER = "model.layers.{layer}."
+_EMBEDDINGS = _modules(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+_ATTENTION = _modules(
+    {
+        "blk.attn_q": _LAYER + "self_attn.q_proj",
+        "blk.attn_k": _LAYER + "self_attn.k_proj",
+        "blk.attn_v": _LAYER + "self_attn.v_proj",
+        "blk.attn_output": _LAYER + "self_attn.o_proj",
+    },
+    bias=True,
+)
+_HEAD_NORMS = _modules(
+    {
+        "blk.attn_q_norm": _LAYER + "self_attn.q_norm",
+        "blk.attn_k_norm": _LAYER + "self_attn.k_norm",
+    }
+)
+_PRE_NORMS = _modules(
+    {
+        "blk.attn_norm": _LAYER + "input_layernorm",
+        "blk.ffn_norm": _LAYER + "post_attention_layernorm",
+    }
+)
+_SANDWICH_NORMS = _modules(
+    {
+        "blk.attn_norm": _LAYER + "input_layernorm",
+        "blk.post_attention_norm": _LAYER + "post_attention_layernorm",
+        "blk.ffn_norm": _LAYER + "pre_feedforward_layernorm",
+        "blk.post_ffw_norm": _LAYER + "post_feedforward_layernorm",
+    }
+)
+_MLP = _modules(
+    {
+        "blk.ffn_gate": _LAYER + "mlp.gate_proj",
+        "blk.ffn_up": _LAYER + "mlp.up_proj",
+        "blk.ffn_down": _LAYER + "mlp.down_proj",
+    }
+)
+_EXPERTS = _modules(
+    {
+        "blk.ffn_gate_inp": _LAYER + "mlp.gate",
+        "blk.ffn_gate_exps": _LAYER + "mlp.experts.{expert}.gate_proj",
+        "blk.ffn_up_exps": _LAYER + "mlp.experts.{expert}.up_proj",
+        "blk.ffn_down_exps": _LAYER + "mlp.experts.{expert}.down_proj",
+    }
+)
+_PHI3_FUSED = _modules(
+    {
+        "blk.attn_qkv": _LAYER + "self_attn.qkv_proj",
+        "blk.attn_output": _LAYER + "self_attn.o_proj",
+        "blk.ffn_up": _LAYER + "mlp.gate_up_proj",
+        "blk.ffn_down": _LAYER + "mlp.down_proj",
+    }
+)
+_GPT2 = _modules(
+    {
+        "output_norm": "transformer.ln_f",
+        "blk.attn_norm": "transformer.h.{layer}.ln_1",
+        "blk.attn_qkv": "transformer.h.{layer}.attn.c_attn",
+        "blk.attn_output": "transformer.h.{layer}.attn.c_proj",
+        "blk.ffn_norm": "transformer.h.{layer}.ln_2",
+        "blk.ffn_up": "transformer.h.{layer}.mlp.c_fc",
+        "blk.ffn_down": "transformer.h.{layer}.mlp.c_proj",
+    },
+    bias=True,
+) | _modules(
+    {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output": "lm_head"}
+)
+
+_CONFIG_KEYS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_HEAD_DIM = {"attention.key_length": "head_dim"}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(
+        "llama",
+        "LlamaForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP,
+        _CONFIG_KEYS | {"rope.dimension_count": "head_dim"},
+        interleaved=(
+            "blk.attn_q.weight",
+            "blk.attn_q.bias",
+            "blk.attn_k.weight",
+            "blk.attn_k.bias",
+        ),
+    ),
+    "qwen2": GgufArchitecture(
+        "qwen2", "Qwen2ForCausalLM", _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP, _CONFIG_KEYS
+    ),
+    "qwen3": GgufArchitecture(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _HEAD_NORMS | _PRE_NORMS | _MLP,
+        _CONFIG_KEYS | _HEAD_DIM,
+    ),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _HEAD_NORMS | _PRE_NORMS | _EXPERTS,
+        _CONFIG_KEYS
+        | _HEAD_DIM
+        | {
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        # llama.cpp always normalizes the weights of the selected experts.
+        defaults={"norm_topk_prob": True},
+    ),
+    "gemma": GgufArchitecture(
+        "gemma",
+        "GemmaForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP,
+        _CONFIG_KEYS | _HEAD_DIM,
+        norm_offset=1.0,
+    ),
+    "gemma2": GgufArchitecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _SANDWICH_NORMS | _MLP,
+        _CONFIG_KEYS | _HEAD_DIM | _WINDOW | _SOFTCAPS,
+        norm_offset=1.0,
+    ),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _HEAD_NORMS | _SANDWICH_NORMS | _MLP,
+        _CONFIG_KEYS | _HEAD_DIM | _WINDOW,
+        norm_offset=1.0,
+    ),
+    "phi3": GgufArchitecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        _EMBEDDINGS | _PHI3_FUSED | _PRE_NORMS,
+        _CONFIG_KEYS | _WINDOW,
+    ),
+    "gpt2": GgufArchitecture(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _GPT2,
+        {
+            "context_length": "n_positions",
+            "block_count": "n_layer",
+            "feed_forward_length": "n_inner",
+            "embedding_length": "n_embd",
+            "attention.head_count": "n_head",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        transposed=(
+            "blk.attn_qkv.weight",
+            "blk.attn_output.weight",
+            "blk.ffn_up.weight",
+            "blk.ffn_down.weight",
+        ),
+    ),
+}
+
+
+def needs_config_reason(metadata: Mapping[str, Any], prefix: str, names: Collection[str]) -> str:
+    """Return the fact that a config.json has and the metadata does not, or an empty string.
+
+    Args:
+        metadata: Metadata of the file.
+        prefix: The architecture.
+        names: Names of the tensors.
+    """
+    for name in ROPE_FACTORS:
+        if name in names:
+            return f"it has `{name}`, the factors of a scaled rotary embedding without its settings"
+    if metadata.get(f"{prefix}.rope.scaling.type", "none") != "none":
+        return "its rotary embedding is scaled"
+    if metadata.get(f"{prefix}.expert_count") and prefix == "llama":
+        return "it has experts, and their family is not known"
+    if prefix == "gemma2" and metadata.get("gemma2.block_count") == GEMMA2_27B_LAYERS:
+        return "it has no scale of queries, which is not that of smaller models"
+    head_dim = metadata.get("gemma3.attention.key_length", GEMMA3_HEAD_DIM)
+    if prefix == "gemma3" and head_dim != GEMMA3_HEAD_DIM:
+        return "it has no scale of queries, which is not that of smaller models"
+    return ""

@@ -1,0 +1,258 @@
+"""Opener for a GGUF file: names of llama.cpp become those of Hugging Face, and blocks are decoded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prepcli.errors import DamagedError, Option, PrepError, text
+from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
+from prepcli.formats.shard_index import download_again_hint
+from prepcli.formats.untrusted import quote_name
+from prepcli.planning.plan import Contiguous
+from prepcli.planning.tensor_match import detect_names
+from prepcli.planning.tensors import FileTensor, itemsize
+from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
+from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
+from prepcli.sources.gguf_architectures import (
+    ARCHITECTURES,
+    EXPERT_TENSORS,
+    GgufArchitecture,
+    needs_config_reason,
+)
+from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
+from prepcli.sources.source_hints import SourceHints
+from trainer.models.parameters import HFConfig
+from trainer.models.registry import family_of
+
+ARCHITECTURE_KEY = "general.architecture"
+SPLIT_KEY = "split.count"
+# The name of the weights in a Hugging Face folder, which an export uses.
+FILE_NAME = "model.safetensors"
+# Each expert becomes a tensor. A hostile shape may have any number of empty ones.
+MAX_EXPERTS = 1 << 14
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedDecoder:
+    """A decoder with the names of the tensors that its rows are divided into, of equal shapes."""
+
+    decoder: GgufDecoder
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
+    """Read the header of a GGUF file.
+
+    Args:
+        path: The file.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: The file is broken, or its architecture or one of its types is not supported.
+    """
+    header = read_gguf_header(path)
+    architecture = _read_architecture(header, display_name)
+    if hints.config_path is None:
+        config = _config_of_metadata(header, architecture, display_name)
+    else:
+        config = read_config(hints.resolve_config_path(path.parent, display_name))
+    family = family_of(config)
+    named = [*_decoders(header, architecture, family.sizes(config))]
+    blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), (path,))
+    names = detect_names(family, config, full_names=[name for each in named for name in each.names])
+    tensors: list[SourceTensor] = []
+    for each, start in zip(named, blob.starts()):
+        nbytes = math.prod(each.shape) * itemsize(each.decoder.dtype)
+        for number, name in enumerate(each.names):
+            tensors.append(
+                SourceTensor(
+                    names.bare_name(name),
+                    each.decoder.dtype,
+                    each.shape,
+                    (Contiguous(1, start + number * nbytes),),
+                    default_dtype=DECODED_DTYPE,
+                )
+            )
+    type_names = sorted({tensor.type.name for tensor in header.tensors})
+    return Source(
+        display_name=display_name,
+        root=path,
+        family=family,
+        config=config,
+        names=names,
+        tensors=tuple(tensors),
+        files=(path,),
+        file_stamps=file_stamps((header,)),
+        small_files=(),
+        manifest=None,
+        tensor_file_names=(FILE_NAME,) * len(tensors),
+        blobs=(path, blob),
+        quantization={"quant_method": "gguf", "types": type_names},
+    )
+
+
+def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitecture:
+    name = header.metadata.get(ARCHITECTURE_KEY)
+    if header.metadata.get(SPLIT_KEY, 1) != 1:
+        raise PrepError(
+            f"{display_name} is a part of a model",
+            "models in several GGUF files are not supported",
+            "join them with `llama-gguf-split --merge`",
+        )
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise PrepError(
+            f"the architecture {name!r:.40} of {display_name} is not supported",
+            f"GGUF files are read of {', '.join(ARCHITECTURES)}",
+            "use the safetensors files that it was converted from",
+        )
+    return ARCHITECTURES[name]
+
+
+# The config
+
+
+def _config_of_metadata(
+    header: GgufHeader, architecture: GgufArchitecture, display_name: str
+) -> HFConfig:
+    """Return a config.json with the facts of the metadata.
+
+    Raises:
+        PrepError: A fact that changes the computation is missing, or has another type.
+    """
+    prefix = header.metadata[ARCHITECTURE_KEY]
+    names = {tensor.name for tensor in header.tensors}
+    reason = needs_config_reason(header.metadata, prefix, names)
+    if reason:
+        hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
+        raise PrepError(f"the metadata of {display_name} is not complete", reason, hint)
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.class_name],
+        "torch_dtype": DECODED_DTYPE,
+        "tie_word_embeddings": "output.weight" not in names,
+        "vocab_size": _vocab_size(header, display_name),
+        **architecture.defaults,
+    }
+    for key, field in architecture.config_keys.items():
+        value = header.metadata.get(f"{prefix}.{key}")
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise DamagedError(
+                f"{display_name} has a broken header",
+                f"the key `{prefix}.{key}` is not a number",
+                download_again_hint(Path(header.file_name)),
+            )
+        config[field] = _shortest(value)
+    for key in ("bos", "eos"):
+        token_id = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(token_id) is int:
+            config[f"{key}_token_id"] = token_id
+    return config
+
+
+def _shortest(value: float) -> float:
+    """Return a number of float32 with its fewest digits: 9.999999747378752e-06 -> 1e-05."""
+    shortest = float(str(np.float32(value)))
+    if isinstance(value, float) and np.float32(shortest) == value:
+        return shortest
+    return value
+
+
+def _vocab_size(header: GgufHeader, display_name: str) -> int:
+    for tensor in header.tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
+            return tensor.shape[0]
+    raise DamagedError(
+        f"{display_name} has no `token_embd.weight`",
+        "it is the embedding, whose rows are the vocabulary",
+        download_again_hint(Path(header.file_name)),
+    )
+
+
+# The tensors
+
+
+def _decoders(
+    header: GgufHeader, architecture: GgufArchitecture, sizes: Mapping[str, int]
+) -> Iterator[_NamedDecoder]:
+    """Yield the decoders of all tensors, in the order of the file. A tensor without a row keeps its name."""
+    for tensor in header.tensors:
+        if tensor.type.name not in BLOCK_TYPES:
+            raise PrepError(
+                f"the type {tensor.type.name} of {quote_name(tensor.name)} is not supported",
+                f"GGUF types that are decoded: {', '.join(BLOCK_TYPES)}",
+                "use a file of another quantisation of the same model",
+            )
+        name, layer = _split_layer(tensor.name)
+        hf_name = architecture.tensor_names.get(name, "")
+        decoder = _decoder(tensor, architecture, name, sizes)
+        shape = tensor.shape
+        if name in EXPERT_TENSORS and hf_name and len(shape) == 3:
+            if shape[0] > MAX_EXPERTS:
+                raise DamagedError(
+                    f"{quote_name(tensor.name)} has {shape[0]:,} experts",
+                    f"at most {MAX_EXPERTS:,} are supported",
+                    download_again_hint(Path(header.file_name)),
+                )
+            hf_names = tuple(hf_name.format(layer=layer, expert=i) for i in range(shape[0]))
+            yield _NamedDecoder(decoder, hf_names, shape[1:])
+            continue
+        if name in architecture.transposed:
+            shape = shape[::-1]
+        yield _NamedDecoder(decoder, (hf_name.format(layer=layer) or tensor.name,), shape)
+
+
+def _split_layer(name: str) -> tuple[str, str]:
+    """Return a name without its layer, and the layer: `blk.3.ffn_up.weight` -> `blk.ffn_up.weight`, `3`."""
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return name, ""
+    return f"blk.{match[2]}", match[1]
+
+
+def _decoder(
+    tensor: GgufTensor, architecture: GgufArchitecture, name: str, sizes: Mapping[str, int]
+) -> GgufDecoder:
+    """Return the decoder of a tensor, which undoes the changes of llama.cpp."""
+    shape = tensor.shape
+    is_transposed = name in architecture.transposed and len(shape) == 2
+    interleaved_rows = 0
+    if name in architecture.interleaved and shape:
+        heads = sizes["heads" if "attn_q" in name else "kv_heads"]
+        interleaved_rows = max(shape[0] // heads, 1)
+        if shape[0] % (2 * heads):
+            raise DamagedError(
+                f"{quote_name(tensor.name)} has {shape[0]} rows",
+                f"{heads} heads of the config need an even number of rows each",
+            )
+        # Values of a bias are rows of one column.
+        shape = (*shape, 1) if len(shape) == 1 and tensor.type.name in FLOAT_TYPES else shape
+    if is_transposed:
+        shape = shape[::-1]
+    offset = 0.0
+    if architecture.norm_offset and name.endswith("norm.weight"):
+        offset = -architecture.norm_offset
+    row_values = tensor.shape[-1] if tensor.shape else 1
+    stored_columns = shape[-1] if interleaved_rows else row_values
+    row_nbytes = stored_columns // tensor.type.values * tensor.type.nbytes
+    rows = tensor.nbytes // row_nbytes if row_nbytes else 0
+    stored = FileTensor(tensor.name, "uint8", (rows, row_nbytes), 0, tensor.offset, tensor.nbytes)
+    return GgufDecoder(
+        stored,
+        tensor.type.name,
+        shape or (1,),
+        is_transposed=is_transposed,
+        interleaved_rows=interleaved_rows,
+        offset=offset,
+    )

@@ -1,0 +1,85 @@
+"""XGLM: BioGPT's layers with sines and cosines of positions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer.models.architecture import ArchConfig, read_positive, reject_unsupported_fields
+from trainer.models.dropout_config import DropoutFields
+from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.families import _gpt_style
+from trainer.models.families.opt import NORM_EPS, UNUSED_POSITIONS
+from trainer.models.parameters import ALWAYS, HFConfig
+from trainer.models.rows import (
+    attention,
+    build_family,
+    embedding,
+    layer_norm,
+    linear,
+    matrix,
+    stack,
+)
+
+
+def sizes(config: HFConfig) -> dict[str, int]:
+    """Return the extent of each atom (named axis). Absent fields have the defaults of XGLMConfig."""
+    axis_sizes = _gpt_style.sizes(
+        config,
+        vocab=256008,
+        positions=2048,
+        embed=1024,
+        layers=24,
+        heads=16,
+        mlp=4096,
+        field_names={
+            **{"embed": "d_model", "layers": "num_layers", "heads": "attention_heads"},
+            "mlp": "ffn_dim",
+        },
+    )
+    if axis_sizes["embed"] < 4:
+        raise invalid_config_error("sinusoidal positions need a d_model of 4 or more")
+    return axis_sizes
+
+
+def arch_config(config: HFConfig) -> ArchConfig:
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    reject_unsupported_fields(config, "scale_embedding")
+    padding = config.get("pad_token_id", 1)
+    if padding not in (None, 0, 1):
+        why = f"it is {padding!r:.60}, and transformers gives no embedding to the position of this number"
+        raise PrepError("this `pad_token_id` is not supported for this family", why)
+    axis_sizes = sizes(config)
+    return dataclasses.replace(
+        _gpt_style.arch_config(config, axis_sizes, activation=("activation_function", "gelu")),
+        norm_eps=NORM_EPS,
+        embed_scale=axis_sizes["embed"] ** 0.5 if config.get("scale_embedding", True) else 1.0,
+        has_sinusoidal_positions=True,
+        position_offset=UNUSED_POSITIONS,
+        init_std=read_positive(config, "init_std", 0.02),
+    )
+
+
+PARAMETERS = {
+    **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+    **stack("layers", "layers.{layers}", {
+        **layer_norm("attn_norm", "embed <- self_attn_layer_norm.weight: embed"),
+        **attention("self_attn.{}_proj", out_name="out", bias=ALWAYS, out_bias=ALWAYS),
+        **layer_norm("mlp_norm", "embed <- final_layer_norm.weight: embed"),
+        **linear("mlp.up", "mlp embed <- fc1.weight: mlp embed"),
+        **linear("mlp.down", "embed mlp <- fc2.weight: embed mlp"),
+    }),
+    **layer_norm("final_norm", "embed <- layer_norm.weight: embed"),
+    **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
+}  # fmt: skip
+FAMILY = build_family(
+    name="xglm",
+    prefix="model.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
+    tied_by_default=True,
+    dropped={"embed_positions.weights": "sines and cosines, computed from the config"},
+    dropout_fields=DropoutFields(
+        attention=("attention_dropout", 0.1), residual=("dropout", 0.1), embedding=("dropout", 0.1)
+    ),
+)
