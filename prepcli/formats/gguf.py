@@ -228,12 +228,12 @@ class _Cursor:
         if nbytes > self.remaining_nbytes:
             if self._size == MAX_HEADER_NBYTES:
                 raise ValueError(f"it has more than {MAX_HEADER_NBYTES:,} bytes")
-            raise ValueError(f"the file ends inside of it, at byte {self._size:,}")
+            raise ValueError(f"the file ends within the header, at byte {self._size:,}")
         self.offset += nbytes
         while len(self._buffer) < self.offset:
             block = self._file.read(READ_BLOCK_NBYTES)
             if not block:
-                raise ValueError(f"the file ends inside of it, at byte {len(self._buffer):,}")
+                raise ValueError(f"the file ends within the header, at byte {len(self._buffer):,}")
             self._buffer += block
 
     def skip_strings(self, count: int) -> None:

@@ -150,7 +150,7 @@ def _items(value: object) -> Iterator[tuple[str, PickledCall]]:
     names: set[str] = set()
     for name, item in value.items:
         if not isinstance(name, str) or not isinstance(item, PickledCall):
-            raise ValueError("its list of tensors has another form than that of PyTorch")
+            raise ValueError("its list of tensors does not have the form that PyTorch writes")
         if name in names:
             raise ValueError(f"it has {quote_name(name)} twice")
         names.add(name)

@@ -26,6 +26,7 @@ from prepcli.quantized.scaled import (
     block_of_grid,
 )
 from prepcli.quantized.stored_weights import (
+    USE_ORIGINAL_HINT,
     PayloadReader,
     StoredWeights,
     check_group_size,
@@ -108,7 +109,7 @@ def find_weights(
         raise PrepError(
             f"the quantisation `{method!s:.40}` is not supported",
             f"supported are {', '.join(FINDERS)}",
-            "use the model that it was quantised from",
+            USE_ORIGINAL_HINT,
         )
     stored = StoredWeights(tensors, read_payload)
     decoders = tuple(FINDERS[method](settings, stored))
@@ -148,7 +149,11 @@ def _find_compressed(settings: Mapping[str, Any], stored: StoredWeights) -> Iter
     setting(settings, "format", COMPRESSED_FORMATS, "dense")
     sparsity = settings.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise PrepError("sparse tensors are not supported", "config.json has a sparsity_config")
+        raise PrepError(
+            "sparse tensors are not supported",
+            "config.json has a sparsity_config",
+            USE_ORIGINAL_HINT,
+        )
     schemes = [*_weight_schemes(settings)]
     for name, prefix in [*stored.names_ending("weight_packed")]:
         yield _packed_weight(schemes, stored, name, prefix)
@@ -171,7 +176,11 @@ def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of weights in each group of modules."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise PrepError("config.json is not supported", "its quantisation has no config_groups")
+        raise PrepError(
+            "config.json is not supported",
+            "its quantisation has no config_groups",
+            USE_ORIGINAL_HINT,
+        )
     for group in groups.values():
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
             yield group["weights"]
@@ -244,7 +253,11 @@ def _find_gptq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[D
     file_format = setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     setting(settings, "pack_dtype", ("int32",), "int32")
     if settings.get("dynamic"):
-        raise PrepError("modules of different bits are not supported", "config.json has `dynamic`")
+        raise PrepError(
+            "modules of different bits are not supported",
+            "config.json has `dynamic`",
+            USE_ORIGINAL_HINT,
+        )
     for name, prefix in [*stored.names_ending("qweight")]:
         weight_name = f"{prefix}weight"
         weight = stored.take(name, weight_name)
@@ -298,6 +311,7 @@ def _find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> It
             raise PrepError(
                 f"the layout of {quote_name(weight_name)} is not supported",
                 f"{quote_name(weight_format.name)} is not 0, which stands for rows",
+                USE_ORIGINAL_HINT,
             )
         weight = stored.take(weight_name, weight_name)
         check_dims(weight, 2)

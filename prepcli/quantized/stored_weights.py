@@ -9,6 +9,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FLOAT_DTYPES, FileTensor
 
+USE_ORIGINAL_HINT = "use the model that it was quantised from"
 # Reads the bytes of a small tensor.
 PayloadReader = Callable[[FileTensor], bytes]
 MAX_PAYLOAD_NBYTES = 1 << 20
@@ -146,6 +147,7 @@ def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], defau
     raise PrepError(
         f"{key}={value!r:.60} is not supported",
         f"supported in the quantisation of config.json: {supported}",
+        USE_ORIGINAL_HINT,
     )
 
 

@@ -114,7 +114,10 @@ def parse_url(text: str) -> ObjectStoreUrl:
         why = "supported: gs://BUCKET/PATH and s3://BUCKET/PATH"
         raise usage_error(f"`{text}` is an invalid URL", why, hint)
     if not _BUCKET_NAME.fullmatch(match[2]):
-        why = f"{match[2]!a:.80} is no name of a bucket, which has 3 to 63 lower-case letters, digits, `-`, `_` or `.`"
+        why = (
+            f"{match[2]!a:.80} is not a valid bucket name, which has 3 to 63 lower-case letters, "
+            "digits, `-`, `_` or `.`"
+        )
         raise usage_error(f"`{text}` is an invalid URL", why, hint)
     path = (match[3] or "").strip("/")
     # An empty path is the bucket itself. For the store `..` is an ordinary name, but a file that is

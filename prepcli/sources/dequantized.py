@@ -259,6 +259,7 @@ def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
         raise PrepError(
             f"{source.display_name} cannot be decoded",
             "quantised weights are read from safetensors files",
+            "save the model as safetensors",
         )
     name = source.names.full_name(tensor.name)
     if tensor.name in source.names.unprefixed_names:

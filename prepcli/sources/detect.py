@@ -55,13 +55,16 @@ class Refusal:
 
     what: str
     why: str
-    hint: str = ""
+    hint: str | Text = ""
     is_quantized: bool = False
 
     def error(self, names: Sequence[str], display_name: str) -> PrepError:
         """Return the error for a checkpoint with these files."""
         why = self.why.replace("{names}", join_names(names, max_names=MAX_LISTED))
-        hint: str | Text = self.hint.replace("{folder}", display_name)
+        hint = self.hint
+        # `replace` returns a plain text. A text with references names no folder.
+        if not isinstance(hint, Text):
+            hint = hint.replace("{folder}", display_name)
         if self.is_quantized:
             option = Option("quantized", "dequantize")
             hint = text("{} decodes its weights", Command("save-init", display_name, option))
@@ -85,7 +88,10 @@ GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("G
 GGUF = Refusal(
     "is in GGUF format",
     "found {names}; GGUF is an inference format: its weights are quantised or reordered",
-    "`prep save-init FILE.gguf --quantized dequantize` decodes them, or use the model that it was converted from",
+    text(
+        "{} decodes them, or use the model that it was converted from",
+        Command("save-init", "FILE.gguf", Option("quantized", "dequantize")),
+    ),
 )
 DISTRIBUTED = Refusal(
     "is an incomplete torch distributed checkpoint",

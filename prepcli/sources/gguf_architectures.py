@@ -244,8 +244,8 @@ def needs_config_reason(metadata: Mapping[str, Any], prefix: str, names: Collect
     if metadata.get(f"{prefix}.expert_count") and prefix == "llama":
         return "it has experts, and their family is not known"
     if prefix == "gemma2" and metadata.get("gemma2.block_count") == GEMMA2_27B_LAYERS:
-        return "it has no scale of queries, which is not that of smaller models"
+        return "it does not contain its query scale, which differs from smaller models"
     head_dim = metadata.get("gemma3.attention.key_length", GEMMA3_HEAD_DIM)
     if prefix == "gemma3" and head_dim != GEMMA3_HEAD_DIM:
-        return "it has no scale of queries, which is not that of smaller models"
+        return "it does not contain its query scale, which differs from smaller models"
     return ""

@@ -62,7 +62,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_table_and_diffs_show_what_survives(
+def test_table_and_diffs_show_surviving_mutants(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     before = sorted(repository.rglob("*"))

@@ -68,7 +68,7 @@ def _warn_of_clocks(times: list[float], warn: Callable[[str], None]) -> None:
     difference_s = times[last] - times[first]
     if difference_s > MAX_CLOCK_DIFFERENCE_S:
         warn(
-            f"the clock of process {last} is {difference_s:.0f} s ahead of that of process {first}"
+            f"the clock of process {last} is {difference_s:.0f} s ahead of the clock of process {first}"
         )
 
 

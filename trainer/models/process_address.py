@@ -169,7 +169,7 @@ def _checked_process(
         )
     if launched is not None and index == launched.index:
         return launched
-    # The settings select another process than the launcher, or there is no launcher. The host of the process is unknown.
+    # The settings select another process than the launcher, or there is no launcher: its host is unknown.
     return LaunchedProcess(process.launcher, count, index)
 
 

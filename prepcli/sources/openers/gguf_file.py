@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.errors import DamagedError, Option, PrepError, text
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
@@ -235,6 +235,7 @@ def _decoder(
             raise DamagedError(
                 f"{quote_name(tensor.name)} has {shape[0]} rows",
                 f"{heads} heads of the config need an even number of rows each",
+                GET_AGAIN_HINT,
             )
         # Values of a bias are rows of one column.
         shape = (*shape, 1) if len(shape) == 1 and tensor.type.name in FLOAT_TYPES else shape

@@ -123,7 +123,7 @@ def test_evaluation_does_not_depend_on_the_number_of_processes(
     )
 
 
-def test_eval_says_what_it_waits_for(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_prints_its_phases(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["eval", "tiny", "--data", "a.txt"]) == 0
     assert "\nloading the parameters\ncompiling for the first batch\n" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_eval_keeps_tokens_in_the_cache(work_dir: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_eval_names_what_is_missing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_reports_missing_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert error_lines(capsys, "eval", "tiny")[0] == "error: no data was given"
     assert (
         error_lines(capsys, "eval", "tiny", "--data", "=a.txt")[0]

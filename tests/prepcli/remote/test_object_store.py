@@ -68,7 +68,7 @@ def test_parse_url_splits_bucket_and_path():
 
 def test_parse_url_names_an_invalid_bucket():
     with pytest.raises(
-        PrepError, match="'b' is no name of a bucket, which has 3 to 63 lower-case letters"
+        PrepError, match="'b' is not a valid bucket name, which has 3 to 63 lower-case letters"
     ):
         parse_url("gs://b/x")
 

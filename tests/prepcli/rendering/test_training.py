@@ -27,6 +27,6 @@ def test_stopped_run_has_fields_and_an_error():
     assert report.fields["step"] == 5
 
 
-def test_dry_run_tells_what_it_would_train():
+def test_dry_run_report_names_last_step_and_folder():
     report = training_report(run(dry_run=True, memory={}))
     assert (report.text, report.next_command) == ("would train to step 10 in runs/a", "")

@@ -13,7 +13,7 @@ from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_read_checkpoint_returns_what_was_written(tmp_path: Path, files: int):
+def test_read_checkpoint_returns_written_tensors(tmp_path: Path, files: int):
     rng = np.random.default_rng(0)
     tensors = {
         f"layers.{i}.weight": rng.standard_normal((3, 5)).astype(dtype)

@@ -48,6 +48,6 @@ def test_environment_has_versions_flags_and_cores(monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_warning_names_what_has_changed(before: Any, changes: dict[str, Any], text: str):
+def test_warning_lists_changed_environment_values(before: Any, changes: dict[str, Any], text: str):
     warning = environment_warning(before, BEFORE | changes, step=7)
     assert warning == (f"results may differ in the last bits: since step 7, {text}" if text else "")

@@ -121,7 +121,7 @@ def test_sentencepiece_offsets_are_characters(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_sentencepiece_decodes_what_it_encodes(tmp_path: Path, kind: str):
+def test_sentencepiece_round_trips_text(tmp_path: Path, kind: str):
     tokenizer = load_tokenizer(write_model(tmp_path, kind) / "tokenizer.model")
     ids = tokenizer.encode_prompt("the quick fox 日本")
     assert tokenizer.decode([1, *ids, 2, 999]) == "the quick fox 日本"

@@ -16,7 +16,7 @@ from trainer.models.errors import PrepError
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("uint16", "<u2"), ("uint32", "<u4")])
-def test_store_reads_back_what_was_written(tmp_path: Path, dtype: str, code: str):
+def test_store_reads_back_written_tokens(tmp_path: Path, dtype: str, code: str):
     build_store(tmp_path / NAME, dtype, fill)
     meta = store.read_meta(tmp_path / NAME)
     tokens = store.map_tokens(tmp_path / NAME, meta, 2)

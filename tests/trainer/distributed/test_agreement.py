@@ -127,7 +127,7 @@ def test_check_agreement_warns_of_clocks(monkeypatch: pytest.MonkeyPatch):
     errors, _ = compare([{}, {}], warnings)
     assert errors == [None, None]
     assert len(warnings) == 1
-    assert "60 s ahead of that of process" in warnings[0]
+    assert "60 s ahead of the clock of process" in warnings[0]
 
 
 def test_check_agreement_of_one_process_is_silent():

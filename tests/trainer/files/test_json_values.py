@@ -18,7 +18,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_load_json_returns_what_python_writes(value: object) -> None:
+def test_load_json_round_trips_json_dumps(value: object) -> None:
     assert load_json(json.dumps(value).encode()) == value
 
 

@@ -51,7 +51,7 @@ def test_read_regular_file_has_a_limit(tmp_path: Path):
         read_regular_file(tmp_path / "file", 4)
 
 
-def test_read_regular_file_allocates_what_the_file_has(tmp_path: Path):
+def test_read_regular_file_allocates_only_the_file_size(tmp_path: Path):
     (tmp_path / "file").write_bytes(b"12345")
     tracemalloc.start()
     try:

@@ -222,7 +222,7 @@ def test_reference_supports_whole_sequences_on_every_platform():
     assert not KERNEL_SPECS["reference"].platforms
 
 
-def test_score_tile_is_what_a_kernel_keeps_in_memory():
+def test_score_tile_is_the_tile_kept_in_memory():
     tiles = {name: KERNEL_SPECS[name].score_tile(512, 256) for name in KERNEL_NAMES}
     assert tiles == {
         "reference": None,

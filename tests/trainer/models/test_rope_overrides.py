@@ -203,7 +203,7 @@ REJECTED: dict[str, tuple[dict[str, Any], RopeOverrides, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_override_rope_rejects_what_the_model_cannot_compute(name: str):
+def test_override_rope_rejects_unsupported_overrides(name: str):
     config, overrides, what, why = REJECTED[name]
     with pytest.raises(PrepError) as caught:
         override_rope(config, overrides)

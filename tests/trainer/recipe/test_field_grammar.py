@@ -40,7 +40,7 @@ def test_text_without_signs_is_one_column(name: str):
 
 
 @given(st.lists(st.tuples(FIELDS, st.booleans()), min_size=1), st.randoms())
-def test_parse_fields_reads_what_was_written(items: list[tuple[Field, bool]], random):
+def test_parse_fields_round_trips_formatted_fields(items: list[tuple[Field, bool]], random):
     items.append((TextField(("last", "target")), False))
     texts = [
         f"[ {write(field)} ]" if is_bracketed else f"  {write(field)}"

@@ -6,7 +6,7 @@ import dataclasses
 
 from trainer.models.architecture import ArchConfig, read_positive, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.families.opt import NORM_EPS, UNUSED_POSITIONS
 from trainer.models.parameters import ALWAYS, HFConfig
@@ -47,7 +47,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     padding = config.get("pad_token_id", 1)
     if padding not in (None, 0, 1):
         why = f"it is {padding!r:.60}, and transformers gives no embedding to the position of this number"
-        raise PrepError("this `pad_token_id` is not supported for this family", why)
+        raise unsupported_config_error("this `pad_token_id` is not supported for this family", why)
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes, activation=("activation_function", "gelu")),
