@@ -39,10 +39,14 @@ class SourceHints:
         """Return the path of the config.json to use: the user's, else the one in `folder`.
 
         Raises:
-            PrepError: The user supplied no config and the folder has none.
+            PrepError: The user's config does not exist, or the user supplied none and the folder has none.
         """
         if self.config_path:
             path = self.config_path.expanduser()
+            if not path.exists():
+                what = text("{} does not exist", Option("config", str(self.config_path)))
+                hint = f"a {CONFIG}, or a folder with one"
+                raise PrepError(what, "it describes the model of the weights", hint)
         else:
             path = folder
         if path.is_dir():

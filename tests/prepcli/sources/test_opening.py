@@ -32,3 +32,9 @@ def test_config_of_the_user_overrides_the_folder(model: Path, tmp_path: Path):
     text = (model / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"model_type"', '"extra": 1, "model_type"'))
     assert open_source(locate(str(model)), tmp_path).config["extra"] == 1
+
+
+def test_missing_config_of_the_user_is_named(model: Path, tmp_path: Path):
+    path = tmp_path / "typo"
+    with pytest.raises(PrepError, match=f'^`config="{path}"` does not exist - .* config.json'):
+        open_source(locate(str(model)), path)
