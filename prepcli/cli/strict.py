@@ -70,8 +70,8 @@ def name_variables(error: UsageError, ctx: Any) -> UsageError:
     """
     for parameter in ctx.command.params:
         if is_from_variable(parameter, ctx):
-            what = _with_variable(error.what, parameter)
-            hint = _with_variable(error.hint, parameter)
+            what = _replace_option_by_variable(error.what, parameter)
+            hint = _replace_option_by_variable(error.hint, parameter)
             error = error.with_texts(what=what, hint=hint)
     return error
 
@@ -87,7 +87,7 @@ def option_name(parameter: Any) -> str:
     return max(parameter.opts, key=len)
 
 
-def _with_variable(text: str, parameter: Any) -> str:
+def _replace_option_by_variable(text: str, parameter: Any) -> str:
     option = re.escape(option_name(parameter))
     # An option with a value first: `--memory abc` -> `PREP_MEMORY=abc`. The second pattern replaces the bare name, but
     # not `--mem` in `--memory`.

@@ -25,7 +25,10 @@ class HostLeafReader:
         self._read_nbytes = [0] * len(leaves)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy of a single run. Return the part of `into` that contains it, with the same page offset."""
+        """Read one contiguous byte range into `into`, and return a view of its bytes.
+
+        The view has the same offset in a memory page as the bytes have in their file.
+        """
         page_offset = copy.file_offset % PAGE
         return self.read_runs((copy,), into[page_offset:])
 

@@ -120,7 +120,10 @@ class BucketStep:
     def _own_pieces(
         self, checksums: ChecksumRecorder, digests: dict[int, str]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of this process's data file, in order. The shards of one leaf group are in memory."""
+        """Yield the bytes of this process's data file, in order.
+
+        Only the shards of one leaf group are in memory at a time.
+        """
         index = self.save.group.index
         leaves = {leaf.name: leaf for leaf in self.files.plan.leaves}
         chunks = self.files.chunks[index]

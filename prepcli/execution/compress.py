@@ -319,7 +319,7 @@ def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
     try:
         for mark in marks:
             stop = count + len(mark.lengths)
-            if stop > max_chunks or _read_digest(folder, places[count:stop]) != mark.digest:
+            if stop > max_chunks or _compute_digest(folder, places[count:stop]) != mark.digest:
                 break
             count = stop
             nbytes += mark.nbytes
@@ -330,7 +330,7 @@ def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
     return lengths[:count]
 
 
-def _read_digest(folder: Path, places: _ChunkTable) -> str:
+def _compute_digest(folder: Path, places: _ChunkTable) -> str:
     """Return the digest of compressed chunks in the data files, which may hold fewer bytes than recorded."""
     state = xxhash.xxh3_128()
     for file, offset, nbytes in places.tolist():

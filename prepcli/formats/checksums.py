@@ -19,7 +19,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
+from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
 from trainer.files.json_values import JsonObject
 
 CHECKSUMS_FILE = "prep-checksums.bin"
@@ -140,7 +140,7 @@ def _numbered_blocks_by_leaf(
     if manifest.leaves is None or manifest.leaves.keys() != metas.keys():
         why = "its manifest lists other leaves than it holds"
         raise DamagedError(f"{folder} is damaged", why, GET_AGAIN_HINT)
-    return number_blocks(
+    return assign_block_numbers(
         (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype)
         for name in manifest.leaves
     )

@@ -367,7 +367,8 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
     if not isinstance(fields, dict):
-        raise _version_error(path, type(fields).__name__)
+        why = f"it holds a JSON {type(fields).__name__}, not an object"
+        raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
     if fields.get("format") != FORMAT_VERSION:
         raise _version_error(path, fields.get("format"))
     _check_manifest(path, fields)

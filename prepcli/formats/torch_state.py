@@ -260,7 +260,7 @@ def _parse_view(name: str, value: object) -> StorageView:
     storage, dtype = _parse_storage(call.args[0])
     if arg_count == 7:
         dtype = _parse_dtype(call.args[6])
-    if any(map(_is_flagged, call.args[max(arg_count, 6) :])):
+    if any(map(_has_true_flag, call.args[max(arg_count, 6) :])):
         raise ValueError("it is a conjugate or negative view, whose values are not stored")
     offset = _parse_count(call.args[1])
     shape = _parse_counts(call.args[2])
@@ -268,7 +268,7 @@ def _parse_view(name: str, value: object) -> StorageView:
     return _make_view(name, dtype, storage, (offset, shape, element_strides))
 
 
-def _is_flagged(metadata: object) -> bool:
+def _has_true_flag(metadata: object) -> bool:
     if not isinstance(metadata, PickledMapping):
         return False
     if len(metadata.items) > MAX_FLAGS:

@@ -17,7 +17,7 @@ from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from trainer.models.boxes import strides
 
-# Fits in a CPU cache, also as float32 and with 8-byte indices of a padded chunk.
+# Small enough for a CPU cache, even as float32 with 8-byte indices of the elements that are not padding.
 RUN_NBYTES = 1 << 20
 
 

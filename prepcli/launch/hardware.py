@@ -49,12 +49,12 @@ class Training:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of devices of the mesh, or None with an open axis."""
+        """Number of devices of the mesh. None if an axis has size -1."""
         return None if -1 in self.mesh.sizes else self.mesh.n_devices
 
     @property
     def slice_devices(self) -> int | None:
-        """Number of devices of each slice, or None with an open axis."""
+        """Number of devices of each slice. None if an axis of the mesh has size -1."""
         return None if self.num_devices is None else self.num_devices // num_slices(self.slices)
 
 

@@ -64,16 +64,17 @@ class AcceptedFiles:
 
 
 def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
-    """Record the present bytes of files in a copy of the manifest of an output.
+    """Return a copy of an output's manifest with the current size and digest of the given files.
 
     The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
 
     Args:
         checkpoint: A local output of prep.
-        files: Paths of listed files, relative to the output or to the working directory, or their ends.
+        files: Paths of recorded files, relative to the output or to the working directory, or the last
+            parts of such a path, e.g. `config.json` for `hf/config.json`.
 
     Returns:
-        The new records. No file is written.
+        The encoded manifest and the list of changes. No file is written.
 
     Raises:
         UsageError: The checkpoint is not a local output that records its files, or it lists no such file.

@@ -233,7 +233,7 @@ def open_checkpoint(
     )
     if common.verbatim and not source.family.is_verbatim:
         option = Option("verbatim", True)
-        why = f"{source.display_name} was converted with the rows of {source.family.name}"
+        why = f"{source.display_name} was already converted with the tensor names of family {source.family.name}"
         hint = text("remove {}, or convert the original model", option)
         raise usage_error(text("{} has no effect", option), why, hint)
     note_unrecorded(source.display_name, source.manifest, observer)

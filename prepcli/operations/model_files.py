@@ -11,7 +11,7 @@ from prepcli.sources.source import Source
 
 
 def find_source_tokenizer(source: Source) -> Path | None:
-    """Return the tokenizer of a checkpoint, a file or a folder that `load_tokenizer` reads, or None if it has none."""
+    """Return the path of a checkpoint's tokenizer for `load_tokenizer`. None if the checkpoint has no tokenizer."""
     from trainer.data.tokenizer import find_tokenizer
 
     # Several files share a folder. A dict drops duplicates and, unlike a set, keeps the order of the source.

@@ -389,11 +389,11 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
-        **_stacked_numbers(source, layout),
+        **_stacked_manifest_entry(source, layout),
     }
 
 
-def _stacked_numbers(source: Source, layout: _ItemLayout) -> dict[str, Any]:
+def _stacked_manifest_entry(source: Source, layout: _ItemLayout) -> dict[str, Any]:
     """Return the manifest's list of the numbers in the names of stacked tensors, for verbatim leaves."""
     if not source.family.is_verbatim:
         return {}

@@ -110,7 +110,7 @@ def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
 
 
 def kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
-    """Return the step on each kind of accelerator as rows below KIND_HEADER."""
+    """Return the estimated time, memory and MFU of a step on each kind of accelerator, as rows below KIND_HEADER."""
     rows = []
     for estimate in kinds:
         device = f"{plan.mesh.n_devices} x {estimate.kind.name}"

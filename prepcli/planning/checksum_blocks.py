@@ -123,7 +123,7 @@ class LeafBlocks:
 LeafShape = tuple[str, Sequence[int], Sequence[int], str]
 
 
-def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
+def assign_block_numbers(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
     """Assign numbers to the blocks of leaves, in the order of the leaves.
 
     Args:

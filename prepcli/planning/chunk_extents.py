@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
 
-from prepcli.planning.checksum_blocks import LeafBlocks, number_blocks
+from prepcli.planning.checksum_blocks import LeafBlocks, assign_block_numbers
 from prepcli.planning.plan import OutputLeaf, PlacedChunks
 from trainer.models.boxes import strides
 
@@ -51,7 +51,7 @@ class ChunkExtent:
 
 def chunk_extents(leaves: Sequence[OutputLeaf]) -> list[ChunkExtent]:
     """Return the extents of output leaves, one per box of placed chunks, sorted by file and offset."""
-    blocks = number_blocks(
+    blocks = assign_block_numbers(
         (leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves
     )
     extents: list[ChunkExtent] = []

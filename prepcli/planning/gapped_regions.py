@@ -16,8 +16,8 @@ class GappedRegion:
 
     Attributes:
         region: The region as if the file had no gaps.
-        gaps: (offset, nbytes) of each gap, ascending. Bytes from `offset` of the gapless file on are stored `nbytes`
-            further back.
+        gaps: (offset, nbytes) of each gap, ascending. Each moves all bytes from `offset` of the gapless file on
+            by `nbytes` towards the end of the file.
     """
 
     region: ChunkedLocation

@@ -14,7 +14,7 @@ from trainer.models.boxes import Box, Range, intersect, strides
 def shard_copies(leaf: OutputLeaf, box: Box) -> Iterator[tuple[Box, StridedCopy]]:
     """Yield the copies from a box of a leaf to its chunks, one per chunk.
 
-    The boxes of a leaf that do not overlap are copied to bytes that do not overlap, also inside one chunk.
+    Disjoint boxes of a leaf are copied to disjoint byte ranges, also within one chunk.
 
     Args:
         leaf: The leaf.

@@ -64,7 +64,7 @@ def is_leaf_path(tensor: str) -> bool:
 
 
 def state_axis_map(path: str, row: AxisMap, shape: tuple[int, ...]) -> AxisMap:
-    """Return the axis map of a leaf with the layers and dims of a parameter.
+    """Return the axis map of a leaf of the optimizer state, derived from the axis map of its parameter.
 
     Args:
         path: Path of the parameter's leaf.

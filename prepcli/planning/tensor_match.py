@@ -330,7 +330,7 @@ def not_equal_error(
     if check.name == family.tying.head_tensor:
         hint = text("{} keeps both", Option("untie", True))
         return PrepError(what, f"the config ties them, {difference}", hint)
-    why = f"it is a duplicate in family {family.name}, {difference}"
+    why = f"family {family.name} stores one tensor under both names, {difference}"
     return PrepError(what, why, f"if {second} is right, remove {first} from the checkpoint")
 
 

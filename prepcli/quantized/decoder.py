@@ -134,7 +134,7 @@ def lookup_nibbles(pairs: PairTable, codes: CodeArray) -> FloatArray:
 
 
 def nibble_pairs(values: Sequence[float] | FloatArray, *, high_first: bool = False) -> PairTable:
-    """Return the two values of each byte as 8 bytes, from the values of the 16 codes."""
+    """Return a table of 256 entries: both float32 values of a byte as one uint64, from the values of 16 codes."""
     table = np.array(values, np.float32)
     bytes_ = np.arange(256)
     pair = [table[bytes_ & 15], table[bytes_ >> 4]]

@@ -78,7 +78,7 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def settings_of_file(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantisation config of one of QUANTIZATION_FILES, with the keys of config.json."""
     if name == GPTQ_FILE:
         return {"quant_method": "gptq", **document}
@@ -114,7 +114,7 @@ def find_weights(
     stored = StoredWeights(tensors, read_payload)
     decoders = tuple(FINDERS[method](settings, stored))
     stored.check_all_decoded(f"quantization_config: {method}")
-    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scales())
+    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scale_rules())
 
 
 def _find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:

@@ -44,7 +44,7 @@ _PAIRS = nibble_pairs([2 * value for value in E2M1])
 class Mxfp4Decoder(Decoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
-    # Columns are packed in words, or in blocks of 32 values.
+    # Blocks have 32 values of the input dim, which is the row dim after the transpose.
     row_multiple = 32
 
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:

@@ -89,7 +89,7 @@ class StoredWeights:
             )
         return self._read_payload(tensor)
 
-    def activation_scales(self) -> dict[str, str]:
+    def activation_scale_rules(self) -> dict[str, str]:
         """Return the rule that drops each scale of activations, by name."""
         rules: dict[str, str] = {}
         for name in self._tensors:

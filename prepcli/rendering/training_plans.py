@@ -212,7 +212,7 @@ def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def kind_fields(estimate: KindEstimate) -> dict[str, Any]:
-    """Return the step on one kind of accelerator as fields of a JSON object."""
+    """Return the estimated time, memory and MFU of a step on one kind of accelerator as fields of a JSON object."""
     time = estimate.time
     return {
         "kind": estimate.kind.name,

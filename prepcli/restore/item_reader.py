@@ -131,7 +131,7 @@ class ItemReader:
         self._array_numbers: dict[str, int] = {}
         self.leaves: dict[str, checkpoint_store.LeafSpec] = {}
         for number, meta in enumerate(item.arrays):
-            read_unit = _read_unit(item, number)
+            read_unit = _read_unit_shape(item, number)
             self._array_numbers[meta.name] = number
             self.leaves[meta.name] = checkpoint_store.LeafSpec(meta.shape, meta.dtype, read_unit)
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
@@ -256,7 +256,7 @@ class ItemReader:
             raise chunk_error(chunk.blob, chunk.index, error) from error
 
 
-def _read_unit(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
+def _read_unit_shape(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
     """Return the read unit of a leaf: the shape of its checksum blocks, or of its chunks to decode."""
     meta = item.arrays[array_number]
     if not is_read_directly(item, array_number) or not meta.chunk_shape:

@@ -104,7 +104,9 @@ class WeightsReader:
             # A digest covers a whole tensor, and a decoder starts at the first byte of a chunk.
             is_whole = is_decoded or (verify and _has_digests(leaf))
             self.leaves[name] = checkpoint_store.LeafSpec(
-                leaf.axis_map.leaf_shape, _common_dtype(leaf), _read_unit(leaf, is_whole=is_whole)
+                leaf.axis_map.leaf_shape,
+                _common_dtype(leaf),
+                _read_unit_shape(leaf, is_whole=is_whole),
             )
         self.is_remote = bool(source.remote_blobs)
         self.source = source
@@ -219,7 +221,7 @@ def _has_digests(leaf: _LeafTensors) -> bool:
     return any(tensor.digests for tensor in leaf.tensors.values())
 
 
-def _read_unit(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
+def _read_unit_shape(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
     """Return the read unit of a leaf: the shape of one index of each tensor's first dim.
 
     Args:

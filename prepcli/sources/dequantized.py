@@ -29,8 +29,8 @@ from prepcli.quantized.find_weights import (
     QUANTIZATION_KEYS,
     QuantizedWeights,
     find_weights,
+    quantization_config_of_file,
     quantization_settings,
-    settings_of_file,
 )
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
@@ -248,7 +248,7 @@ def _read_settings_file(folder: Path) -> Mapping[str, Any]:
     for name in QUANTIZATION_FILES:
         path = folder / name
         if path.is_file():
-            return settings_of_file(name, read_json_object(path))
+            return quantization_config_of_file(name, read_json_object(path))
     return {}
 
 

@@ -83,7 +83,7 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()
     # Another program may have cached only the tokenizer or the config of this revision. A folder of a
-    # known format without its own weights passes this check, because a later error names its format.
+    # recognized but unsupported format passes too, because a later error names the format.
     if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
         raise FileNotFoundError(f"{path} has no weights")
     return folder

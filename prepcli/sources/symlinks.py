@@ -48,7 +48,7 @@ def resolve_small_file(path: Path, root: Path) -> Path:
     is_snapshot = is_in_cache and real_folder.parent.name == SNAPSHOTS
     if is_snapshot and model / BLOBS in real_path.parents:
         return real_path
-    why = f"it leaves {folder}, and such files are copied unparsed"
+    why = f"it leaves {folder}, and its bytes would be copied into the output"
     what = f"{path} is a link to {_link_target(path, real_path)}"
     raise PrepError(what, why, "replace the link by the file, or remove it")
 

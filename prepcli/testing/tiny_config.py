@@ -210,9 +210,9 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
 def _replace_large_defaults(
     family: Family, config: dict[str, Any], original: Mapping[str, int], wanted: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Set absent fields with a constant default.
+    """Set absent size fields to the tiny size if the default of the family is a constant, e.g. 8 KV heads.
 
-    Defaults derived from other fields shrink with them.
+    Defaults derived from other fields are small already.
     """
     for axis in CONSTANT_AXES:
         # A null `q_lora_rank` means queries without a latent.

@@ -39,7 +39,9 @@ def check_logs(log: Log, storage: RunStorage) -> None:
         raise usage_error(what, why, hint)
     if "://" in str(log.tensorboard):
         what = text("{} is not a folder", Key("log.tensorboard", log.tensorboard))
-        raise usage_error(what, "event files are appended to", hint)
+        raise usage_error(
+            what, "event files are appended to, and an object store cannot append", hint
+        )
     if log.tensorboard:
         import_tensorboard()
     if log.wandb is not None:

@@ -41,7 +41,10 @@ class TrainRequest:
 
 
 class StepExporter(Protocol):
-    """The export of a step to a Hugging Face folder, which is a separate operation."""
+    """Exporter of saved steps to Hugging Face folders.
+
+    The caller passes it, because operations lie above this package.
+    """
 
     def export(self, step: str, out: Path) -> None:
         """Export a step.

@@ -141,7 +141,9 @@ class StartCheckpoint:
         return self.adapter_reader or self.model_reader
 
     def check_remaining(self, observer: Observer, *, has_state: bool) -> None:
-        """Check a checkpoint without checksums of its chunks. A checkpoint with checksums is checked while it is read.
+        """Compare the tensors with the digests of the manifest, if the checkpoint has no checksums of its chunks.
+
+        Checksums of chunks are compared while the chunks are read.
 
         Args:
             observer: Receives a note and progress.

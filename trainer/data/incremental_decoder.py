@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 # The end of a text whose last character lacks bytes.
 REPLACEMENT = "\ufffd"
-# Of tokenizers that spell unknown characters byte by byte.
+# Byte-fallback tokens, e.g. `<0xE2>`: some tokenizers spell unknown characters byte by byte.
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 

@@ -36,7 +36,7 @@ def partial_name(identity: str) -> str:
     return f"{identity}.{_host_id()}-{process}-{uuid.uuid4().hex[:8]}.partial"
 
 
-def released_name(identity: str) -> str:
+def unowned_partial_name(identity: str) -> str:
     """Return a new name for an incomplete folder of this host that no process writes any more."""
     return f"{identity}.{_host_id()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
 

@@ -43,7 +43,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class RestoredFiles:
-    """The state at which files were cut off, and the running digest of each file by name."""
+    """The last valid state of a journal, to which the files were cut, and the running digest of each file by name."""
 
     state: SavedState
     digests: Mapping[str, xxhash.xxh3_128]

@@ -22,7 +22,7 @@ import xxhash
 
 from trainer.data.examples import ReadPosition, TokenIds
 from trainer.data.files import io_error
-from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
+from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, unowned_partial_name
 from trainer.data.store import (
     DOCUMENT_END_NBYTES,
     DOCUMENTS_FILE,
@@ -262,7 +262,7 @@ def build_store(
         # An interruption, e.g. Ctrl-C. This process may live on. Under its name the folder would
         # count as still being written, and the next run would copy it instead of renaming it.
         with contextlib.suppress(OSError):
-            partial.rename(folder.with_name(released_name(folder.name)))
+            partial.rename(folder.with_name(unowned_partial_name(folder.name)))
         raise
 
 

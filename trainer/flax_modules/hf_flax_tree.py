@@ -194,7 +194,7 @@ def _scatter_leaf(
 def _gather_leaf(
     tensors: Mapping[str, Array], axis_map: AxisMap, unscanned: Mapping[str, int] | None = None
 ) -> Array:
-    """Return a leaf from its places in its tensors, with zeros as padding."""
+    """Assemble a leaf from its regions of the tensors. Padding is zero."""
     leaf_factors = _leaf_factors(axis_map)
     fixed = unscanned or {}
     pieces: list[Array] = []

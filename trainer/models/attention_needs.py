@@ -50,7 +50,7 @@ class AttentionNeeds:
     head_dim: int
 
 
-def model_features(
+def required_attention_features(
     arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]
 ) -> frozenset[AttentionFeature]:
     """Return the features that the attention of a model needs for whole sequences in order.

@@ -375,7 +375,7 @@ class _SizeLookup:
         return tuple(indices)
 
     def factors(self, terms: Iterable[Term]) -> tuple[SizedAxis, ...]:
-        """Return the terms with their extents."""
+        """Return each term, an atom or one index of an atom, with its extent."""
         factors = tuple(SizedAxis(t.atom, self.extent(t.atom), t.fixed) for t in terms)
         for factor in factors:
             if factor.fixed is not None and factor.fixed >= factor.extent:
@@ -455,7 +455,9 @@ def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
         if word == "1":
             continue
         if not atom.isidentifier() or (equals and not index.isdecimal()):
-            raise _row_error(text, f"`{word}` is neither an atom nor `atom=index`")
+            raise _row_error(
+                text, f"`{word}` is neither an atom (an axis name such as `heads`) nor `atom=index`"
+            )
         terms.append(Term(atom, int(index) if equals else None))
     return tuple(terms)
 

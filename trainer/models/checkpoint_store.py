@@ -37,9 +37,9 @@ class HostShard:
     """A part of a leaf to be saved.
 
     Attributes:
-        box: Its box of the leaf.
-        fetch: Copies it to the host, in C order. Later training steps do not change the result.
-            Called once.
+        box: Index range of the shard in the leaf, (start, stop) per axis.
+        fetch: Returns a copy on the host, in C order. Later training steps do not change it.
+            Called once at most.
     """
 
     box: Box

@@ -357,7 +357,7 @@ class LayerStack:
         return path.removeprefix(self.prefix).partition(".")[0]
 
     def _residual_size(self) -> int:
-        """Return the elements of the unsplit residual stream [B, T, D]."""
+        """Return the number of elements of [B, T, D] with this device's rows B, and T and D unsplit."""
         return self.inputs.local_batch_size * self.seq_length * self.inputs.embed_size
 
     def _query_size(self) -> int:

@@ -205,11 +205,11 @@ def _key_texts(settings: ProcessSettings) -> list[str]:
 def _local_device_ids(
     process: LaunchedProcess, num_devices: int | None, environ: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    """Return the devices of this process among the visible ones, or None for all of them.
+    """Return the indices of this process's devices among the visible ones, or None for all of them.
 
-    A process alone on its host has all devices. Several divide them evenly, unless the launcher
-    already shows each process only a part. If the number of devices is unknown, each process has
-    one, as in jax.
+    With `cluster.n_local_devices`, the process has that number. Without it, the processes of a host
+    divide its devices evenly, unless the launcher already shows each process its own. If no number
+    of devices is known, each process has one, as in jax.
     """
     num_visible = _num_visible_devices(environ)
     # E.g. 8 visible devices and 2 processes on the host: process 1 has the devices 4 to 7. If a

@@ -81,7 +81,13 @@ def _first_shared_dim(leaf: str, dims: str) -> str:
 
 
 def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters:
-    """Return the parameters of a norm's weight, with this row, and of its bias. Both exist under the condition."""
+    """Return the parameters `PATH.scale` and `PATH.bias` of a layer norm.
+
+    Args:
+        path: Path of the norm in the tree.
+        row: Axis map of the scale. The axis map of the bias is derived from it.
+        condition: Configs with these parameters.
+    """
     leaf, name, dims = split_row(row)
     bias_row = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"
     return {

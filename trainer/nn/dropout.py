@@ -173,8 +173,8 @@ class Dropout:
     ) -> Array | None:
         """Draw the keys that forgetful causal masking (arXiv:2210.13432) leaves visible.
 
-        The ratio of hidden keys is uniform between the two of `fcm_ratio`, one per row. All layers hide the same keys.
-        The first key of a sequence is always visible. Integers decide, so that no device rounds differently.
+        Each row has a ratio of hidden keys, drawn uniformly from `fcm_ratio`. All layers hide the same keys.
+        The first key of a sequence is always visible. Integers are compared, so that all devices have the same mask.
 
         Args:
             positions: Position of each key in its row, int32 [S] or [B, S].

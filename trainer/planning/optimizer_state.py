@@ -82,7 +82,7 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
 def _second_moments(
     table: AdafactorTable | PalmTable, leaf: ParamLeaf
 ) -> Iterator[tuple[int, ...]]:
-    # A factored moment is two means, which lack the axes that they are over.
+    # A factored moment is stored as two means. Each lacks the axis of its average.
     axes = None
     if isinstance(table, AdafactorTable) and table.factored:
         axes = factored_axes(leaf, table.min_factored_size)

@@ -15,7 +15,7 @@ from trainer.models.attention_kernels import (
     find_kernel,
     rank_kernels,
 )
-from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.attention_needs import AttentionNeeds, required_attention_features, run_features
 from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
@@ -190,7 +190,7 @@ def attention_needs(
         has_segments=has_segments(recipe),
     )
     return AttentionNeeds(
-        model_features(model.arch_config, model.leaves) | features,
+        required_attention_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,
         head_dim=dim_extent(model.leaves, "head_dim"),
     )

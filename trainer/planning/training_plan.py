@@ -156,7 +156,7 @@ def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
 
 
 def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
-    """Return the bytes per element of frozen parameters. 4 if the config does not name their dtype."""
+    """Return the bytes per element of frozen parameters: `lora.base_dtype`, or the config's dtype for `stored`."""
     dtype = recipe.lora.base_dtype
     stored = model.config.get("dtype") or model.config.get("torch_dtype")
     return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)

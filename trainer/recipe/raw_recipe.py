@@ -14,7 +14,7 @@ from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.problems import Diagnostic
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml, parse_toml_value
-from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
+from trainer.recipe.unknown_keys import override_hint, unknown_key_hint
 
 # Control characters, and the surrogates of bytes of an argument that are not UTF-8.
 INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
@@ -140,7 +140,7 @@ class RawRecipe:
     def set_hint(self, key: str, value: str) -> str:
         """Return a hint that sets a key to a TOML value: a line of the file, or an option for values of options."""
         if key in self.overridden_keys or self.is_of_options:
-            return set_option_text(key, value)
+            return override_hint(key, value)
         return f"`{key.rpartition('.')[2]} = {value}`"
 
 

@@ -87,7 +87,7 @@ def recipe_span_sizes(data: Data) -> SpanSizes:
         why = f"`noise_density` {data.noise_density:g} and `mean_noise_span_length` {data.mean_noise_span_length:g}"
         raise usage_error(
             f"`data.source_length` {data.source_length} is too short for span corruption",
-            f"{why} give {sizes.n_spans} spans of {sizes.n_noise} tokens between {n_other} others",
+            f"{why} give {sizes.n_spans} spans with {sizes.n_noise} tokens in all, and {n_other} tokens between them",
             text("{}", SOURCE_LENGTH_EXAMPLE),
         )
     if sizes.target_length > data.seq_length:

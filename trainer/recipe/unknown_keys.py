@@ -159,7 +159,7 @@ def unknown_key_hint(path: str, value: TomlValue, is_override: bool = False) -> 
         return translated
     toml_value = suggest_value(translated, KEY_SCHEMAS[key])
     if is_override:
-        hint = set_option_text(key, toml_value)
+        hint = override_hint(key, toml_value)
     else:
         hint = _assignment_text(key, toml_value, path.rpartition(".")[0])
     is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
@@ -187,10 +187,10 @@ def option_hint(option: str, value_text: str) -> str:
     value = translate_value(name, value_text or True)
     if isinstance(value, ValueAdvice):
         return value
-    return set_option_text(key, suggest_value(value, KEY_SCHEMAS[key]))
+    return override_hint(key, suggest_value(value, KEY_SCHEMAS[key]))
 
 
-def set_option_text(key: str, toml_value: str) -> Text:
+def override_hint(key: str, toml_value: str) -> Text:
     """Return a hint that overrides a key with a TOML value."""
     value = parse_toml_value(toml_value)
     if not isinstance(value, bool | int):

@@ -348,7 +348,7 @@ def _accumulate_gradients(
     *,
     setup: StepSetup,
 ) -> tuple[Tree, dict[str, Array]]:
-    """Compute the sums over all micro-batches in the order that is fastest on the mesh."""
+    """Sum gradients and metrics over all micro-batches, in the order that is fastest on the mesh."""
     trained = setup.trained_params(params)
     if setup.accumulate == 1:
         (_, sums), gradients = value_and_grad(widen(trained), params, batch)

@@ -84,7 +84,7 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
     extra_entries: tuple[DroppedTensor, ...] = ()
     if not family.is_verbatim:
         tree = match_foreign_tree(leaves, family, config, display_name)
-        _check_part(tree, hints, display_name)
+        _check_easylm_prefix(tree, hints, display_name)
         names = tree.names
         tree_tensors = tree.tensors
         extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
@@ -246,7 +246,7 @@ def _file_position(tensor: SourceTensor) -> tuple[int, int]:
     return 0, 0
 
 
-def _check_part(tree: ForeignTree, hints: SourceHints, display_name: str) -> None:
+def _check_easylm_prefix(tree: ForeignTree, hints: SourceHints, display_name: str) -> None:
     """Raise PrepError if the contents contradict the EasyLM prefix of the path."""
     path = split_part(display_name)[1]
     if hints.part in TRAIN_STATE_PARTS and not tree.extra_entries:

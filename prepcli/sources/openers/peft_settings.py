@@ -200,7 +200,7 @@ def _not_selected_error(path: Path, module: str, why: str) -> PrepError:
 
 
 def _check_scale(path: Path, settings: PeftSettings) -> None:
-    """Raise PrepError unless the scale of the product is a float32 above 0."""
+    """Raise PrepError if the LoRA scale, e.g. `lora_alpha / r`, is infinite or 0 in float32."""
     scale = settings.lora_config().scaling
     with np.errstate(all="ignore"):
         rounded = np.float32(scale)

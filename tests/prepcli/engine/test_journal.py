@@ -244,7 +244,7 @@ def test_journal_stores_stream_numbers_of_the_plan(path: Path):
     assert (reopened_journal.done_nbytes, reopened_journal.digests) == (10, {0: "a", 2: "c"})
 
 
-def test_journal_of_another_division_is_empty(path: Path):
+def test_journal_of_another_process_count_is_ignored(path: Path):
     write_records(path)
     assert read_journal(path, "run", division="2 without ") == JournalState(0, {})
     journal = Journal(path, "run", division="2 without ")

@@ -254,7 +254,7 @@ def test_a_run_that_was_taken_over_stores_no_files(store: FakeObjectStore):
 
 
 @pytest.mark.parametrize("count", slow_except([2, 3], [3]))
-def test_processes_save_the_digests_of_one_process(
+def test_saved_digests_do_not_depend_on_process_count(
     init: Path, state: TrainingState, store: FakeObjectStore, count: int
 ):
     def save(group: ProcessGroup) -> None:

@@ -250,7 +250,7 @@ def run_durable_share(team: Team, alarm=lambda: None) -> bool:
     return is_needed
 
 
-def test_publish_waits_for_a_process_that_still_moves(tmp_path: Path):
+def test_publish_waits_until_all_files_are_moved(tmp_path: Path):
     team, peer = pair(tmp_path / "out")
     finish(peer)  # as it was when it joined again
     looks = iter(range(3))

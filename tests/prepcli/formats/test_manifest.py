@@ -46,7 +46,7 @@ def test_read_manifest_returns_the_encoded_manifest(tmp_path):
         (b'{"format": 1', "is broken"),
         (b"\xff\xfe", "is broken"),
         (b"[" * 100_000, "is broken"),
-        (b"[]", "it says 'list'"),
+        (b"[]", "it holds a JSON list, not an object"),
         (b"{}", "it says None"),
         (b'{"format": 2}', "it says 2, this prep reads 1"),
     ],

@@ -259,7 +259,7 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
     assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
-def test_of_two_outputs_at_one_url_one_is_written(site: StoreSite, home: Path):
+def test_concurrent_conversions_to_one_url_write_one_output(site: StoreSite, home: Path):
     """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
     arguments = (
         "save-init",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
+from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
 
 CHUNKS = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 
@@ -52,7 +52,7 @@ def test_number_blocks_continues_from_leaf_to_leaf():
         ("b", (), (), "int32"),
         ("c", (0, 3), (1, 3), "float32"),
     ]
-    blocks = number_blocks([*shapes, ("d", (1 << 20,), (1 << 19,), "float32")])
+    blocks = assign_block_numbers([*shapes, ("d", (1 << 20,), (1 << 19,), "float32")])
     assert [(leaf.first_number, leaf.stop_number) for leaf in blocks.values()] == [
         (0, 3),
         (3, 4),

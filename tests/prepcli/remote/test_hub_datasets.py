@@ -92,7 +92,7 @@ def test_readme_lists_files(metadata: Mapping[str, Any], parts: dict[str, str], 
         (["a.jsonl", "b.jsonl", ".hidden.jsonl", "note.md"], "train", [0, 1]),
     ],
 )
-def test_names_tell_splits(names: list[str], split: str, files: list[int]):
+def test_split_is_inferred_from_file_names(names: list[str], split: str, files: list[int]):
     assert select(names, split=split) == [names[i] for i in files]
 
 

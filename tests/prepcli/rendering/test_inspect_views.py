@@ -65,7 +65,7 @@ def test_shards_are_drawn_on_the_stored_mesh(capsys: Capture) -> None:
     }
 
 
-def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
+def test_shards_of_hf_folder_show_the_converted_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, "float16")
     shards = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
     assert (shards["leaf"], shards["shape"], shards["dtype"]) == (

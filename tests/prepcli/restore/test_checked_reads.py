@@ -19,7 +19,7 @@ from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
+from prepcli.planning.checksum_blocks import assign_block_numbers, chunk_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
 from tests.helpers.manifests import changed_manifest
@@ -96,7 +96,7 @@ def chunk_locations(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Pat
 
 def checksums_of(item: OrbaxItem) -> BlockChecksums:
     """Compute the checksums of the chunks in an item's files."""
-    leaves = number_blocks(
+    leaves = assign_block_numbers(
         (meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays
     )
     sums = np.zeros(max(leaf.stop_number for leaf in leaves.values()), np.uint64)

@@ -90,7 +90,7 @@ def test_other_links_of_a_snapshot_are_rejected(
         resolve_small_file(path, path.parent)
 
 
-def test_file_outside_the_root_uses_its_own_folder(tmp_path: Path):
+def test_file_outside_the_root_resolves_in_its_own_folder(tmp_path: Path):
     (tmp_path / "item").mkdir()
     (tmp_path / "vocab.txt").write_text("a")
     assert (

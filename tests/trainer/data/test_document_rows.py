@@ -14,7 +14,7 @@ from tests.helpers.process_groups import ThreadProcess, run_processes
 from trainer.data import document_rows
 from trainer.data.document_packing import PackedRows
 from trainer.data.document_rows import DTYPES, make_rows, read_rows
-from trainer.data.partial_folders import released_name
+from trainer.data.partial_folders import unowned_partial_name
 from trainer.data.store import MappedTokens, read_meta
 from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
 from trainer.training.datasets import tokenize_in_group
@@ -154,7 +154,7 @@ def test_scratch_dir_gets_the_rows_of_a_cached_store(config: TokenizeConfig, tmp
 def test_abandoned_rows_are_removed(config: TokenizeConfig):
     tokenize(config)
     folder = rows_folder(config)
-    abandoned = folder.with_name(released_name(folder.name))
+    abandoned = folder.with_name(unowned_partial_name(folder.name))
     folder.rename(abandoned)
     tokenize(config)
     assert rows_folder(config) == folder

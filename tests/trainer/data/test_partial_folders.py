@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data import partial_folders
-from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
+from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, unowned_partial_name
 
 IDENTITY = "0" * 32
 PRINT_NAME = (
@@ -48,7 +48,7 @@ def test_folders_without_owner(tmp_path: Path, name: str, expected: bool):
 
 def test_folder_is_abandoned_when_its_process_has_ended(tmp_path: Path):
     assert not is_abandoned(tmp_path / partial_name(IDENTITY))
-    for name in (name_of_ended_process(), released_name(IDENTITY)):
+    for name in (name_of_ended_process(), unowned_partial_name(IDENTITY)):
         assert is_abandoned(tmp_path / name)
         assert has_ended(tmp_path / name)
 

@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_configs import GOLDEN
-from trainer.models.attention_needs import AttentionFeature, model_features, run_features
+from trainer.models.attention_needs import (
+    AttentionFeature,
+    required_attention_features,
+    run_features,
+)
 from trainer.models.registry import family_of
 from trainer.models.remat import SAVES_SCORES
 from trainer.nn.model_spec import ModelSpec, build_model
@@ -22,7 +26,7 @@ def build(config: dict[str, Any]) -> ModelSpec:
 def features_of(name: str, **changes: Any) -> set[AttentionFeature]:
     """Return the features that a tiny model needs."""
     model = build(GOLDEN[name] | changes)
-    return {*model_features(model.arch_config, model.leaves)}
+    return {*required_attention_features(model.arch_config, model.leaves)}
 
 
 LLAMA = {AttentionFeature.CAUSAL, AttentionFeature.GROUPED_HEADS}

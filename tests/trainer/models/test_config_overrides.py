@@ -86,6 +86,6 @@ def test_error_of_an_invalid_value_names_the_key(overrides: dict[str, Any], why:
     assert str(caught.value).startswith(f"`model.overrides` is invalid - {why}")
 
 
-def test_error_of_an_invalid_config_does_not_name_the_key():
+def test_invalid_base_config_error_does_not_name_the_override():
     with pytest.raises(PrepError, match=r"config\.json is invalid - hidden_size is 0"):
         override_fields({**LLAMA, "hidden_size": 0}, {"num_hidden_layers": 3})

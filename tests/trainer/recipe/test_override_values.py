@@ -14,7 +14,7 @@ from trainer.recipe.key_schema import KeySchema
 from trainer.recipe.override_values import override_argument, parse_override_value
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
-from trainer.recipe.unknown_keys import set_option_text
+from trainer.recipe.unknown_keys import override_hint
 
 TEXTS = (
     *(
@@ -62,7 +62,7 @@ TEXT_OR_BOOLEAN: KeySchema = {
 def test_set_option_reads_back_equal(key: str):
     for value in VALUES:
         if is_accepted(value, KEY_SCHEMAS[key]):
-            argument = shlex.split(set_option_text(key, to_toml(value))[1:-1])
+            argument = shlex.split(override_hint(key, to_toml(value))[1:-1])
             assert (argument[0], len(argument)) == ("--set", 2), argument
             raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
             overridden, diagnostics = apply_overrides(raw, argument[1:])

@@ -10,7 +10,7 @@ import optax
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 
-# Part of a path: a table like an embedding, but added to attention scores.
+# Part of the path of relative position biases. They look like embeddings, but are added to attention scores.
 POSITION_BIASES = "relative_positions"
 
 
