@@ -96,7 +96,7 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         why = f"{source.display_name} has no more layers"
         raise usage_error(what, why, text("a smaller {}", Option("layers")))
     config = truncate_config(source.config, layers)
-    if not source.family.is_verbatim and later_layers(source.family, config, names, layers):
+    if not source.family.is_verbatim and _has_later_layers(source, config, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
     kept: list[SourceTensor] = []
@@ -110,6 +110,20 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     if source.family.is_verbatim:
         truncated = as_verbatim(truncated)
     return truncated, tuple(dropped)
+
+
+def _has_later_layers(source: Source, config: HFConfig, layers: int) -> bool:
+    """Return whether a truncated config still has later layers than the first ones.
+
+    Raises:
+        PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.
+    """
+    names = [tensor.name for tensor in source.tensors]
+    try:
+        return bool(later_layers(source.family, config, names, layers))
+    except PrepError as error:
+        what = text("{} leaves a model that is not supported", Option("layers", layers))
+        raise PrepError(what, error.why, text("a larger {}", Option("layers"))) from error
 
 
 def verbatim_error(display_name: str) -> PrepError:

@@ -86,11 +86,15 @@ def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers:
     if family.is_verbatim:
         return _later_numbers(config, names, layers)
     sizes = family.sizes(config)
+    numbers = family.layer_numbers(config)
     later: set[str] = set()
     for row in parameter_rows(family, config).values():
         for name, indices in bind_row(row, sizes).tensors():
-            if any(indices.get(atom, 0) >= layers for atom in LAYER_ATOMS):
-                later.add(name)
+            for atom, index in indices.items():
+                # Index 0 of `sparse_layers` is layer 3 of a model with 3 dense layers first.
+                layer = numbers[atom][index] if atom in numbers else index
+                if atom in LAYER_ATOMS and layer >= layers:
+                    later.add(name)
     return later
 
 

@@ -30,18 +30,35 @@ def layer_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
+def num_layers_with_experts(config: dict[str, Any]) -> int:
+    """Return 1, or the smallest number of layers with one that has experts."""
+    dense = family_of(config).arch_config(config).dense_layers
+    return 1 + next(layer for layer in range(len(dense) + 1) if layer not in dense)
+
+
 @pytest.mark.parametrize("config", ALL_CONFIGS, ids=lambda config: config["model_type"])
-def test_family_keeps_its_first_layer(config: dict[str, Any]):
+def test_family_keeps_its_first_layers(config: dict[str, Any]):
     make_checkpoint(Path("m"), config, legacy=False)
-    run_ok("save-init", "./m", "--layers", "1")
+    num_layers = num_layers_with_experts(config)
+    run_ok("save-init", "./m", "--layers", str(num_layers))
     run_ok("verify", "m-init")
     run_ok("export", "m-init", "--out", "hf")
-    expected = {name: t for name, t in safetensors_bytes(Path("m")).items() if layer_of(name) < 1}
+    expected = {
+        name: t for name, t in safetensors_bytes(Path("m")).items() if layer_of(name) < num_layers
+    }
     assert safetensors_bytes(Path("hf")) == expected
     exported = json.loads(Path("hf/config.json").read_text())
     family = family_of(exported)
     family.arch_config(exported)
-    assert family.sizes(exported)["layers"] == 1
+    assert family.sizes(exported)["layers"] == num_layers
+
+
+def test_dense_layers_of_moe_model_are_not_a_model(capsys: pytest.CaptureFixture[str]):
+    config = next(config for config in ALL_CONFIGS if config["model_type"] == "deepseek_v3")
+    make_checkpoint(Path("m"), config, legacy=False)
+    message = run_failing(capsys, 1, "save-init", "./m", "--layers", "1")
+    assert "`--layers 1` leaves a model that is not supported" in message
+    assert "all 1 layers are dense" in message
 
 
 def write_golden(model_type: str) -> dict[str, StoredTensor]:
