@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ReshardOptions,
         SaveInitOptions,
         SourceOptions,
+        VerbatimOptions,
     )
     from prepcli.operations.pad_vocab import pad_vocab
     from prepcli.operations.plan import plan
@@ -98,6 +99,7 @@ __all__ = [
     "TrainOptions",
     "TrainingRun",
     "UsageError",
+    "VerbatimOptions",
     "Verification",
     "VerifyOptions",
     "__version__",
@@ -136,6 +138,7 @@ _MODULES = {
         "ReshardOptions",
         "SaveInitOptions",
         "SourceOptions",
+        "VerbatimOptions",
     ),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),

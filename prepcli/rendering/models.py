@@ -35,8 +35,14 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
     }
     names = ", ".join(FAMILIES)
     families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
-    lines = [_alias_table(aliases, columns), "", textwrap.fill(families, columns or TEXT_WIDTH)]
-    lines.append(f"all other model types convert: {CANNOT_TRAIN}")
+    others = f"all other model types convert: {CANNOT_TRAIN}"
+    width = columns or TEXT_WIDTH
+    lines = [
+        _alias_table(aliases, columns),
+        "",
+        textwrap.fill(families, width),
+        textwrap.fill(others, width),
+    ]
     return Report("\n".join(lines), fields)
 
 

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -213,13 +214,16 @@ def test_source_change_while_waiting_is_an_error(
     shutil.copytree(setup.folder / "model", setup.folder / "changing")
     monkeypatch.chdir(setup.folder)
 
-    def together(team: Team, move: Callable[[], object], *, publish: Callable[[], object]) -> None:
-        move()
-        for path in Path("changing").glob("*.safetensors"):
-            os.utime(path, ns=(0, 0))
-        publish()
+    publishing = Team.publishing
 
-    monkeypatch.setattr(Team, "complete", together)
+    @contextmanager
+    def change_source(team: Team) -> Iterator[bool]:
+        with publishing(team) as is_needed:
+            for path in Path("changing").glob("*.safetensors"):
+                os.utime(path, ns=(0, 0))
+            yield is_needed
+
+    monkeypatch.setattr(Team, "publishing", change_source)
     assert "changed while it was read" in run_failing(
         capsys, 1, "save-init", "./changing", "--out", "changed"
     )

@@ -87,7 +87,10 @@ def test_random_start_from_a_preset_reads_the_named_tokenizer(work_dir: Path):
     ("options", "message"),
     [
         (("model.overrides={ num_hiden_layers = 2 }",), "did you mean `num_hidden_layers`?"),
-        (("model.overrides={ num_hidden_layers = 2.5 }",), "it must be an integer, such as "),
+        (
+            ("model.overrides={ num_hidden_layers = 2.5 }",),
+            "it must be an integer\n hint: for example 3",
+        ),
         (("model.overrides={ model_type = 'gpt2' }",), "changes `model_type`"),
         (("model.config=missing",), "has no missing"),
         (("model.path=tiny-init",), "no checkpoint is read: `model.init` is random"),

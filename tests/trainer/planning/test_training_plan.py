@@ -108,8 +108,11 @@ def test_with_values_changes_only_the_given_keys(tmp_path: Path):
     assert recipe.model.ffn_chunk_size == -1
 
 
-# The default of FalconConfig is 71 heads, which the mesh does not divide.
-EVEN_HEADS = {"falcon": {"hidden_size": 4608, "num_attention_heads": 72}}
+# Defaults that the mesh does not divide: 71 heads of FalconConfig, 1,407 hidden units of DeepseekV2Config's experts.
+EVEN_SIZES = {
+    "falcon": {"hidden_size": 4608, "num_attention_heads": 72},
+    "deepseek_v2": {"moe_intermediate_size": 1408},
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -117,7 +120,7 @@ def test_every_family_can_be_planned(tmp_path: Path, name: str):
     recipe = load_text(
         tmp_path, "mesh=1,2,2", text=RECIPE.replace('type = "text"', 'type = "json"')
     )
-    model = model_of_config({"model_type": name} | EVEN_HEADS.get(name, {}))
+    model = model_of_config({"model_type": name} | EVEN_SIZES.get(name, {}))
     has_encoder = model.shapes(parse_mesh("1,1,1"), DEFAULT_RULES).arch_config.encoder is not None
     if has_encoder:
         recipe = with_overrides(recipe, {"data.source_length": 32})

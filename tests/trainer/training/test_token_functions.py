@@ -193,7 +193,8 @@ def mean_loss(logits: Array, targets: Array) -> Array:
 def test_loss_of_another_shape_is_an_error():
     setup = replace(runs.make_setup(), loss_terms=LossTerms(token_loss=mean_loss))
     with pytest.raises(
-        PrepError, match=r"`loss_fn` did not return a value for each token - it has shape \[\], not"
+        PrepError,
+        match=r"`loss_fn` did not return a value for each token - it has shape \[\], the targets have",
     ):
         take_step(setup)
 

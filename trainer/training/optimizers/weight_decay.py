@@ -12,6 +12,8 @@ from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 
 # Part of the path of relative position biases. They look like embeddings, but are added to attention scores.
 POSITION_BIASES = "relative_positions"
+# Logits of attention sinks. transformers' Trainer decays every parameter that is neither a norm nor a bias by its name.
+SINKS = "sinks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,8 @@ class WeightDecay:
     """Decoupled weight decay (arXiv:1711.05101).
 
     Matrices decay, embeddings if `includes_embeddings` is set, norms and biases only by `include`. Relative position
-    biases of attention scores are biases, as in transformers' Trainer. The role of a leaf decides, not its shape:
-    stacked norm scales have two axes.
+    biases of attention scores are biases, and attention sinks decay, as in transformers' Trainer. The role of a leaf
+    decides, not its shape: stacked norm scales have two axes.
 
     Attributes:
         rate: Weight decay, before it is scaled by the learning rate.
@@ -47,6 +49,9 @@ class WeightDecay:
             return False
         if matches_any(self.include, leaf.path):
             return True
-        if POSITION_BIASES in leaf.path.split("."):
+        parts = leaf.path.split(".")
+        if POSITION_BIASES in parts:
             return False
+        if SINKS in parts:
+            return True
         return leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)
