@@ -40,29 +40,27 @@ class Observer(Protocol):
 
 @runtime_checkable
 class CommandObserver(Observer, Protocol):
-    """Observer of a command: its parser has checked the arguments, and its user reads options.
-
-    Attributes:
-        command: Name of the command.
-        level: Verbosity, from QUIET to SLABS.
-    """
+    """Observer of a command: its parser has checked the arguments, and its user reads options."""
 
     @property
-    def command(self) -> str: ...  # noqa: D102
+    def command(self) -> str:
+        """Name of the command."""
+        ...
+
     @property
-    def level(self) -> int: ...  # noqa: D102
+    def level(self) -> int:
+        """Verbosity, from QUIET to SLABS."""
+        ...
 
 
 @runtime_checkable
 class StreamObserver(Observer, Protocol):
-    """Observer that can show a text while it is generated.
-
-    Attributes:
-        can_stream: Whether text is shown at once, as on a terminal.
-    """
+    """Observer that can show a text while it is generated."""
 
     @property
-    def can_stream(self) -> bool: ...  # noqa: D102
+    def can_stream(self) -> bool:
+        """Whether text is shown at once, as on a terminal."""
+        ...
 
     def stream_line(self) -> AbstractContextManager[Callable[[str], None]]:
         """Return a context with a function that shows the next piece of the text."""

@@ -401,14 +401,14 @@ def _stacked_manifest_entry(source: Source, layout: _ItemLayout) -> dict[str, An
 
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:
-    """Raise UsageError for options that need a known vocabulary."""
+    """Raise UsageError for options that need a known vocabulary or head."""
     if options["dtype"] and options["quantized"] == "keep" and is_quantized(source.root):
         raise usage_error(
             text("{} would cast scales", Option("dtype", options["dtype"])),
             f"the weights of {source.display_name} are quantised, and kept",
             text("{} decodes them", Option("quantized", "dequantize")),
         )
-    for name, default in (("pad_vocab", "no"), ("true_vocab", None)):
+    for name, default in (("pad_vocab", "no"), ("true_vocab", None), ("untie", False)):
         if options[name] != default:
             raise usage_error(
                 text("{} is not supported for {}", Option(name), source.display_name),

@@ -81,12 +81,14 @@ class TensorNames:
         with_prefix = self.is_prefixed and bare not in self.family.unprefixed
         return self.family.prefix + bare if with_prefix else bare
 
+    def stored_name(self, bare: str) -> str:
+        """Return a tensor's name as the source spells it."""
+        return bare if bare in self.unprefixed_names else self.full_name(bare)
+
     def display_name(self, bare: str) -> str:
-        """Return a tensor's name for messages, as the source spells it, with unprintable characters escaped."""
-        full = bare
-        if bare not in self.unprefixed_names:
-            full = self.full_name(bare)
-        return full if full.isprintable() else ascii(full)[1:-1]
+        """Return a tensor's name for messages: as the source spells it, with unprintable characters escaped."""
+        name = self.stored_name(bare)
+        return name if name.isprintable() else ascii(name)[1:-1]
 
     def bare_name(self, full: str) -> str:
         """Return a tensor's name without the base prefix, as the family's table spells it."""

@@ -36,7 +36,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqDecoder(Decoder):
     """Integers packed along the output dim, with scales and zero points of groups of inputs."""
 
-    # Columns are packed in words, or in blocks of 32 values.
+    # A word has 8 values along the rows of the decoded tensor, so that 32 rows are whole words.
     row_multiple = 32
 
     def __init__(

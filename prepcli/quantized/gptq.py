@@ -41,7 +41,7 @@ BITS = (2, 3, 4, 8)
 class GptqDecoder(Decoder):
     """Integers packed along the input dim, with scales and zero points of groups of inputs."""
 
-    # A word has 32 / bits values of the input dim, so that 32 rows are whole words.
+    # Zero points are packed along the rows of the decoded tensor: those of 32 rows are whole words.
     row_multiple = 32
 
     def __init__(

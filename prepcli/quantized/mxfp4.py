@@ -99,18 +99,3 @@ class Mxfp4Decoder(Decoder):
 def half_powers(exponents: CodeArray) -> FloatArray:
     """Return 2^(e - 127) / 2 for each E8M0 exponent e. The half is finite in float32 for all exponents."""
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - EXPONENT_BIAS - 1)
-
-
-def encode_mxfp4(values: FloatArray, exponents: CodeArray) -> CodeArray:
-    """Return the blocks [R, 16 G] of decoded values.
-
-    Args:
-        values: Decoded values [R, 32 G], not transposed. Each is exactly a code times its power of two.
-        exponents: Exponents [R, G].
-    """
-    groups = values.reshape(len(values), -1, BLOCK_VALUES)
-    codes = np.ldexp(groups, EXPONENT_BIAS - exponents.astype(np.int32)[:, :, None])
-    magnitudes = np.searchsorted(np.array(E2M1[:8], np.float32), np.abs(codes)).astype(np.uint8)
-    nibbles = magnitudes + np.uint8(8) * np.signbit(codes).astype(np.uint8)
-    octets = nibbles[..., 0::2] + np.uint8(16) * nibbles[..., 1::2]
-    return octets.reshape(len(values), -1)

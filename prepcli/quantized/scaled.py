@@ -21,7 +21,6 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
-    CodeArray,
     Decoder,
     FloatArray,
     MatrixReader,
@@ -159,26 +158,6 @@ def read_scales(scales: np.ndarray) -> FloatArray:
     if scales.dtype == np.uint8:
         return np.ldexp(np.float32(1), scales.astype(np.int32) - EXPONENT_BIAS)
     return scales.astype(np.float32)
-
-
-def encode_scaled(
-    values: FloatArray, scales: FloatArray, *, block: tuple[int, int], dtype: str
-) -> CodeArray:
-    """Return the codes of decoded values. They are the original codes if the values were rounded to bfloat16.
-
-    Args:
-        values: Decoded values [R, C].
-        scales: Scales of the blocks.
-        block: Rows and columns of a block.
-        dtype: Dtype of the codes.
-    """
-    rows, columns = values.shape
-    spread = np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)[:rows, :columns]
-    with np.errstate(all="ignore"):
-        quotients = values / spread
-        if dtype == "int8":
-            return np.rint(quotients).astype(np.int8).view(np.uint8)
-        return quotients.astype(numpy_dtype(dtype)).view(np.uint8)
 
 
 @functools.cache

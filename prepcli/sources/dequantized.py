@@ -225,8 +225,9 @@ def dequantize_source(source: Source) -> Source:
         config_path=None,
         quantization=settings,
     )
-    # The verbatim family is made from the tensors.
-    return as_verbatim(decoded) if decoded.family.is_verbatim else decoded
+    if decoded.family.is_verbatim:
+        return as_verbatim(decoded)
+    return decoded
 
 
 def find_stored_weights(
@@ -261,11 +262,13 @@ def _file_tensor(source: Source, tensor: SourceTensor) -> FileTensor:
             "quantised weights are read from safetensors files",
             "save the model as safetensors",
         )
-    name = source.names.full_name(tensor.name)
-    if tensor.name in source.names.unprefixed_names:
-        name = tensor.name
     return FileTensor(
-        name, tensor.dtype, tensor.shape, location.file, location.offset, tensor.nbytes
+        source.names.stored_name(tensor.name),
+        tensor.dtype,
+        tensor.shape,
+        location.file,
+        location.offset,
+        tensor.nbytes,
     )
 
 

@@ -60,11 +60,6 @@ def find_config_path(hints: SourceHints, folder: Path, display_name: str) -> Pat
     return hints.resolve_config_path(folder, display_name)
 
 
-def tensor_types(tensors: Iterable[SourceTensor], names: TensorNames) -> TensorTypes:
-    """Return dtype and shape of each tensor of a source, by its name in the files."""
-    return {names.full_name(tensor.name): (tensor.dtype, tensor.shape) for tensor in tensors}
-
-
 def as_verbatim(source: Source, dtype: str | None = None) -> Source:
     """Return a source with the verbatim family of its tensors.
 
@@ -75,7 +70,7 @@ def as_verbatim(source: Source, dtype: str | None = None) -> Source:
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors: list[SourceTensor] = []
     for tensor in source.tensors:
-        name = source.names.full_name(tensor.name)
+        name = source.names.stored_name(tensor.name)
         types[name] = (tensor.cast(dtype).dtype, tensor.shape)
         tensors.append(replace(tensor, name=name))
     family = verbatim_family(types)
@@ -96,7 +91,7 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
         why = f"{source.display_name} has no more layers"
         raise usage_error(what, why, text("a smaller {}", Option("layers")))
     config = truncate_config(source.config, layers)
-    if not source.family.is_verbatim and _has_later_layers(source, config, layers):
+    if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
         raise PrepError(what, "its config does not state the number of layers", f"edit {CONFIG}")
     kept: list[SourceTensor] = []
@@ -112,13 +107,12 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     return truncated, tuple(dropped)
 
 
-def _has_later_layers(source: Source, config: HFConfig, layers: int) -> bool:
+def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:
     """Return whether a truncated config still has later layers than the first ones.
 
     Raises:
         PrepError: The family does not support the first layers alone, e.g. the dense ones of an MoE model.
     """
-    names = [tensor.name for tensor in source.tensors]
     try:
         return bool(later_layers(source.family, config, names, layers))
     except PrepError as error:

@@ -27,6 +27,8 @@ SECTIONS = ("text_config", "llm_config", "language_config")
 TOWERS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
 # Number of layers in the config of some vision towers.
 DEPTH_FIELD = "depth"
+# Ends of the names of lists that never have an entry per layer, whatever their length.
+TOKEN_FIELDS = ("_token_id", "_token_ids")
 # GPT-Neo: [[pattern of layer types, repeats], ...].
 PATTERN_FIELD = "attention_types"
 
@@ -52,6 +54,8 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
             truncated[field] = min(value, layers)
         elif field == PATTERN_FIELD and _is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
+        elif field.endswith(TOKEN_FIELDS):
+            continue
         elif isinstance(value, list) and len(value) in old_counts:
             truncated[field] = value[:layers]
     return truncated

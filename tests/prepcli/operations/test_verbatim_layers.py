@@ -127,6 +127,15 @@ def test_other_lists_of_layer_types_are_kept(pattern: list[Any]):
     assert truncate_config(config, 1) == {"num_layers": 1, "attention_types": pattern}
 
 
+def test_lists_of_token_ids_are_kept():
+    config = {"num_layers": 3, "eos_token_id": [1, 2, 3], "windows": [0, 8, 8]}
+    assert truncate_config(config, 1) == {
+        "num_layers": 1,
+        "eos_token_id": [1, 2, 3],
+        "windows": [0],
+    }
+
+
 def test_huge_counts_need_no_memory():
     config = {"num_layers": 10**12, "attention_types": [[["global", "local"], 10**12]]}
     assert truncate_config(config, 2)["attention_types"] == [[["global", "local"], 1]]

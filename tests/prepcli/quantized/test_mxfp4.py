@@ -8,9 +8,10 @@ import pytest
 
 from prepcli.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
-from prepcli.quantized.mxfp4 import Mxfp4Decoder, encode_mxfp4
+from prepcli.quantized.mxfp4 import Mxfp4Decoder
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import assert_equal_bits, decode_all, stored
+from tests.helpers.quantized_encoders import encode_mxfp4
 
 torch = lazy_module("torch")
 mxfp4 = lazy_module("transformers.integrations.mxfp4")
@@ -60,7 +61,7 @@ def test_parts_equal_whole_tensor(rows_per_part: int):
     assert_equal_bits(values, reference(arrays))
 
 
-def test_encode_restores_blocks():
+def test_decoded_bfloat16_values_determine_blocks():
     arrays = random_experts(4, experts=1, rows=1000, groups=10)
     # Powers of two for which bfloat16 has all values of the codes.
     arrays["w_scales"] = np.clip(arrays["w_scales"], 10, 240)

@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.errors import DamagedError
 from prepcli.planning.tensors import FileTensor
-from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid, encode_scaled
+from prepcli.quantized.scaled import Int8Decoder, ScaledDecoder, block_of_grid
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.quantized import (
     assert_equal_bits,
@@ -17,6 +17,7 @@ from tests.helpers.quantized import (
     to_numpy,
     to_torch,
 )
+from tests.helpers.quantized_encoders import encode_scaled
 
 torch = lazy_module("torch")
 fp8 = lazy_module("transformers.integrations.finegrained_fp8")
@@ -96,7 +97,7 @@ def test_blocks_at_edges_are_smaller():
         assert_equal_bits(values, np.ascontiguousarray(expected))
 
 
-def test_encode_restores_fp8_codes():
+def test_decoded_bfloat16_values_determine_fp8_codes():
     rng = np.random.default_rng(4)
     arrays = {"w": random_codes(rng, (512, 384)), "scale": random_scales(rng, (4, 3))}
     values = decode_all(scaled(arrays, (128, 128), "bfloat16"), arrays).astype(np.float32)
@@ -105,7 +106,7 @@ def test_encode_restores_fp8_codes():
     assert np.array_equal(codes[is_number], arrays["w"].view(np.uint8)[is_number])
 
 
-def test_encode_restores_int8_codes():
+def test_decoded_bfloat16_values_determine_int8_codes():
     rng = np.random.default_rng(5)
     codes = rng.integers(-128, 128, (64, 500), dtype=np.int8)
     arrays = {"w": codes, "scale": random_scales(rng, (64, 1))}
