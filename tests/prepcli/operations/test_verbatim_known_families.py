@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_export_of_an_old_output_trains_with_its_family(tensors: dict[str, Store
     assert "params.layers.attn.q.weight" in manifest["leaves"]
     run_ok("export", "init", "--out", "again")
     assert safetensors_bytes(Path("again")) == tensors
+
+
+def test_name_without_the_prefix_is_compared_as_stored(tensors: dict[str, StoredTensor]):
+    renamed = {name.replace("model.norm.", "norm."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    Path("mixed").mkdir()
+    write_safetensors(Path("mixed/model.safetensors"), renamed)
+    shutil.copy("m/config.json", "mixed")
+    run_ok("save-init", "./mixed", "--verbatim", "--out", "init")
+    run_ok("verify", "init", "./mixed")
 
 
 @pytest.mark.parametrize(("a", "b"), [("old", "m"), ("old", "init"), ("init", "old"), ("hf", "m")])
