@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ def random_weights(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
     return jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), weights)
 
 
+@partial(jax.jit, static_argnames=("window", "scale"))
 def attend(
     x: np.ndarray | jax.Array,
     weights: dict[str, Any],
