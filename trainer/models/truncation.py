@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from trainer.models.axis_map import LAYER_ATOMS, bind_row
 from trainer.models.errors import Option, PrepError, text
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.parameters import Family, parameter_rows
 from trainer.models.verbatim import split_numbers
 
 # Number of layers in the config of some model type.
@@ -33,7 +33,7 @@ TOKEN_FIELDS = ("_token_id", "_token_ids")
 PATTERN_FIELD = "attention_types"
 
 
-def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
+def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     """Return the config of a model with the first layers only.
 
     Lists with one entry per layer get shorter as well.
@@ -52,7 +52,7 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
             truncated[field] = truncate_config(value, layers)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
-        elif field == PATTERN_FIELD and _is_layer_pattern(value):
+        elif field == PATTERN_FIELD and is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
         elif field.endswith(TOKEN_FIELDS):
             continue
@@ -66,7 +66,7 @@ def layer_counts(config: HFConfig) -> set[int]:
     counts: set[int] = set()
     for field in LAYER_FIELDS:
         value = config.get(field)
-        if isinstance(value, int) and _is_count(value):
+        if _is_count(value):
             counts.add(value)
     for section in SECTIONS:
         value = config.get(section)
@@ -119,11 +119,18 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
         if numbers:
             run = names_by_run.setdefault(pieces[0], {})
             run.setdefault(numbers[0], []).append(name)
-    towers = {section: config[section] for section in TOWERS if _is_section(config, section)}
-    tower_words = {*itertools.chain.from_iterable(TOWERS[section] for section in towers)}
+    tower_words: set[str] = set()
     tower_counts: set[int] = set()
-    for section in towers.values():
-        tower_counts |= {*layer_counts(section), section.get(DEPTH_FIELD)} - counts
+    for field, words in TOWERS.items():
+        section = config.get(field)
+        if not isinstance(section, Mapping):
+            continue
+        tower_words.update(words)
+        tower_counts |= layer_counts(section)
+        depth = section.get(DEPTH_FIELD)
+        if _is_count(depth):
+            tower_counts.add(depth)
+    tower_counts -= counts
     later: set[str] = set()
     for start, run in names_by_run.items():
         # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
@@ -143,11 +150,7 @@ def _has_layers(run: Collection[int], count: int) -> bool:
     return len(run) >= count and all(number in run for number in range(count))
 
 
-def _is_section(config: HFConfig, field: str) -> bool:
-    return isinstance(config.get(field), Mapping)
-
-
-def _is_layer_pattern(value: object) -> bool:
+def is_layer_pattern(value: JsonValue) -> TypeGuard[list[tuple[list[JsonValue], int]]]:
     """Return whether a value is a list of pairs of a list and a count."""
     if not isinstance(value, list):
         return False
@@ -157,14 +160,14 @@ def _is_layer_pattern(value: object) -> bool:
     )
 
 
-def _first_entries(patterns: Sequence[Any], layers: int) -> list[Any]:
+def _first_entries(patterns: Sequence[tuple[list[JsonValue], int]], layers: int) -> list[JsonValue]:
     """Return the entries of the first layers, e.g. [[["global", "local"], 2]] and 3 layers -> 3 entries."""
-    entries: list[Any] = []
+    entries: list[JsonValue] = []
     for pattern, repeats in patterns:
         # The config is untrusted: a count may be larger than the number of layers.
         entries += pattern * min(repeats, layers)
     return entries[:layers]
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: JsonValue) -> TypeGuard[int]:
     return type(value) is int and value > 0
