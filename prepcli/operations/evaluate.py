@@ -71,10 +71,10 @@ def evaluate(
     evaluates alone.
 
     Args:
-        checkpoint: Folder, alias, hub id, URL, training run, or a step of one; default: the only checkpoint of prep in
+        checkpoint: Folder, alias, hub id, URL, training run, or a step of one. Default: the only checkpoint of prep in
             the current folder.
-        data: One or more files, folders, globs or URLs; each is a source with its own result. "NAME=PATH" names it.
-        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
+        data: One or more files, folders, globs or URLs. Each is a source with its own result. "NAME=PATH" names it.
+        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`.
         **options: See `EvaluateOptions`.
 
     Returns:

@@ -75,12 +75,12 @@ def generate(
     generates alone.
 
     Args:
-        checkpoint: Folder, alias, hub id, training run, or a step of one; default: the only checkpoint of prep in the
+        checkpoint: Folder, alias, hub id, training run, or a step of one. Default: the only checkpoint of prep in the
             current folder.
         prompts: One prompt, or several, as text.
         tokens: Prompts as token ids. They follow the text prompts in the result.
         on_tokens: Called with the next tokens of a prompt and their text as they are decoded. See `NewTokens`.
-        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
         **options: See `GenerateOptions`.
 
     Returns:

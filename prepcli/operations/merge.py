@@ -60,10 +60,10 @@ def merge(
     Args:
         adapter: Folder of an adapter in the format of PEFT.
         base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
-        out: Output folder; default: a name made from the base's.
+        out: Output folder. Default: a name made from the base's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `MergeOptions`.
 
     Returns:

@@ -36,9 +36,9 @@ def report(
 
     Args:
         runs: Folder or URL of a run, or several to compare.
-        out: The HTML file; default: `report.html` in the folder of the first run, or in the working directory if that
+        out: The HTML file. Default: `report.html` in the folder of the first run, or in the working directory if that
             run is in an object store.
-        progress: Receives notes about the files of the runs, if it is an `Observer`; default: none.
+        progress: Receives notes about the files of the runs, if it is an `Observer`. Default: none.
 
     Returns:
         The page, and the main numbers of each run.

@@ -43,8 +43,8 @@ def save_params(
     Args:
         params: The tree of `load_params`, with layers stacked on the first axis: of arrays of JAX or NumPy.
         out: Output folder.
-        like: A checkpoint of the same model. Its config and its tokenizer are copied; its weights are not.
-        **options: See `SourceOptions`; they apply to `like`.
+        like: A checkpoint of the same model. Its config and its tokenizer are copied. Its weights are not.
+        **options: See `SourceOptions`. They apply to `like`.
 
     Returns:
         The output folder.

@@ -44,17 +44,17 @@ def train(
     divides the sum of the batch by the sum of the weights. The function must compute each token by itself: the result
     then depends neither on the mesh nor on micro-batches nor on chunks, beyond rounding, and the logits of all tokens
     never exist. `metric_fn(logits, targets)` is called in the same way in evaluation, and returns a dict of values
-    `[rows, tokens]`; the weighted mean of `NAME` is logged as `eval_NAME`. Evaluation always reports the
+    `[rows, tokens]`. The weighted mean of `NAME` is logged as `eval_NAME`. Evaluation always reports the
     cross entropy.
 
     Args:
-        recipe: A TOML file, or the name of one of `prep recipes`; `prep docs recipes` lists its keys.
-        out: Folder of the run; default: `runs/NAME`.
+        recipe: A TOML file, or the name of one of `prep recipes`. `prep docs recipes` lists its keys.
+        out: Folder of the run. Default: `runs/NAME`.
         dry_run: Check the run and estimate its memory. No step is taken and no file is written.
-        loss_fn: Loss of each token; default: the cross entropy. A run resumes with a function of the same name. Not
+        loss_fn: Loss of each token. Default: the cross entropy. A run resumes with a function of the same name. Not
             supported with `train.reduction = "exact"` and the keys of `[loss]`.
         metric_fn: Values of each token to evaluate. Not supported with `train.reduction = "exact"`.
-        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
+        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`.
         **options: See `TrainOptions`.
 
     Returns:
