@@ -12,7 +12,7 @@ from typing import Any, is_typeddict
 import prepcli
 from prepcli import testing
 from prepcli.operations import compute_options, inspection_options, options, results
-from prepcli.operations.option_spec import option_specs
+from prepcli.option_spec import option_specs
 
 HEAD = """# Python API
 

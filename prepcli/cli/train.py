@@ -20,7 +20,7 @@ from prepcli.operations.compute_options import (
     TrainArguments,
     TrainOptions,
 )
-from prepcli.operations.option_spec import OptionSpec
+from prepcli.option_spec import OptionSpec
 
 
 class SchemaOptions(TypedDict):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from prepcli.operations.option_spec import OptionSpec, PathLike
+from prepcli.option_spec import OptionSpec, PathLike
 
 DEMO_FOLDER = Path("prep-demo")
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.evaluation_keys import KEYS_TEXT
-from prepcli.operations.option_spec import (
+from prepcli.operations.options import ConversionArguments, SourceOptions
+from prepcli.operations.token_ids import parse_token_ids
+from prepcli.option_spec import (
     Minimum,
     NonNegativeInt,
     OptionSpec,
@@ -17,8 +19,6 @@ from prepcli.operations.option_spec import (
     PositiveInt,
     option_specs,
 )
-from prepcli.operations.options import ConversionArguments, SourceOptions
-from prepcli.operations.token_ids import parse_token_ids
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Reduction = Literal["fast", "exact"]

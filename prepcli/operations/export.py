@@ -29,10 +29,10 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export_adapter import plan_adapter_export
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary

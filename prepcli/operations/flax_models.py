@@ -12,8 +12,8 @@ from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.open_params import open_parameters
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import ModuleOptions, SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.restore.random_params import init_random_params, model_of_config
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family

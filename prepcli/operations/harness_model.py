@@ -24,8 +24,8 @@ from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public, rendered_for_python
-from prepcli.operations.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.restore.params import OpenedModel
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 from prepcli.operations.options import VERBATIM, SourceOptions
+from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]

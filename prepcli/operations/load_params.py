@@ -9,8 +9,8 @@ from prepcli.console.progress import Progress
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.open_params import open_params
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
 from prepcli.restore.verbatim_params import load_verbatim_params
 from trainer.models.param_tree import Tree

@@ -25,9 +25,9 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export import plan_copy
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import (
+from prepcli.option_spec import (
     NOT_RECORDED,
     NonNegativeInt,
     OptionSpec,

@@ -24,9 +24,9 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors

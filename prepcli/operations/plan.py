@@ -15,9 +15,9 @@ from prepcli.console.progress import Progress
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.inspection_options import PlanOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.plan_target import PlanTarget, resolve_target
 from prepcli.operations.results import StepPlan
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.plan_page import write_plan_page
 from prepcli.pages.plan_rows import CompiledStep, change_text

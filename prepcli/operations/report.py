@@ -15,8 +15,8 @@ from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import RunsReport
+from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.report_page import changed_keys, run_names, summary_cells, write_report_page
 from prepcli.remote.object_store import Bucket

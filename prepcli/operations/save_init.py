@@ -39,10 +39,10 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size

@@ -17,8 +17,8 @@ from prepcli.errors import Option, OutputExistsError, PrepError, text, usage_err
 from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader

@@ -16,9 +16,9 @@ from prepcli.console.progress import Progress
 from prepcli.operations.compute_options import TrainOptions
 from prepcli.operations.export import export
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.operations.results import TrainingRun
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.training_runs.run import TrainRequest, TrainResult
 from prepcli.training_runs.train import train_run
 from trainer.recipe import load_recipe

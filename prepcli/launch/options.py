@@ -1,4 +1,4 @@
-"""The options of the targets of `prep launch`, each defined once. See `options.py`.
+"""The options of the targets of `prep launch`, each defined once. See `prepcli.operations.options`.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
-from prepcli.operations.option_spec import (
+from prepcli.option_spec import (
     REQUIRED,
     NonNegativeInt,
     OptionSpec,
@@ -136,8 +136,8 @@ class NodeOptions(TypedDict):
     ]
 
 
-class LaunchSlurmOptions(NodeOptions, ScriptOptions):
-    """Options of `launch_slurm`."""
+class SlurmOptions(NodeOptions, ScriptOptions):
+    """Options of a SLURM job. None means the default of the cluster."""
 
     time: Annotated[
         str | None,
@@ -185,8 +185,8 @@ class LaunchSlurmOptions(NodeOptions, ScriptOptions):
     ]
 
 
-class LaunchTpuOptions(ScriptOptions):
-    """Options of `launch_tpu`. `accelerator` and `zone` are required."""
+class TpuOptions(ScriptOptions):
+    """Options of a Cloud TPU. `accelerator` and `zone` are required."""
 
     accelerator: Annotated[
         str,
@@ -223,8 +223,8 @@ class LaunchTpuOptions(ScriptOptions):
     ]
 
 
-class LaunchGkeOptions(NodeOptions, ScriptOptions):
-    """Options of `launch_gke`. `image` is required."""
+class GkeOptions(NodeOptions, ScriptOptions):
+    """Options of a JobSet. `image` is required."""
 
     image: Annotated[
         str,
@@ -266,8 +266,8 @@ class LaunchGkeOptions(NodeOptions, ScriptOptions):
     ]
 
 
-class LaunchLocalOptions(JobOptions):
-    """Options of `launch_local`."""
+class LocalOptions(JobOptions):
+    """Options of processes on this machine."""
 
     processes: Annotated[
         PositiveInt,
