@@ -112,7 +112,7 @@ def check_family(
     """Check a model family on a tiny model of a config.
 
     The checks convert, compute and train a model with the choices of the config and small
-    sizes. They compare with transformers if it and torch are installed; otherwise these
+    sizes. They compare with transformers if it and torch are installed. Otherwise these
     checks are skipped.
 
     Examples:

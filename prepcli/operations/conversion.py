@@ -43,9 +43,9 @@ from prepcli.operations.conversion_details import (
     result_fields,
     source_fields,
 )
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.tensor_match import MatchOptions

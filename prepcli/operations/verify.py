@@ -33,8 +33,8 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import Verification
+from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.sources.locate import check_stream
@@ -82,10 +82,10 @@ def verify(
     """Compare a checkpoint with its recorded digests, or with another checkpoint of any format.
 
     Args:
-        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only output of prep in the working
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL. Default: the only output of prep in the working
             directory.
-        against: A second checkpoint; default: the digests in the manifest.
-        progress: Receives the bytes read; default: none. See `Progress`.
+        against: A second checkpoint. Default: the digests in the manifest.
+        progress: Receives the bytes read. Default: none. See `Progress`.
         **options: See `VerifyOptions`.
 
     Returns:
