@@ -92,6 +92,7 @@ class Source:
         quantization: Settings of quantised weights that are decoded. Empty if there are none.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
     """
 
     display_name: str
@@ -112,6 +113,7 @@ class Source:
     quantization: Mapping[str, Any] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    is_locked: bool = False
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
