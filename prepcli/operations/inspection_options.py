@@ -44,6 +44,32 @@ class VerifyOptions(SourceOptions, total=False):
     ]
 
 
+class LockOptions(SourceOptions, total=False):
+    """Options of `lock`."""
+
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a lock file that differs.",
+            "Replace a lock file that differs; default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class LockArguments(TypedDict):
+    """The argument of `lock` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE", "Write to FILE; default: NAME.lock.json.", "The lock file.", position=40
+        ),
+    ]
+
+
 class ViewOptions(TypedDict):
     """What `prep inspect` shows. At most one of `tree`, `stats`, `shards` and `diff` is the view."""
 

@@ -132,6 +132,16 @@ class SourceOptions(TypedDict, total=False):
             record=NOT_RECORDED,
         ),
     ]
+    lock: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Refuse any byte that differs from this file of `prep lock`.",
+            "File of `lock`: any byte that differs from it is an error; default: none.",
+            position=53,
+            record=NOT_RECORDED,
+        ),
+    ]
     memory: Annotated[
         int | str,
         OptionSpec(

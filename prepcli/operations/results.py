@@ -85,6 +85,31 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
+class LockedModel:
+    """A written lock file.
+
+    Attributes:
+        path: The lock file.
+        source: The checkpoint, as errors name it.
+        revision: Commit on the hub. None for any other checkpoint.
+        files: Number of files.
+        tensors: Number of tensors.
+        nbytes: Size of the files in bytes.
+        seconds: Duration of the call in seconds.
+        already_done: Whether an equal file existed, so that nothing was written.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+    already_done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSummary:
     """A tensor or leaf as a checkpoint stores it.
 
