@@ -136,8 +136,8 @@ class SourceOptions(TypedDict, total=False):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Refuse any byte that differs from this file of `prep lock`.",
-            "File of `lock`: any byte that differs from it is an error; default: none.",
+            "Refuse any byte that differs from this lock file.",
+            "Lock file: any byte that differs from it is an error. Default: none.",
             position=53,
             record=NOT_RECORDED,
         ),
