@@ -34,7 +34,7 @@ class Model(BaseModel):
     )
     lock: PathText | None = Field(
         default=None,
-        description="a file of `prep lock`. A checkpoint that differs from it in any byte is an error",
+        description="a lock file. A checkpoint that differs from it in any byte is an error",
         examples=["gpt-neo-1.3B.lock.json"],
         json_schema_extra=if_absent("no lock"),
     )
