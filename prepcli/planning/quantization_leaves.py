@@ -49,3 +49,8 @@ def is_quantization_leaf(name: str) -> bool:
 def is_quantization_tensor(name: str) -> bool:
     """Return whether the qualified name of a tensor is in the slot of the scales."""
     return split_name(name)[0] == QUANTIZATION
+
+
+def is_decoded_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of decoded weights."""
+    return split_name(name)[0] == DECODED

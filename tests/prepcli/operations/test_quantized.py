@@ -26,7 +26,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(folder: str) -> dict[str, np.ndarray]:
-    prep.export(folder, "exported")
+    prep.export(folder, "exported", quantized="dequantize")
     return read_tensors(Path("exported"))
 
 
