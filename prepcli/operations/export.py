@@ -271,7 +271,7 @@ def plan_copy(
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
-    """Return the names of tensors that are read without being written."""
+    """Return the names of tensors to read and not to write."""
     decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
     return decoded | {check.name for check in match.checks}
 

@@ -1,4 +1,4 @@
-"""Export of weights that were dequantised: as their quantised bytes, or as their values."""
+"""Export of dequantised weights: as their quantised bytes, or as their values."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -42,7 +42,7 @@ def open_original(
         raise usage_error(
             text("{} has no quantised bytes", Option("quantized_source", path)),
             "its config.json has no quantization_config",
-            "the model that the checkpoint was decoded from",
+            "the quantised model of the checkpoint",
         )
     return source
 
@@ -56,7 +56,7 @@ def writes_quantized(options: ExportOptions, source: Source) -> bool:
     option = Option("quantized_source", options["quantized_source"])
     if not source.quantized or options["quantized"] == "dequantize":
         if options["quantized_source"] is not None:
-            why = f"{source.display_name} has no weights that were dequantised"
+            why = f"{source.display_name} has no dequantised weights"
             if source.quantized:
                 why = text("{} writes the values", Option("quantized", "dequantize"))
             raise usage_error(text("{} has no effect", option), why, text("remove {}", option))

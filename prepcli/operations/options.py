@@ -458,7 +458,7 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
         OptionSpec(
             "keep|dequantize",
             "Write decoded weights quantised as before, or as they are.",
-            '"keep" (the default) writes weights that save-init has decoded as their quantised bytes,'
+            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
             ' "dequantize" as their values.',
             default="keep",
             position=17,

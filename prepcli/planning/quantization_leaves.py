@@ -1,4 +1,4 @@
-"""Leaves for the scales of weights that were dequantised. Pure.
+"""Leaves for the scales of dequantised weights. Pure.
 
 An init of decoded weights keeps all stored tensors except the codes, so that an export can write the quantised model
 again. They are tensors of the slot `quantization`, named as in the quantised files. Their leaves are those of the

@@ -27,7 +27,7 @@ _SEVERAL_CODES = -2
 
 
 class InvertibleDecoder(Decoder):
-    """A quantised tensor that can be encoded again.
+    """A quantised tensor with an encoder.
 
     Attributes:
         are_codes_transposed: Whether the rows of the codes are columns of the decoded tensor.
@@ -86,7 +86,7 @@ def not_invertible_error(name: str, why: str, *, is_written: bool = True) -> Pre
     Args:
         name: Name of the weight.
         why: The reason.
-        is_written: Whether a part of the output is written, which another request does not continue.
+        is_written: Whether a part of the output is written. Another request does not continue it.
     """
     hint = text(
         "{} has them; {} writes bfloat16",

@@ -241,7 +241,7 @@ def dequantize_source(source: Source) -> Source:
 
 
 def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
-    """Return two sources to compare, with the values of weights that only one of them has quantised.
+    """Return two sources to compare, both with the values of quantised weights.
 
     Args:
         source: A source.
@@ -261,7 +261,7 @@ def _decode_like(source: Source, decoded: Source) -> Source:
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:
-    """Return the dtype that another source has for a decoded tensor."""
+    """Return the dtype of a decoded tensor in another source."""
     dtypes = {other.names.stored_name(tensor.name): tensor.dtype for tensor in other.tensors}
     for tensor in source.tensors:
         name = source.names.stored_name(tensor.name)

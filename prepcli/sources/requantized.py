@@ -1,8 +1,8 @@
 """A source of decoded weights as a source of the quantised ones. It undoes `dequantized`.
 
 The codes of a weight are encoded from its values and its scales, or come from the original model. Both are checked
-with the recorded digest of the decoded values: encoded codes decode to the values that they were made from, and those
-values are read once more for their digest. The codes of the original are decoded.
+with the recorded digest of the decoded values: encoded codes decode to the values of the init, and these are
+read once more for their digest. The codes of the original are decoded.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class RequantizedReader:
         return weight.decoder.encode(rows, values, self._read_matrix)
 
     def _encode_transposed(self, number: int, rows: Range, row_nbytes: int) -> np.ndarray:
-        """Return rows of codes, which are columns of a decoded matrix."""
+        """Return rows of codes: columns of a decoded matrix."""
         weight = self._weights[number]
         decoder = weight.decoder
         height = decoder.shape[-2]
@@ -207,13 +207,13 @@ class _Weight:
 
 
 def requantize_source(source: Source, original: Source | None = None) -> Source:
-    """Return a source with the tensors that the weights of an init were decoded from.
+    """Return a source with the quantised tensors of an init.
 
     Its `state_tensors` are decoded weights, to be read and compared with their digests.
 
     Args:
         source: An init with the records of decoded weights.
-        original: The quantised model that it was made from, with the names of its file. By default, the codes are
+        original: Its quantised model, with the names of the file. By default, the codes are
             encoded.
 
     Raises:

@@ -60,7 +60,7 @@ def _box(shape: tuple[int, ...], matrix: int, rows: Range) -> Box:
 def _read_box(
     files: RunReader, tensor: SourceTensor, box: Box, start: int, into: ByteArray
 ) -> None:
-    """Fill `into` with a box that begins at byte `start` of the tensor in C order."""
+    """Fill `into` with a box. It begins at byte `start` of the tensor in C order."""
     item_nbytes = itemsize(tensor.dtype)
     copies = tuple(
         location_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, box=box)
