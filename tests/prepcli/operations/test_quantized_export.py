@@ -16,7 +16,7 @@ from tests.helpers.quantized_folders import FORMATS, Arrays, make_quantized
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import read_tensors, write_checkpoint
 
-INVERTIBLE = ["fp8", "compressed-fp8", "int8"]
+INVERTIBLE = ["fp8", "compressed-fp8", "int8", "compressed-nvfp4", "modelopt-nvfp4"]
 OTHERS = sorted({*FORMATS} - {*INVERTIBLE})
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
