@@ -130,10 +130,10 @@ class LeafRecord(TypedDict):
 
 
 class QuantizedRecord(TypedDict):
-    """Record of a weight that was dequantised, by the name of the decoded tensor.
+    """Record of a dequantised weight.
 
-    `codes` is the name of the stored tensor with its values, which no leaf keeps. `dtype` and `shape` are those of the
-    codes. `digest` is the one of the decoded tensor, and empty until it is written.
+    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
+    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
     """
 
     format: str
@@ -523,7 +523,7 @@ def _are_row_digests(values: JsonValue) -> bool:
 
 
 def _is_quantized_record(value: JsonValue) -> bool:
-    """Return whether a value is the record of a weight that was dequantised."""
+    """Return whether a value is the record of a dequantised weight."""
     match value:
         case {
             "format": str(),

@@ -464,6 +464,29 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
     ]
     dtype: Annotated[Dtype | None, replace(_DTYPE, position=5, record=1)]
     allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Write decoded weights quantised as before, or as they are.",
+            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
+            ' "dequantize" as their values.',
+            default="keep",
+            position=17,
+            record=53,
+        ),
+    ]
+    quantized_source: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "SOURCE",
+            "Take the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
+            " determine.",
+            position=18,
+            record=54,
+        ),
+    ]
     ema: Annotated[
         bool,
         OptionSpec(

@@ -273,9 +273,9 @@ def plan_orbax_item(
 
 
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the state that its copy keeps, and the state that is dropped.
+    """Return a source with the kept state, and the dropped state.
 
-    A copy keeps the state of a training step, and the scales of weights that were quantised.
+    A copy keeps the state of a training step, and the scales of dequantised weights.
     """
     if params_only:
         dropped = tuple(dropped_state(source))
@@ -420,7 +420,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
 
 
 def _quantization_entries(source: Source) -> dict[str, Any]:
-    """Return the manifest's entries of weights that were quantised. A copy of an init keeps them."""
+    """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
     entries: dict[str, Any] = {}
     settings = source.quantization or source.tree_manifest.quantization
     if settings:

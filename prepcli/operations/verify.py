@@ -35,6 +35,7 @@ from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
 from prepcli.restore.digest_checks import tensor_digests
+from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.locate import check_stream
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
@@ -100,7 +101,7 @@ def verify(
     started_s = time.monotonic()
     observer = observer_of(progress)
     request = _Request(
-        common_options(checkpoint, None, options),
+        replace(common_options(checkpoint, None, options), quantized="stored"),
         against=None if against is None else str(against),
         quick=options["quick"],
     )
@@ -149,6 +150,7 @@ def _verify(request: _Request, observer: Observer) -> Verification:
     check_stream(request.common.stream, located, against_located)
     _check_contents(source, against_source)
     observer.note(source_line(against_source))
+    source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
             observer.note(line)
@@ -201,6 +203,7 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
+        quantized=common.quantized,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )

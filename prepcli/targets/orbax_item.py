@@ -219,7 +219,7 @@ def item_streams(
 
 
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
-    """Yield the names of the tensors without elements, which have no leaf."""
+    """Yield the names of the tensors without elements. They have no leaf."""
     for name, uses in match.uses.items():
         if not uses:
             yield name
