@@ -68,8 +68,7 @@ def lock(
 
     Examples:
       prep lock gpt-neo-1.3B
-      prep save-init gpt-neo-1.3B --lock gpt-neo-1.3B.lock.json
-      prep verify ./my-model --lock my-model.lock.json
+      prep lock ./my-model --out approved.json
     """
     from prepcli.operations.lock import lock as run
     from prepcli.rendering.lock import lock_line, lock_report
