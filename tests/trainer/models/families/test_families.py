@@ -81,6 +81,13 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse"] * 47, "q_lora_rank": None}],
     "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
     "granitemoeshared": [{"shared_intermediate_size": 4}],
+    "exaone_moe": [{}, {"first_k_dense_replace": 0}],
+    "granitemoe_swa": [{"shared_intermediate_size": 4}],
+    "internlm3": [{"qkv_bias": True, "bias": True}],
+    "mellum": [{}, {"mlp_layer_types": ["dense", *["sparse"] * 27]}],
+    "sarvam_mla": [{"q_lora_rank": 8}, {"first_k_dense_replace": 0}],
+    "sarvam_moe": [{"use_qkv_bias": True}, {"first_k_dense_replace": 0}],
+    "youtu": [{}, {"q_lora_rank": None}],
 }  # fmt: skip
 
 
@@ -231,7 +238,7 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5"),
+        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "granite_swa", "youtu"),
     }
 
 
