@@ -21,6 +21,7 @@ from tests.golden import make_decoders
 from tests.golden.make_decoders import LENGTHS, Golden, load
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import DENSE_FAMILIES, FIRST_FAMILIES, GOLDEN, NEWER_FAMILIES
+from trainer.models.parameters import read_size
 from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ForwardConfig
 
@@ -103,7 +104,7 @@ def test_logits_match_transformers(name: str):
 def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
     """Padding rows of the vocabulary change nothing, whatever their values, and have gradients of exactly 0."""
     golden = load_cached(name)
-    vocab = golden.config["vocab_size"]
+    vocab = read_size(golden.config, "vocab_size", 1)
     config, tensors = with_padded_vocab(golden.config, golden.tensors, num_padding_rows, 50.0)
     tiny = tiny_transformer(config)
     forward_config = ForwardConfig(scan_layers=False, head_chunk_size=128)
