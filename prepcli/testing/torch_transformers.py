@@ -69,7 +69,7 @@ def _torch_config(config: HFConfig) -> Any:
 
     # copied, because transformers modifies nested fields
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
-    return AutoConfig.for_model(config["model_type"], **fields)
+    return AutoConfig.for_model(str(config["model_type"]), **fields)
 
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from trainer.models.axis_map import LAYER_ATOMS, bind_row
 from trainer.models.errors import Option, PrepError, text
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.parameters import Family, parameter_rows
 from trainer.models.verbatim import split_numbers
 
 # Number of layers in the config of some model type.
@@ -78,7 +79,7 @@ DEPTH_FIELD = "depth"
 PATTERN_FIELD = "attention_types"
 
 
-def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
+def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     """Return the config of a model with the first layers only.
 
     Lists with one entry per layer get shorter as well. Other lists stay, also with as many entries as layers.
@@ -96,7 +97,7 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
             truncated[field] = truncate_config(value, layers)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
-        elif field == PATTERN_FIELD and _is_layer_pattern(value):
+        elif field == PATTERN_FIELD and is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
         elif field in LAYER_NUMBER_FIELDS and _are_layer_numbers(value):
             truncated[field] = [number for number in value if number < layers]
@@ -111,7 +112,7 @@ def layer_counts(config: HFConfig) -> set[int]:
     for section in _text_sections(config):
         for field in LAYER_FIELDS:
             value = section.get(field)
-            if isinstance(value, int) and _is_count(value):
+            if _is_count(value):
                 counts.add(value)
     return counts
 
@@ -174,9 +175,14 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
     for section in _text_sections(config):
         for field, words in TOWERS.items():
             tower = section.get(field)
-            if isinstance(tower, Mapping):
-                tower_words.update(words)
-                tower_counts |= {*layer_counts(tower), tower.get(DEPTH_FIELD)} - counts
+            if not isinstance(tower, Mapping):
+                continue
+            tower_words.update(words)
+            tower_counts |= layer_counts(tower)
+            depth = tower.get(DEPTH_FIELD)
+            if _is_count(depth):
+                tower_counts.add(depth)
+    tower_counts -= counts
     later: set[str] = set()
     for start, run in names_by_run.items():
         # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
@@ -201,12 +207,12 @@ def _has_entry_per_layer(field: str) -> bool:
     return field in PER_LAYER_FIELDS or field.endswith(PER_LAYER_SUFFIX)
 
 
-def _are_layer_numbers(value: object) -> bool:
+def _are_layer_numbers(value: JsonValue) -> TypeGuard[list[int]]:
     """Return whether a value is a list of integers."""
     return isinstance(value, list) and all(type(number) is int for number in value)
 
 
-def _is_layer_pattern(value: object) -> bool:
+def is_layer_pattern(value: JsonValue) -> TypeGuard[list[tuple[list[JsonValue], int]]]:
     """Return whether a value is a list of pairs of a list and a count."""
     if not isinstance(value, list):
         return False
@@ -216,14 +222,14 @@ def _is_layer_pattern(value: object) -> bool:
     )
 
 
-def _first_entries(patterns: Sequence[Any], layers: int) -> list[Any]:
+def _first_entries(patterns: Sequence[tuple[list[JsonValue], int]], layers: int) -> list[JsonValue]:
     """Return the entries of the first layers, e.g. [[["global", "local"], 2]] and 3 layers -> 3 entries."""
-    entries: list[Any] = []
+    entries: list[JsonValue] = []
     for pattern, repeats in patterns:
         # The config is untrusted: a count may be larger than the number of layers.
         entries += pattern * min(repeats, layers)
     return entries[:layers]
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: JsonValue) -> TypeGuard[int]:
     return type(value) is int and value > 0
