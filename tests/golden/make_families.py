@@ -55,6 +55,7 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "exaone_moe": {"num_hidden_layers": 2, "num_experts": 4},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "llama4_text": {"num_local_experts": 4},
     "mellum": {"num_experts": 4},
     "minimax_m2": {"num_local_experts": 4},
     "sarvam_mla": {"num_hidden_layers": 2, "n_routed_experts": 4},

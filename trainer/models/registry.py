@@ -50,6 +50,7 @@ from trainer.models.families import (
     iquestcoder,
     jais2,
     llama,
+    llama4,
     mellum,
     minimax_m2,
     ministral,
@@ -108,6 +109,7 @@ _FAMILY_MODULES = (
     *(olmoe, flex_olmo, granitemoe, granitemoeshared),
     *(exaone, exaone_moe, granite_swa, granitemoe_swa, hunyuan_v1_moe, hyperclovax, internlm3),
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
+    *(llama4,),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

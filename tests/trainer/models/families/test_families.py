@@ -84,6 +84,7 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "exaone_moe": [{}, {"first_k_dense_replace": 0}],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
+    "llama4_text": [{}, {"interleave_moe_layer_step": 2}],
     "mellum": [{}, {"mlp_layer_types": ["dense", *["sparse"] * 27]}],
     "sarvam_mla": [{"q_lora_rank": 8}, {"first_k_dense_replace": 0}],
     "sarvam_moe": [{"use_qkv_bias": True}, {"first_k_dense_replace": 0}],
