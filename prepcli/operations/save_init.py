@@ -41,10 +41,10 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
@@ -88,10 +88,10 @@ def save_init(
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        out: Output folder or URL; default: a name made from the checkpoint's.
+        out: Output folder or URL. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `SaveInitOptions`.
 
     Returns:
@@ -126,12 +126,12 @@ def reshard(
     """Write an Orbax checkpoint again for another mesh or layer layout.
 
     Args:
-        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one; default: the only
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one. Default: the only
             checkpoint of prep in the current folder that reshard did not write.
-        out: Output folder or URL; default: a name made from the checkpoint's.
+        out: Output folder or URL. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `ReshardOptions`.
 
     Returns:
@@ -480,7 +480,7 @@ def _vocab_rows(
     options: SaveInitOptions, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning
 ) -> int:
     """Return the rows of the output's vocabulary."""
-    pad_vocab = options["pad_vocab"]
+    pad_vocab = str(options["pad_vocab"])
     if pad_vocab == "no":
         return vocabulary.stored_size
     if pad_vocab == "auto":

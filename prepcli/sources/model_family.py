@@ -4,20 +4,70 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import Manifest, QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
-from prepcli.planning.tensor_match import TensorNames
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.sources.source import Source, SourceTensor, read_config, side_files
 from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.parameters import VERBATIM, Family, HFConfig
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
+
+
+@dataclass(frozen=True, slots=True)
+class FolderModel:
+    """The model in a folder, as its config and the names of its tensors describe it.
+
+    Attributes:
+        config_path: The config.json, or None if there is none.
+        config: Content of the config.json. Empty without one.
+        family: Model family.
+        names: Naming scheme of the tensors.
+        copied_files: Files of the model to copy to an output.
+        left_files: Files of the model that no pattern selects.
+    """
+
+    config_path: Path | None
+    config: HFConfig
+    family: Family
+    names: TensorNames
+    copied_files: tuple[Path, ...]
+    left_files: tuple[Path, ...]
+
+
+def read_folder_model(
+    folder: Path,
+    config_path: Path | None,
+    hints: SourceHints,
+    tensors: TensorTypes,
+    *,
+    manifest: Manifest | None = None,
+) -> FolderModel:
+    """Read the model of a folder with weight files.
+
+    Args:
+        folder: The folder.
+        config_path: Path of the config.json, or None if the verbatim family needs none.
+        hints: User-supplied facts about the checkpoint.
+        tensors: Dtype and shape of each tensor, by its name in the files.
+        manifest: Manifest of a folder that prep wrote.
+
+    Raises:
+        PrepError: The config is missing or invalid, or no family fits.
+    """
+    config: HFConfig = {}
+    if config_path is not None:
+        config = read_config(config_path)
+    family = select_family(config, hints, tensors, manifest)
+    copied_files, left_files = side_files(folder, hints.copied_files)
+    names = detect_names(family, config, full_names=tensors.keys())
+    return FolderModel(config_path, config, family, names, copied_files, left_files)
 
 
 def select_family(

@@ -101,6 +101,7 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
     """
 
     display_name: str
@@ -122,6 +123,7 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    is_locked: bool = False
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
