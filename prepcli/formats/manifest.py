@@ -30,6 +30,7 @@ FILES_KEY: Final = "files"
 DIGEST_KEY: Final = "digest"
 BASE_KEY: Final = "base"
 LORA_KEY: Final = "lora"
+TOWERS_KEY: Final = "towers"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -52,7 +53,7 @@ LAYOUT_KEYS = {"scan": bool, "scan_axis": int, "rules": list}
 STATE_KEYS = {"step": int, "slots": dict, "others": dict}
 # The kinds of a manifest that describes an Orbax tree, with the keys that they add.
 KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
-OPTIONAL_KEYS = {BASE_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
+OPTIONAL_KEYS = {BASE_KEY: dict, TOWERS_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
 # Keys that prep writes. Further keys of a training step belong to the trainer.
 PREP_KEYS = {
     "format",
@@ -83,6 +84,7 @@ PREP_KEYS = {
     "casts",
     "packed",
     "quantization",
+    TOWERS_KEY,
     "checksums",
     FILES_KEY,
     DIGEST_KEY,
@@ -161,6 +163,11 @@ class Manifest:
     def is_training_step(self) -> bool:
         """Return whether the checkpoint has a training state in addition to the parameters."""
         return self.kind == "train"
+
+    @property
+    def towers(self) -> Mapping[str, Any] | None:
+        """Facts of the multimodal model around the parameters. None for other models."""
+        return self.fields.get(TOWERS_KEY)
 
     @property
     def is_adapter(self) -> bool:

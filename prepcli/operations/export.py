@@ -28,6 +28,7 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_towers import select_parts
 from prepcli.operations.operation import public
 from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
@@ -37,14 +38,14 @@ from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
-    config_files,
-    copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
+    model_files,
     output_config,
 )
 from prepcli.targets.streams import (
@@ -111,7 +112,9 @@ def export(
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        return run_conversion(common, observer, partial(plan_export, options))
+        # A plan reads only headers.
+        plan = partial(plan_export, options, check_towers=not dry_run)
+        return run_conversion(common, observer, plan)
 
     repository = options["push"]
     if repository is None:
@@ -184,7 +187,11 @@ def _config_for_layout(
 
 
 def plan_export(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    *,
+    check_towers: bool = True,
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
 
@@ -192,6 +199,7 @@ def plan_export(
         options: Layout, padding, dtype and maximum file size.
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
+        check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
 
     Returns:
         Plan with the notes and fields of its report.
@@ -202,6 +210,7 @@ def plan_export(
     if source.tree_manifest.is_adapter:
         _check_adapter_request(options, source)
         return plan_adapter_export(source, located, options["dtype"])
+    source = select_parts(options, source, check_digest=check_towers)
     _check_request(options, source)
     return plan_copy(options, source, located)
 
@@ -218,7 +227,8 @@ def plan_copy(
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
-    tensors = [t.cast(dtype) for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     weight_files = _lay_out_weights(options, source, tensors, row_counts, vocab_rows=vocab_rows)
     targets = {
@@ -239,11 +249,7 @@ def plan_copy(
             source, targets, resize=resize, compared={c.name for c in match.checks}
         ),
         files=weight_files.files,
-        small_files=(
-            *config_files(source, config),
-            *copied_small_files(source),
-            *weight_files.index,
-        ),
+        small_files=model_files(source, config, weight_files.index),
         dropped=(
             *(d for d in match.dropped if d.name not in tied_head),
             *dropped_padding(source, targets, resize=resize),
@@ -253,7 +259,9 @@ def plan_copy(
         settings=_manifest_settings(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names={
+            t.name: source.file_name(t) for t in (*source.tensors, *source.tower_tensors)
+        },
     )
     return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
 
@@ -329,6 +337,7 @@ def _manifest_settings(
         "prefixed": source.names.is_prefixed,
         "tied": is_tied,
         "config": config,
+        **({} if source.wrapper is None else towers_entry(source)),
     }
 
 
@@ -349,6 +358,12 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             "each layout has one format",
             text("one of {}", join_texts(", ", list(pairs))),
         )
+    if layout != HF_LAYOUT and source.wrapper is not None:
+        raise usage_error(
+            f"layout {layout} is not supported for multimodal models",
+            f"it has no names for the towers of {source.display_name}",
+            text("{} leaves them out", Option("text_only", True)),
+        )
     if layout not in (HF_LAYOUT, *source.family.layouts):
         known = ", ".join((HF_LAYOUT, *source.family.layouts))
         raise usage_error(
@@ -362,7 +377,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             "an EasyLM stream is one file",
             text("remove {}", Option("shard_size")),
         )
-    is_unchanged = layout == HF_LAYOUT and not options["dtype"]
+    is_unchanged = layout == HF_LAYOUT and not options["dtype"] and not options["text_only"]
     if (
         is_unchanged
         and source.tensor_file_names
@@ -423,7 +438,7 @@ def _lay_out_weights(
         )
         return _WeightFiles(
             files,
-            {t.name: (locations[source.names.full_name(t.name)],) for t in tensors},
+            {t.name: (locations[source.file_name(t)],) for t in tensors},
             index_files(layouts),
         )
     output = lay_out_flax_folder(

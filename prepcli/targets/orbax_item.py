@@ -12,7 +12,7 @@ from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
-from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
+from prepcli.planning.state_names import PARAMS, TOWERS, identity_axis_map, split_name
 from prepcli.planning.state_rows import (
     StackedIndices,
     index_state_tensors,
@@ -145,7 +145,7 @@ def make_item(
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
-    source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
+    source = source.cast(dtype)
     for use in _leaf_uses(source, match, axis_maps, vocab_size):
         tensor = use.tensor
         name = use.name
@@ -183,11 +183,12 @@ def make_item(
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves: list[OutputLeaf] = []
-    # In the flat tree of a verbatim family, the path below `params` is one key.
-    max_splits = 1 if source.family.is_verbatim else -1
+    tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
         placed_chunks = tuple(layout.placed_chunks[name])
-        path = tuple(name.split(".", max_splits))
+        is_flat = source.family.is_verbatim or name in tower_leaves
+        # In a flat tree, the path below the first key is one key.
+        path = tuple(name.split(".", 1 if is_flat else -1))
         output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
     files = _data_files(layout.file_sizes)
     return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
@@ -205,15 +206,22 @@ def item_streams(
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
     # A tensor without elements has no region, and its record in the manifest is all that is written.
-    for name in (*item.regions, *_unplaced_tensors(match)):
+    for name in (*item.regions, *_unplaced_tensors(source, match)):
         targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
-def _unplaced_tensors(match: TensorMatch) -> list[str]:
+def _unplaced_tensors(source: Source, match: TensorMatch) -> list[str]:
     """Return the names of the tensors that are kept without a leaf."""
-    return [name for name, uses in match.uses.items() if not uses]
+    names = [name for name, uses in match.uses.items() if not uses]
+    return [*names, *(tensor.name for tensor in source.tower_tensors if 0 in tensor.shape)]
+
+
+def tower_leaf(tensor: SourceTensor) -> str:
+    """Return the name of the leaf of a tower's tensor."""
+    _, name = split_name(tensor.name)
+    return f"{TOWERS}.{name}"
 
 
 def _mixed_dtypes_error(
@@ -244,8 +252,10 @@ class _LeafUse:
         name: Name of the leaf.
         axis_map: Maps elements of the leaf to elements of its tensors.
         stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
-        path: Path of the parameter that the leaf belongs to. None for other state, e.g. the step count.
+        path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
+            e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
+        is_tower: Whether the tensor belongs to a tower of a multimodal model.
     """
 
     tensor: SourceTensor
@@ -254,6 +264,7 @@ class _LeafUse:
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
     parameter_map: AxisMap | None = None
+    is_tower: bool = False
 
 
 def _leaf_uses(
@@ -265,6 +276,11 @@ def _leaf_uses(
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
+    for tensor in source.tower_tensors:
+        if 0 not in tensor.shape:
+            leaf = tower_leaf(tensor)
+            axis_map = identity_axis_map(leaf, tensor.shape)
+            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -298,12 +314,16 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
     if partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
+        rules = partitioning.rules
+        if use.is_tower:
+            # The dims of a tower have no names, so that no rule of a dim is for them.
+            rules = replace(rules, by_size=True)
         parameter_spec = leaf_spec(
             use.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,
-            rules=partitioning.rules,
+            rules=rules,
             checkpoint=source.display_name,
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,
