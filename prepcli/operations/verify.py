@@ -234,7 +234,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
         return _collect_adapter(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
-    tensors = {t.name: t for t in (*matched, *source.state_tensors)}
+    tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
     return _VerifiedModel(
         source,

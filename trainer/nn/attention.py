@@ -29,7 +29,7 @@ from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
 # The weights of a norm without a scale.
-NO_PARAMETERS: Mapping[str, Array] = {}
+NO_PARAMETERS: Leaves = {}
 
 
 def attention(
