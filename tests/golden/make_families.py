@@ -53,6 +53,9 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv"], "num_dense_layers": 0, "num_experts": 4},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,

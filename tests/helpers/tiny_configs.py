@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.hybrid_configs import HYBRID_FAMILIES, HYBRID_VARIANTS
+
 GPT_NEO: dict[str, Any] = {
     "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
     "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
@@ -249,6 +251,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+    **HYBRID_FAMILIES,
 }  # fmt: skip
 DENSE = DENSE_FAMILIES
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
@@ -285,6 +288,7 @@ DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
     "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
     "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
+    **HYBRID_VARIANTS,
 }  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],

@@ -9,6 +9,7 @@ from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
     arcee,
+    bamba,
     biogpt,
     bloom,
     cohere,
@@ -37,11 +38,15 @@ from trainer.models.families import (
     gptj,
     granite,
     granitemoe,
+    granitemoehybrid,
     granitemoeshared,
     helium,
     hunyuan_v1_dense,
     jais2,
+    lfm2,
+    lfm2_moe,
     llama,
+    mamba2,
     ministral,
     ministral3,
     mistral,
@@ -59,7 +64,10 @@ from trainer.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     stablelm,
@@ -92,6 +100,8 @@ _FAMILY_MODULES = (
     *(jais2, cwm, vaultgemma),
     *(gpt_oss, deepseek_v2, deepseek_v3, dots1, ernie4_5_moe, glm4_moe, glm4_moe_lite),
     *(olmoe, flex_olmo, granitemoe, granitemoeshared),
+    *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
+    *(mamba2, bamba, granitemoehybrid),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
@@ -34,6 +34,7 @@ def attend_and_project(
     weights: Mapping[str, Any],
     context: LayerContext,
     *,
+    gate: Array | None = None,
     dropout_site: DropoutSite = DropoutSite.ATTENTION,
 ) -> Array:
     """Compute attention and its output projection.
@@ -43,6 +44,7 @@ def attend_and_project(
         kv: Keys [B, S, K, E] and values [B, S, K, V].
         weights: Output projection `o`, and optional `sinks`.
         context: Mask, sharding, kernel and dropout.
+        gate: [B, T, H, V], the output of attention is multiplied by its sigmoid. None means no gate.
         dropout_site: Site of the dropout of probabilities.
 
     Returns:
@@ -66,16 +68,20 @@ def attend_and_project(
     )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
-    def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
+    def project_out(inputs: list[Array], weights: Mapping[str, Array], constants: None) -> Array:
+        mixed, *gates = inputs
+        for gate in gates:
+            mixed = mixed * nn.sigmoid(gate)
         return linear(mixed, weights, num_devices=sharding.num_devices)
 
+    inputs = [mixed] if gate is None else [mixed, gate]
     # [B, T, H, V] -> [B, T, D]
     output = over_token_chunks(
         project_out,
         mixed.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
-    )(mixed, weights["o"], None)
+    )(inputs, weights["o"], None)
     return name_activation(output, "o")
 
 
