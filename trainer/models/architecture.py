@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
+from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
@@ -195,6 +197,8 @@ class ArchConfig:
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
+        mixer: Recurrent mixer of some or all layers.
+        mixer_layers: Numbers of the layers with the mixer. They have no attention.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
@@ -239,6 +243,8 @@ class ArchConfig:
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
+    mixer: Mixer | None = None
+    mixer_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
@@ -252,7 +258,8 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.score_bias is None and not self.has_sinusoidal_positions
+        has_other_order = self.score_bias is not None or self.mixer is not None
+        return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
 
     @property
     def norm_scale_offset(self) -> float:
@@ -280,9 +287,29 @@ class ArchConfig:
         return tuple(kinds)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with attention."""
+        return self._other_layers(self.mixer_layers)
+
+    @property
+    def layer_groups(self) -> dict[str, tuple[int, ...]]:
+        """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
+        groups: dict[str, tuple[int, ...]] = {}
+        if self.dense_layers:
+            groups[DENSE_LAYERS] = self.dense_layers
+            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
+        if self.mixer_layers and self.attention_layers:
+            groups[ATTENTION_LAYERS] = self.attention_layers
+            groups[MIXER_LAYERS] = self.mixer_layers
+        return groups
+
+    def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
+
+    @property
     def group_indices(self) -> tuple[dict[str, int], ...]:
         """For each layer the groups that have its weights, and its index in each of them."""
-        return group_indices(len(self.sliding_windows), self.dense_layers)
+        return group_indices(len(self.sliding_windows), self.layer_groups)
 
     @property
     def layer_schedule(self) -> LayerSchedule:
