@@ -95,7 +95,7 @@ def test_masks_of_other_coordinates_are_not_correlated(name: str):
     assert abs(correlation) < SIGMAS / np.sqrt(mask.size)
 
 
-def test_attention_masks_of_sites_heads_and_rows_are_not_correlated():
+def test_attention_masks_are_not_correlated():
     mask = attention_mask().astype(float)
     others = [
         attention_mask(DropoutSite.CROSS_ATTENTION),

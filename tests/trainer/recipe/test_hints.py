@@ -357,7 +357,7 @@ def test_errors_hide_library_messages(text: str):
         ("eval_metric_fn", "`prep eval RUN --metric NAME`"),
     ],
 )
-def test_hints_of_generation_name_the_commands_of_the_migration_pages(key: str, command: str):
+def test_generation_hints_name_commands_of_migration_pages(key: str, command: str):
     assert unknown_key_hint(key, 1).startswith(command)
     page = {"eval_args": "flaxlm", "eval_predictor": "redco", "eval_metric_fn": "redco"}.get(
         key.partition(".")[0]
