@@ -29,7 +29,7 @@ from prepcli.formats.manifest import (
 )
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
-from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
+from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -101,6 +101,8 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
+        remarks: Notes about parts of the checkpoint that are not read.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
     """
 
@@ -123,6 +125,8 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
     is_locked: bool = False
 
     @property

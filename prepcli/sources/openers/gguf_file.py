@@ -15,7 +15,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
 from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
-from prepcli.planning.plan import Contiguous
+from prepcli.planning.plan import Contiguous, SmallFile
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
@@ -28,6 +28,7 @@ from prepcli.sources.gguf_architectures import (
     GgufArchitecture,
     needs_config_reason,
 )
+from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import HFConfig
@@ -95,6 +96,12 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
                     default_dtype=DECODED_DTYPE,
                 )
             )
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
+    try:
+        made_files = tokenizer_files(header.metadata)
+    except ValueError as error:
+        remarks = (f"the tokenizer is not converted: {error}",)
     type_names = sorted({tensor.type.name for tensor in header.tensors})
     return Source(
         display_name=display_name,
@@ -110,6 +117,8 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
+        made_files=made_files,
+        remarks=remarks,
     )
 
 
