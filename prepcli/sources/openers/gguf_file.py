@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
+from prepcli.formats.gguf import GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.plan import Contiguous, SmallFile
@@ -42,9 +42,6 @@ SPLIT_TENSORS_KEY = "split.tensors.count"
 FILE_NAME = "model.safetensors"
 # Each expert becomes a tensor. A hostile shape may have any number of empty ones.
 MAX_EXPERTS = 1 << 14
-# Each part is an open file.
-MAX_PARTS = 200
-_PART_NAME = re.compile(r"(?P<stem>.+)-(\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 
@@ -128,19 +125,12 @@ def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
     Raises:
         PrepError: A part is missing.
     """
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match["count"])
-    if not 1 <= count <= MAX_PARTS:
-        return (path,)
-    names = [f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
-    paths = tuple(path.with_name(name) for name in names)
+    paths = tuple(path.with_name(name) for name in part_names(path.name))
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise PrepError(
             f"{display_name} is a part of a model",
-            f"it has {count} parts, and {missing[0]} is missing",
+            f"it has {len(paths)} parts, and {missing[0]} is missing",
             "put all parts into one folder",
         )
     return paths
