@@ -34,7 +34,7 @@ from typer.core import TyperGroup
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
-from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
+from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
@@ -47,7 +47,7 @@ from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
-    *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
+    *(pad_vocab, save_init, reshard, export, merge, verify, lock, inspect),
     *(plan, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
@@ -60,6 +60,7 @@ GUIDES = {  # page of `prep docs` about a command
     "export": "convert",
     "merge": "lora",
     "verify": "exactness",
+    "lock": "lock",
     "inspect": "convert",
     "plan": "plan",
     "train": "train",

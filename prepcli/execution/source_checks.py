@@ -124,7 +124,7 @@ class IntegrityChecker:
             name = self._display_name(stream.name)
             raise DamagedError(
                 f"{name} in {self._checkpoint_name(stream)} is damaged",
-                f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed",
+                f"its bytes have the digest {digest}, its record has {expected}: the file has changed",
                 GET_AGAIN_HINT,
             )
         self._digests[stream.name, stream.rows] = digest

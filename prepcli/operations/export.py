@@ -30,10 +30,10 @@ from prepcli.operations.conversion import (
 from prepcli.operations.export_adapter import plan_adapter_export
 from prepcli.operations.export_towers import select_parts
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
@@ -86,12 +86,12 @@ def export(
     """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
 
     Args:
-        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only checkpoint of prep in the current
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL. Default: the only checkpoint of prep in the current
             folder.
-        out: Output folder; default: a name made from the checkpoint's.
+        out: Output folder. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `ExportOptions`.
 
     Returns:

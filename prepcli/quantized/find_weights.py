@@ -55,12 +55,12 @@ class QuantizedWeights:
     Attributes:
         decoders: One decoder per weight.
         stored_names: Names of the stored tensors of all weights.
-        dropped: Rule by the name of each stored tensor without effect on weights.
+        activation_scales: Names of the stored scales without effect on weights.
     """
 
     decoders: tuple[Decoder, ...]
     stored_names: frozenset[str]
-    dropped: Mapping[str, str]
+    activation_scales: frozenset[str]
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ def find_weights(
     stored = StoredWeights(tensors, read_payload)
     decoders = tuple(FINDERS[method](settings, stored))
     stored.check_all_decoded(f"quantization_config: {method}")
-    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scale_rules())
+    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scales())
 
 
 def _find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:

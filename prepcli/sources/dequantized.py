@@ -21,7 +21,10 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.planning.plan import Contiguous, DroppedTensor
+from prepcli.formats.manifest import QuantizedRecord
+from prepcli.planning.plan import Contiguous
+from prepcli.planning.quantization_leaves import QUANTIZATION
+from prepcli.planning.state_names import qualify
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
@@ -214,6 +217,7 @@ def dequantize_source(source: Source) -> Source:
     weights = find_stored_weights(settings, stored, source.byte_sources)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
     decoded = _decoded_source(source, stored, weights, blob)
+    method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
         config=_without_quantization(source.config),
@@ -224,6 +228,7 @@ def dequantize_source(source: Source) -> Source:
         # The config of the output is another one than the file.
         config_path=None,
         quantization=settings,
+        quantized={each.name: quantized_record(each, method) for each in weights.decoders},
     )
     if decoded.family.is_verbatim:
         return as_verbatim(decoded)
@@ -285,7 +290,7 @@ def _decoded_source(
     weights: QuantizedWeights,
     blob: DequantizedBlob,
 ) -> Source:
-    """Return the source with decoded tensors in place of the first stored tensor of each weight."""
+    """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
     for decoder, start in zip(weights.decoders, blob.starts()):
@@ -298,25 +303,41 @@ def _decoded_source(
         )
     tensors: list[SourceTensor] = []
     file_names: list[str] = []
-    dropped: list[DroppedTensor] = []
+    scales: list[SourceTensor] = []
     for tensor, file_tensor, file_name in zip(
         source.tensors, stored, source.tensor_file_names, strict=True
     ):
         if file_tensor.name in decoded:
             tensors.append(decoded[file_tensor.name])
             file_names.append(file_name)
-        elif file_tensor.name in weights.dropped:
-            rule = weights.dropped[file_tensor.name]
-            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, rule))
-        elif file_tensor.name not in weights.stored_names:
+        elif file_tensor.name in weights.stored_names | weights.activation_scales:
+            scales.append(replace(tensor, name=qualify(QUANTIZATION, file_tensor.name)))
+        else:
             tensors.append(tensor)
             file_names.append(file_name)
     return replace(
         source,
         tensors=tuple(tensors),
         tensor_file_names=tuple(file_names),
-        extra_entries=(*source.extra_entries, *dropped),
+        state_tensors=(*source.state_tensors, *scales),
     )
+
+
+def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
+    """Return the record of a weight, without the digest of its values.
+
+    Args:
+        decoder: Decoder of the weight.
+        method: `quant_method` of the quantisation config.
+    """
+    codes = decoder.stored[0]
+    return {
+        "format": method,
+        "codes": codes.name,
+        "dtype": codes.dtype,
+        "shape": [*codes.shape],
+        "digest": "",
+    }
 
 
 def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def test_family_parameters_are_consistent(family: Family):
         ({"model_type": "gpt2", "n_head": 0}, "n_head is 0"),
         ({"model_type": "gpt2", "hidden_size": -1, "n_embd": 8}, "hidden_size is -1"),
         ({"model_type": "gpt2", "n_inner": 0.5}, "n_inner is 0.5"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_inner": 24}, "n_inner is 24"),
         ({"model_type": "gpt_neo", "num_heads": 0}, "num_heads is 0"),
         ({"model_type": "gpt_neo", "hidden_size": "12"}, "hidden_size is '12'"),
         ({"model_type": "gpt_neo", "num_layers": -1}, "num_layers is -1"),
