@@ -23,7 +23,7 @@ TEXT_NAMES = (PREFIX, "lm_head.")
 
 @pytest.fixture(scope="module")
 def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a multimodal model, its init, and a run of two steps."""
+    """Return a folder with a multimodal model, its init, and a run of three steps."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -34,8 +34,8 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_ok("save-init", "./m")
         numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 1500)) % VOCAB
         Path("text.txt").write_text(" ".join(words[number] for number in numbers))
-        recipe = RECIPE.replace("1,2,4", "1,1,1").replace("tiny-init", "m-init")
-        Path("recipe.toml").write_text(recipe.replace("steps = 12", "steps = 2"))
+        recipe = RECIPE.replace("1,2,4", "8,1,1").replace("tiny-init", "m-init")
+        Path("recipe.toml").write_text(recipe.replace("steps = 12", "steps = 3"))
         assert main(["train", "recipe.toml", "-q"]) == OK
     return folder
 
@@ -49,7 +49,7 @@ def trained(trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_step_names_start_model_by_digest(trained: Path):
-    manifest = json.loads(Path("runs/recipe/2/prep-manifest.json").read_text())
+    manifest = json.loads(Path("runs/recipe/3/prep-manifest.json").read_text())
     assert manifest["towers"]["path"] == str(trained / "m-init")
     assert len(manifest["towers"]["digest"]) == 32
     assert not any(name.startswith("towers") for name in manifest["leaves"])
