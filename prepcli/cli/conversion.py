@@ -20,8 +20,8 @@ from prepcli.operations.options import (
     PadVocabOptions,
     ReshardOptions,
     SaveInitOptions,
-    SharingOptions,
 )
+from prepcli.operations.sharing_options import SharingOptions
 
 if TYPE_CHECKING:
     from prepcli.console.ui import Ui
@@ -70,6 +70,7 @@ def save_init(
     Examples:
       prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
       prep save-init llama-13b --memory 128MiB
+      prep save-init llama-13b --lock llama-13b.lock.json
       prep save-init llama-13b --dtype bfloat16 --out llama-13b-bf16
       prep save-init gpt-neo-1.3B --mesh 1,64,4 --pad-vocab auto --dry-run
     """

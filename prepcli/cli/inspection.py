@@ -42,6 +42,7 @@ def verify(
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+      prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
     from prepcli.operations.verify import verify as run
@@ -68,8 +69,7 @@ def lock(
 
     Examples:
       prep lock gpt-neo-1.3B
-      prep save-init gpt-neo-1.3B --lock gpt-neo-1.3B.lock.json
-      prep verify ./my-model --lock my-model.lock.json
+      prep lock ./my-model --out approved.json
     """
     from prepcli.operations.lock import lock as run
     from prepcli.rendering.lock import lock_line, lock_report

@@ -25,11 +25,13 @@ imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
 from prepcli.cli.docs import docs
@@ -155,3 +157,12 @@ for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
     app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")
+
+
+@cache
+def command_group() -> Any:
+    """Return the Click group of all commands.
+
+    Typer reads the signatures of all commands for each call of an app, in about 15 ms.
+    """
+    return get_command(app)

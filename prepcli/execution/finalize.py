@@ -265,7 +265,7 @@ def _build_manifest(
 
 
 def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, object]]:
-    """Return the records of the weights that were dequantised, with the digests of their decoded values."""
+    """Return the records of dequantised weights, with the digests of their values."""
     records: dict[str, dict[str, object]] = {}
     for name, record in manifest[QUANTIZED_KEY].items():
         # A copy of an init keeps the digest. The first range of rows is the tensor without padding.

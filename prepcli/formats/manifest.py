@@ -30,9 +30,9 @@ FILES_KEY: Final = "files"
 DIGEST_KEY: Final = "digest"
 BASE_KEY: Final = "base"
 LORA_KEY: Final = "lora"
-TOWERS_KEY: Final = "towers"
 QUANTIZATION_KEY: Final = "quantization"
 QUANTIZED_KEY: Final = "quantized"
+TOWERS_KEY: Final = "towers"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -92,9 +92,9 @@ PREP_KEYS = {
     "compress",
     "casts",
     "packed",
-    TOWERS_KEY,
     QUANTIZATION_KEY,
     QUANTIZED_KEY,
+    TOWERS_KEY,
     "checksums",
     FILES_KEY,
     DIGEST_KEY,
@@ -133,10 +133,10 @@ class LeafRecord(TypedDict):
 
 
 class QuantizedRecord(TypedDict):
-    """Record of a weight that was dequantised, by the name of the decoded tensor.
+    """Record of a dequantised weight.
 
-    `codes` is the name of the stored tensor with its values, which no leaf keeps. `dtype` and `shape` are those of the
-    codes. `digest` is the one of the decoded tensor, and empty until it is written.
+    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
+    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
     """
 
     format: str
@@ -531,7 +531,7 @@ def _are_row_digests(values: JsonValue) -> bool:
 
 
 def _is_quantized_record(value: JsonValue) -> bool:
-    """Return whether a value is the record of a weight that was dequantised."""
+    """Return whether a value is the record of a dequantised weight."""
     match value:
         case {
             "format": str(),

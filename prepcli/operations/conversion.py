@@ -91,7 +91,8 @@ class CommonOptions:
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
         lock: Lock file of the checkpoint.
-        quantized: `keep` or `dequantize` quantised weights, or `refuse` them.
+        quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
+            or the decoded tensors of GGUF.
     """
 
     checkpoint: str | None
@@ -214,12 +215,12 @@ def open_checkpoint(
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
     is_decoded = common.quantized == "dequantize"
     # Only the verbatim family has the names of codes and scales.
-    is_kept = common.quantized == "keep" and common.verbatim is not False
+    is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
         access,
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
-        allow_gguf=is_decoded,
+        allow_gguf=is_decoded or common.quantized == "stored",
         copied_files=common.copied_files,
     )
     lock: Lock | None = None
@@ -234,8 +235,9 @@ def open_checkpoint(
     verbatim = common.verbatim
     if is_kept and is_quantized(located.local_files.path):
         verbatim = True
-        option = Option("quantized", "dequantize")
-        observer.note(text("quantised weights are kept; {} decodes them", option))
+        if common.quantized == "keep":
+            option = Option("quantized", "dequantize")
+            observer.note(text("quantised weights are kept; {} decodes them", option))
     source = open_source(
         located,
         common.config,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -28,6 +28,7 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.export_towers import select_parts
 from prepcli.operations.operation import public
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
@@ -35,10 +36,12 @@ from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.quantization_leaves import is_decoded_tensor
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
@@ -108,12 +111,15 @@ def export(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
+    # The option is about the output. A model that is quantised itself is refused.
+    common = replace(common, quantized="refuse")
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
+        original = open_original(options, common, observer)
         # A plan reads only headers.
-        plan = partial(plan_export, options, check_towers=not dry_run)
+        plan = partial(plan_export, options, original=original, check_towers=not dry_run)
         return run_conversion(common, observer, plan)
 
     repository = options["push"]
@@ -190,6 +196,7 @@ def plan_export(
     options: ExportOptions,
     source: Source,
     located: LocatedCheckpoint,
+    original: Source | None = None,
     *,
     check_towers: bool = True,
 ) -> PlannedConversion:
@@ -199,6 +206,7 @@ def plan_export(
         options: Layout, padding, dtype and maximum file size.
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
+        original: Opened model of the option `quantized_source`.
         check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
 
     Returns:
@@ -212,6 +220,8 @@ def plan_export(
         return plan_adapter_export(source, located, options["dtype"])
     source = select_parts(options, source, check_digest=check_towers)
     _check_request(options, source)
+    if writes_quantized(options, source):
+        source = requantize_source(source, original)
     return plan_copy(options, source, located)
 
 
@@ -246,7 +256,7 @@ def plan_copy(
         source_name=source.display_name,
         source_files=source.file_stamps,
         streams=build_streams(
-            source, targets, resize=resize, compared={c.name for c in match.checks}
+            source, targets, resize=resize, compared=_compared_names(source, match)
         ),
         files=weight_files.files,
         small_files=model_files(source, config, weight_files.index),
@@ -259,11 +269,15 @@ def plan_copy(
         settings=_manifest_settings(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
-        display_names={
-            t.name: source.file_name(t) for t in (*source.tensors, *source.tower_tensors)
-        },
+        display_names=source.display_names(),
     )
     return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
+
+
+def _compared_names(source: Source, match: TensorMatch) -> set[str]:
+    """Return the names of tensors to read and not to write."""
+    decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
+    return decoded | {check.name for check in match.checks}
 
 
 def _planned_copy(

@@ -465,6 +465,29 @@ class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=Fal
     ]
     dtype: Annotated[Dtype | None, replace(_DTYPE, position=5, record=1)]
     allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Write decoded weights quantised as before, or as they are.",
+            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
+            ' "dequantize" as their values.',
+            default="keep",
+            position=17,
+            record=53,
+        ),
+    ]
+    quantized_source: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "SOURCE",
+            "Take the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
+            " determine.",
+            position=18,
+            record=54,
+        ),
+    ]
     ema: Annotated[
         bool,
         OptionSpec(
@@ -543,32 +566,6 @@ class ConversionArguments(TypedDict, total=False):
             "Return the plan from headers only.",
             default=False,
             position=42,
-        ),
-    ]
-
-
-class SharingOptions(TypedDict, total=False):
-    """How a command divides its work among processes."""
-
-    processes: Annotated[
-        str | None,
-        OptionSpec(
-            "N/I",
-            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
-            "Share of this process.",
-            environment="PREP_PROCESSES",
-            position=45,
-        ),
-    ]
-    workers: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Use N processes on this host.",
-            "Number of processes on this host.",
-            default=1,
-            maximum=256,
-            position=46,
         ),
     ]
 

@@ -277,25 +277,10 @@ def plan_orbax_item(
     )
 
 
-def _leaf_dims(
-    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
-) -> dict[str, LeafDims]:
-    """Return the dims of each leaf of the output, by path."""
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
-    dims: dict[str, LeafDims] = {}
-    for path, axis_map in axis_maps.items():
-        if path != tied_leaf:
-            dims[path] = axis_map.leaf_dims
-    for tensor in source.tower_tensors:
-        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
-    return dims
-
-
 def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
-    """Return a source with the state that its copy keeps, and the state that is dropped.
+    """Return a source with the kept state, and the dropped state.
 
-    A copy keeps the state of a training step, and the scales of weights that were quantised.
+    A copy keeps the state of a training step, and the scales of dequantised weights.
     """
     if params_only:
         dropped = tuple(dropped_state(source))
@@ -309,6 +294,21 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
         kind.append(tensor)
     dropped = tuple(dropped_state(dataclasses.replace(source, state_tensors=tuple(others))))
     return dataclasses.replace(source, state_tensors=tuple(scales)), dropped
+
+
+def _leaf_dims(
+    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
+) -> dict[str, LeafDims]:
+    """Return the dims of each leaf of the output, by path."""
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    dims: dict[str, LeafDims] = {}
+    for path, axis_map in axis_maps.items():
+        if path != tied_leaf:
+            dims[path] = axis_map.leaf_dims
+    for tensor in source.tower_tensors:
+        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
+    return dims
 
 
 def _check_index_size(plan: Plan) -> None:
@@ -441,7 +441,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
 
 
 def _quantization_entries(source: Source) -> dict[str, Any]:
-    """Return the manifest's entries of weights that were quantised. A copy of an init keeps them."""
+    """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
     entries: dict[str, Any] = {}
     settings = source.quantization or source.tree_manifest.quantization
     if settings:

@@ -1,4 +1,4 @@
-"""Leaves for the scales of weights that were dequantised. Pure.
+"""Leaves for the scales of dequantised weights. Pure.
 
 An init of decoded weights keeps all stored tensors except the codes, so that an export can write the quantised model
 again. They are tensors of the slot `quantization`, named as in the quantised files. Their leaves are those of the
@@ -49,3 +49,8 @@ def is_quantization_leaf(name: str) -> bool:
 def is_quantization_tensor(name: str) -> bool:
     """Return whether the qualified name of a tensor is in the slot of the scales."""
     return split_name(name)[0] == QUANTIZATION
+
+
+def is_decoded_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of decoded weights."""
+    return split_name(name)[0] == DECODED

@@ -7,6 +7,7 @@ cannot be told apart. Such a tensor is an error, so that an encoded tensor alway
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import numpy as np
@@ -26,13 +27,20 @@ _SEVERAL_CODES = -2
 
 
 class InvertibleDecoder(Decoder):
-    """A quantised tensor that can be encoded again.
+    """A quantised tensor with an encoder.
 
     Attributes:
         are_codes_transposed: Whether the rows of the codes are columns of the decoded tensor.
     """
 
     are_codes_transposed = False
+
+    @property
+    def code_rows(self) -> int:
+        """Number of rows of the codes."""
+        if self.are_codes_transposed:
+            return math.prod(self.shape[:-2]) * self.columns
+        return self.rows
 
     @abstractmethod
     def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
@@ -72,14 +80,19 @@ def find_codes(name: str, decoded: BitArray, values: BitArray) -> CodeArray:
     return codes.astype(np.uint8)
 
 
-def not_invertible_error(name: str, why: str) -> PrepError:
-    """Return the error for a weight with codes that do not follow from its values."""
-    return PrepError(
-        f"the quantised bytes of {quote_name(name)} cannot be computed",
-        why,
-        text(
-            "{} has them; {} writes bfloat16",
-            Option("quantized_source", "SOURCE"),
-            Option("quantized", "dequantize"),
-        ),
+def not_invertible_error(name: str, why: str, *, is_written: bool = True) -> PrepError:
+    """Return the error for a weight with codes that do not follow from its values.
+
+    Args:
+        name: Name of the weight.
+        why: The reason.
+        is_written: Whether a part of the output is written. Another request does not continue it.
+    """
+    hint = text(
+        "{} has them; {} writes bfloat16",
+        Option("quantized_source", "SOURCE"),
+        Option("quantized", "dequantize"),
     )
+    if is_written:
+        hint = text("{}; both with {}", hint, Option("restart", True))
+    return PrepError(f"the quantised bytes of {quote_name(name)} cannot be computed", why, hint)

@@ -39,6 +39,7 @@ FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
     "adapter": "adapter of PEFT",
+    "gguf": "GGUF",
 }
 
 

@@ -120,8 +120,7 @@ class Source:
         file_stamps: Size, time and digest of each data file, to detect changes.
         small_files: Tokenizer, generation config and other files that belong to the model.
         manifest: The manifest of a checkpoint that prep wrote.
-        tensor_file_names: For each parameter, then each tensor of the towers, the file name for a
-            Hugging Face folder.
+        tensor_file_names: For each parameter, then each tensor of the towers, the file name for a Hugging Face folder.
         state_tensors: The other tensors of a training checkpoint, and the scales of dequantised weights, named as in
             `planning.state_names`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
@@ -131,9 +130,9 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
-        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
     """
 
     display_name: str
@@ -155,9 +154,9 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()
-    is_locked: bool = False
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:

@@ -204,7 +204,7 @@ def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTen
 def _quantization_tensors(
     leaves: Leaves, manifest: Manifest, folder: object
 ) -> Iterator[SourceTensor]:
-    """Yield the scales of weights that were dequantised."""
+    """Yield the scales of dequantised weights."""
     records = manifest.slots.get(QUANTIZATION, {})
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, record in records.items():

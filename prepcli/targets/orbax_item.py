@@ -18,7 +18,12 @@ from prepcli.planning.quantization_leaves import (
     is_quantization_tensor,
     quantization_leaves,
 )
-from prepcli.planning.state_names import PARAMS, TOWERS, identity_axis_map, split_name
+from prepcli.planning.state_names import (
+    PARAMS,
+    TOWERS,
+    identity_axis_map,
+    split_name,
+)
 from prepcli.planning.state_rows import (
     StackedIndices,
     index_state_tensors,
@@ -191,10 +196,11 @@ def make_item(
     output_leaves: list[OutputLeaf] = []
     tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
-        is_flat = source.family.is_verbatim or name in tower_leaves or is_quantization_leaf(name)
+        # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
+        is_flat = source.family.is_verbatim or is_quantization_leaf(name) or name in tower_leaves
+        max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
-        # In a flat tree, the path below the first key is one key.
-        path = tuple(name.split(".", 1 if is_flat else -1))
+        path = tuple(name.split(".", max_splits))
         output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
     files = _data_files(layout.file_sizes)
     return OrbaxItemLayout(tuple(output_leaves), files, regions, specs, dtypes)
@@ -219,7 +225,7 @@ def item_streams(
 
 
 def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
-    """Yield the names of the tensors without elements, which have no leaf."""
+    """Yield the names of the tensors without elements. They have no leaf."""
     for name, uses in match.uses.items():
         if not uses:
             yield name

@@ -46,6 +46,7 @@ from prepcli.targets.hf_folder import copied_files, copied_small_files, output_c
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.lora import lora_family, lora_from_manifest
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
@@ -121,7 +122,7 @@ class StartCheckpoint:
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
-    lora: Mapping[str, Any] | None = None
+    lora: JsonObject | None = None
     adapter_reader: ItemReader | WeightsReader | None = None
 
     def rename_in_errors(self) -> AbstractContextManager[None]:
@@ -262,7 +263,7 @@ def open_model_start(
     sharding: ShardingContext,
     access: Access,
     verify: bool,
-    check_config: Callable[[Mapping[str, Any]], None],
+    check_config: Callable[[HFConfig], None],
 ) -> StartCheckpoint:
     """Open the recipe's model: a checkpoint of any format, converted while it is read, or a random start.
 
@@ -305,10 +306,10 @@ def open_model_start(
         if text_section(config) is None:
             check_config(recipe_config(config, recipe.model))
     source = open_source(located)
-    if source.wrapper is not None:
-        check_config(recipe_config(source.config, recipe.model))
     if lock is not None:
         source = _apply_lock(source, lock, recipe, located, verify=verify)
+    if source.wrapper is not None:
+        check_config(recipe_config(source.config, recipe.model))
     # None means that the recipe has no rules, and [] that all dims have the default rules.
     rules = recipe.rules
     if rules is None:
@@ -336,7 +337,7 @@ def _apply_lock(
 
 
 def _open_random_start(
-    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[Mapping[str, Any]], None]
+    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[HFConfig], None]
 ) -> StartCheckpoint:
     """Return the start of a run with random parameters.
 
@@ -448,7 +449,7 @@ def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str
 
 def base_facts(
     state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Return the manifest's entry for the frozen parameters.
 
     Args:
@@ -466,17 +467,16 @@ def base_facts(
 
     leaves = flatten_tree(state["params"])
     digest = digest_base_params({path: leaves[path] for path in model.base_paths})
-    return {BASE_KEY: {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}}
+    return {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
 
 
-def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise PrepError if the frozen parameters differ from the ones that the adapters were trained with."""
     # The names are not compared: a copy of the base at another path resumes the run.
     before = manifest.get(BASE_KEY, {})
-    now = facts[BASE_KEY]
-    if before.get("digest") == now["digest"]:
+    if before.get("digest") == base["digest"]:
         return
-    what = f"{now['name']} differs from the checkpoint that the run began with"
-    why = f"its parameters have the digest {now['digest']}, {before.get('name')} had {before.get('digest')}"
+    what = f"{base['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
     hint = text("{} of the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)
