@@ -24,6 +24,7 @@ from trainer.models.families import (
     exaone_moe,
     falcon,
     flex_olmo,
+    flint,
     gemma,
     gemma2,
     gemma3,
@@ -45,6 +46,7 @@ from trainer.models.families import (
     helium,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
+    hy_v3,
     hyperclovax,
     internlm3,
     iquestcoder,
@@ -52,6 +54,7 @@ from trainer.models.families import (
     llama,
     llama4,
     mellum,
+    minicpm3,
     minimax_m2,
     ministral,
     ministral3,
@@ -59,6 +62,7 @@ from trainer.models.families import (
     mixtral,
     mpt,
     mt5,
+    nanochat,
     nemotron,
     olmo,
     olmo2,
@@ -67,6 +71,7 @@ from trainer.models.families import (
     opt,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -109,7 +114,7 @@ _FAMILY_MODULES = (
     *(olmoe, flex_olmo, granitemoe, granitemoeshared),
     *(exaone, exaone_moe, granite_swa, granitemoe_swa, hunyuan_v1_moe, hyperclovax, internlm3),
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
-    *(llama4,),
+    *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")
