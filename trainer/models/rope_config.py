@@ -49,6 +49,7 @@ class Rope:
             position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
         query_scale_positions: The number n of positions between two steps of the factor.
         query_scale_offset: Number added to the position p of the factor.
+        is_reversed: Whether pairs turn by the negative angle (nanochat).
 
     Raises:
         PrepError: A value is out of range.
@@ -68,6 +69,7 @@ class Rope:
     query_scale_beta: float = 0.0
     query_scale_positions: int = 1
     query_scale_offset: int = 0
+    is_reversed: bool = False
 
     def __post_init__(self) -> None:
         if self.rotary_dim == 0 and self.query_scale_beta:
