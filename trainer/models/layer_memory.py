@@ -24,7 +24,7 @@ FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
 # Arrays [B, T, C] that the backward pass of a short convolution reads.
-CONV_ARRAYS = 6
+CONV_ARRAYS = 9
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {

@@ -108,11 +108,13 @@ def convolve(
     Returns:
         The outputs by the names of the inputs, and the new states.
     """
+    # The backward pass shifts the input again: a copy of it per tap takes more memory than time.
+    run_conv = jax.checkpoint(causal_conv, prevent_cse=False)
     outputs: dict[str, Array] = {}
     new_states: dict[str, Array] = {}
     for name, x in inputs.items():
         conv = name + CONV
-        outputs[name], new_states[conv] = causal_conv(
+        outputs[name], new_states[conv] = run_conv(
             x, weights[conv], states.get(conv), context.document_positions
         )
     return outputs, new_states
