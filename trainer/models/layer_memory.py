@@ -210,7 +210,7 @@ class LayerStack:
         channels = 2 * groups * key_dim + values
         num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
         states = FLOAT32 * num_states * values * key_dim
-        return num_tokens * (channels + values) * (4 * inputs.itemsize + FLOAT32) + states
+        return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the unsplit inputs of attentions, or of the mixer, and of the MLP."""
