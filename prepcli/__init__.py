@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import PlanOptions, VerifyOptions
+    from prepcli.operations.inspection_options import LockOptions, PlanOptions, VerifyOptions
     from prepcli.operations.load_params import load_params
+    from prepcli.operations.lock import lock
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         EvaluationScores,
         Generation,
         Inspection,
+        LockedModel,
         NewTokens,
         RunsReport,
         StepPlan,
@@ -79,6 +81,8 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "LockOptions",
+    "LockedModel",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -111,6 +115,7 @@ __all__ = [
     "inspect",
     "linen_model",
     "load_params",
+    "lock",
     "merge",
     "nnx_model",
     "pad_vocab",
@@ -141,7 +146,7 @@ _MODULES = {
         "VerbatimOptions",
     ),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),
+    "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
@@ -151,6 +156,7 @@ _MODULES = {
             "EvaluationScores",
             "Generation",
             "Inspection",
+            "LockedModel",
             "NewTokens",
             "RunsReport",
             "StepPlan",
@@ -165,6 +171,7 @@ _MODULES = {
     "prepcli.operations.generate": ("generate",),
     "prepcli.operations.harness_model": ("harness_model",),
     "prepcli.operations.load_params": ("load_params",),
+    "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.save_init": ("reshard", "save_init"),

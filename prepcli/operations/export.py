@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -28,15 +28,18 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_quantized import open_original, writes_quantized
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.quantization_leaves import is_decoded_tensor
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
@@ -85,12 +88,12 @@ def export(
     """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
 
     Args:
-        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only checkpoint of prep in the current
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL. Default: the only checkpoint of prep in the current
             folder.
-        out: Output folder; default: a name made from the checkpoint's.
+        out: Output folder. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `ExportOptions`.
 
     Returns:
@@ -107,11 +110,14 @@ def export(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
+    # The option is about the output. A model that is quantised itself is refused.
+    common = replace(common, quantized="refuse")
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        return run_conversion(common, observer, partial(plan_export, options))
+        original = open_original(options, common, observer)
+        return run_conversion(common, observer, partial(plan_export, options, original=original))
 
     repository = options["push"]
     if repository is None:
@@ -184,7 +190,10 @@ def _config_for_layout(
 
 
 def plan_export(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    original: Source | None = None,
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
 
@@ -192,6 +201,7 @@ def plan_export(
         options: Layout, padding, dtype and maximum file size.
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
+        original: Opened model of the option `quantized_source`.
 
     Returns:
         Plan with the notes and fields of its report.
@@ -203,6 +213,8 @@ def plan_export(
         _check_adapter_request(options, source)
         return plan_adapter_export(source, located, options["dtype"])
     _check_request(options, source)
+    if writes_quantized(options, source):
+        source = requantize_source(source, original)
     return plan_copy(options, source, located)
 
 
@@ -236,7 +248,7 @@ def plan_copy(
         source_name=source.display_name,
         source_files=source.file_stamps,
         streams=build_streams(
-            source, targets, resize=resize, compared={c.name for c in match.checks}
+            source, targets, resize=resize, compared=_compared_names(source, match)
         ),
         files=weight_files.files,
         small_files=(
@@ -253,9 +265,15 @@ def plan_copy(
         settings=_manifest_settings(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names=source.display_names(),
     )
     return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
+
+
+def _compared_names(source: Source, match: TensorMatch) -> set[str]:
+    """Return the names of tensors to read and not to write."""
+    decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
+    return decoded | {check.name for check in match.checks}
 
 
 def _planned_copy(

@@ -28,9 +28,9 @@ from prepcli.inspection.logical_leaves import (
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.operations.inspection_options import SortKey, ViewOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
+from prepcli.option_spec import PathLike
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.quantized.find_weights import quantization_settings

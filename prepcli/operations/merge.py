@@ -25,9 +25,9 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export import plan_copy
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
@@ -60,10 +60,10 @@ def merge(
     Args:
         adapter: Folder of an adapter in the format of PEFT.
         base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
-        out: Output folder; default: a name made from the base's.
+        out: Output folder. Default: a name made from the base's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `MergeOptions`.
 
     Returns:

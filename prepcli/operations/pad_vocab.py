@@ -24,9 +24,9 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
@@ -71,10 +71,10 @@ def pad_vocab(
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        out: Output folder; default: a name made from the checkpoint's.
+        out: Output folder. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `PadVocabOptions`.
 
     Returns:

@@ -56,7 +56,7 @@ class Verification:
         is_equal: Whether no difference was found.
         tensors: Number of tensors compared. None if differences were found.
         values: Number of values compared. None if differences were found, or if no value was read (`quick`).
-        differences: For each different tensor: `leaf` (path in the parameter tree; empty for a tensor outside of it),
+        differences: For each different tensor: `leaf` (path in the parameter tree, empty if it has none),
             `tensor` (name in the checkpoint's files), `what`, and for values `index`, `a`, `b`, `count`.
         seconds: Duration of the call in seconds.
         ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
@@ -82,6 +82,31 @@ class Verification:
 
     def __bool__(self) -> bool:
         return self.is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModel:
+    """A written lock file.
+
+    Attributes:
+        path: The lock file.
+        source: The checkpoint, as errors name it.
+        revision: Commit on the hub. None for any other checkpoint.
+        files: Number of files.
+        tensors: Number of tensors.
+        nbytes: Size of the files in bytes.
+        seconds: Duration of the call in seconds.
+        already_done: Whether an equal file existed, so that nothing was written.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+    already_done: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +180,12 @@ class EvaluationScores:
     """Scores over the predicted tokens of data.
 
     Attributes:
-        loss: Mean cross-entropy of a token; None if it is not finite.
+        loss: Mean cross-entropy of a token, or None if it is not finite.
         perplexity: Exponential of the loss.
         accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
-        metrics: Metrics of generated targets, of each source; None if not finite.
+        metrics: Metrics of generated targets, of each source. None for a metric that is not finite.
     """
 
     loss: float | None
@@ -206,7 +231,7 @@ class NewTokens:
 
     Attributes:
         prompt: Number of the prompt, from 0.
-        tokens: The token ids; empty for text that had to wait for the last token.
+        tokens: The token ids. Empty for text that had to wait for the last token.
         text: The next piece of the text. The pieces of a prompt add up to its text: a character without all of its
             bytes waits for them. Without a tokenizer, token ids with commas.
     """
@@ -246,7 +271,7 @@ class RunsReport:
     Attributes:
         path: The HTML file.
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
-            `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
+            `tokens_per_s`, `mfu` and `skipped`. None for missing numbers.
         changed_keys: Recipe keys whose values differ between the runs.
         names: Name of each run in the page: its folder's name, or its path or URL if two names are equal.
     """

@@ -15,11 +15,8 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import make_budget
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.engine.pipeline import Pipeline
 from prepcli.errors import Command, PrepError, text, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import unwritten_manifest
@@ -33,10 +30,12 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import Verification
+from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
+from prepcli.restore.digest_checks import tensor_digests
+from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.locate import check_stream
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
@@ -82,10 +81,10 @@ def verify(
     """Compare a checkpoint with its recorded digests, or with another checkpoint of any format.
 
     Args:
-        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL; default: the only output of prep in the working
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL. Default: the only output of prep in the working
             directory.
-        against: A second checkpoint; default: the digests in the manifest.
-        progress: Receives the bytes read; default: none. See `Progress`.
+        against: A second checkpoint. Default: the digests in the manifest.
+        progress: Receives the bytes read. Default: none. See `Progress`.
         **options: See `VerifyOptions`.
 
     Returns:
@@ -102,7 +101,7 @@ def verify(
     started_s = time.monotonic()
     observer = observer_of(progress)
     request = _Request(
-        common_options(checkpoint, None, options),
+        replace(common_options(checkpoint, None, options), quantized="stored"),
         against=None if against is None else str(against),
         quick=options["quick"],
     )
@@ -151,6 +150,7 @@ def _verify(request: _Request, observer: Observer) -> Verification:
     check_stream(request.common.stream, located, against_located)
     _check_contents(source, against_source)
     observer.note(source_line(against_source))
+    source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
             observer.note(line)
@@ -203,6 +203,7 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
+        quantized=common.quantized,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )
@@ -254,7 +255,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
         raise usage_error(f"nothing to verify {name} against", why, hint)
     # A padded tensor has two digests: one of its true rows, and one of its padding.
     pieces = [(t, (low, high), digest) for t in tensors for low, high, digest in t.digests]
-    digests = _compute_digests(
+    digests = tensor_digests(
         source,
         [(t, rows) for t, rows, _ in pieces],
         request.common.memory_nbytes,
@@ -264,7 +265,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     findings: list[Finding] = []
     for (tensor, rows, expected), actual in zip(pieces, digests):
         if expected != actual:
-            predicate = f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest"
+            predicate = f"rows {rows[0]}:{rows[1]} do not match their recorded digest"
             findings.append(Finding(model.labels[tensor.name], predicate))
     for tensor in model.tensors.values():
         if not tensor.digests:
@@ -280,7 +281,7 @@ def _tie_findings(
     for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
-        head, embedding = _compute_digests(
+        head, embedding = tensor_digests(
             model.source,
             pieces,
             memory_nbytes,
@@ -361,7 +362,7 @@ def _value_findings(
     compared = {*names}
     for model in (a, b):
         pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in compared]
-        digests = _compute_digests(
+        digests = tensor_digests(
             model.source,
             pieces,
             memory_nbytes,
@@ -402,7 +403,7 @@ def _padding_lines(
 
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
-    (digest,) = _compute_digests(
+    (digest,) = tensor_digests(
         model.source, [(tensor, rows)], memory_nbytes, progress=NullProgress(), task="padding"
     )
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
@@ -419,27 +420,6 @@ def _padding_rows(*models: _VerifiedModel) -> int:
 
 def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-
-
-def _compute_digests(
-    source: Source,
-    pieces: Sequence[tuple[SourceTensor, Range]],
-    memory_nbytes: int,
-    *,
-    progress: Progress,
-    task: str,
-) -> list[str]:
-    """Return the digest of each range of rows, read within the memory limit."""
-    streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
-    progress.begin(task, sum(stream.nbytes for stream in streams))
-    try:
-        budget = make_budget(memory_nbytes)
-        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            # Without a sink the pipeline computes digests and writes nothing.
-            outcome = Pipeline(streams, files, sink=None, budget=budget, progress=progress).run()
-    finally:
-        progress.end()
-    return [outcome.digests[i] for i in range(len(streams))]
 
 
 def _result(

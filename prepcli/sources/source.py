@@ -20,10 +20,17 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
+from prepcli.formats.manifest import (
+    MANIFEST_FILE,
+    NO_MANIFEST,
+    Manifest,
+    QuantizedRecord,
+    TensorRecords,
+)
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
+from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
 from prepcli.planning.tensor_match import (
@@ -85,13 +92,16 @@ class Source:
         small_files: Tokenizer, generation config and other files that belong to the model.
         manifest: The manifest of a checkpoint that prep wrote.
         tensor_file_names: For each parameter, the file name for a Hugging Face folder.
-        state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
+        state_tensors: The other tensors of a training checkpoint, and the scales of dequantised weights, named as in
+            `planning.state_names`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
         has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
         quantization: Settings of quantised weights that are decoded. Empty if there are none.
+        quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
     """
 
     display_name: str
@@ -110,8 +120,10 @@ class Source:
     extra_entries: tuple[DroppedTensor, ...] = ()
     has_averages: bool = False
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    is_locked: bool = False
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -142,8 +154,8 @@ class Source:
             slot, name = split_name(tensor.name)
             if not slot:
                 names[tensor.name] = name
-            # Its name is the path of a leaf, which is the same in every naming scheme.
-            elif is_leaf_path(name):
+            # Its name is the path of a leaf, or the name in the quantised files. It is the same in every naming scheme.
+            elif is_leaf_path(name) or slot in (QUANTIZATION, DECODED):
                 names[tensor.name] = tensor.name
             else:
                 names[tensor.name] = qualify(slot, self.names.full_name(name))

@@ -12,6 +12,12 @@ from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
+from prepcli.planning.quantization_leaves import (
+    QUANTIZATION,
+    is_quantization_leaf,
+    is_quantization_tensor,
+    quantization_leaves,
+)
 from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
 from prepcli.planning.state_rows import (
     StackedIndices,
@@ -30,7 +36,7 @@ from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
-from trainer.models.partition import Spec, leaf_spec
+from trainer.models.partition import Spec, leaf_spec, partition_spec
 from trainer.models.rules import Rules
 
 
@@ -183,9 +189,10 @@ def make_item(
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves: list[OutputLeaf] = []
-    # In the flat tree of a verbatim family, the path below `params` is one key.
-    max_splits = 1 if source.family.is_verbatim else -1
     for name, leaf in leaves.items():
+        # In the flat trees of a verbatim family and of scales, the path below the first key is one key.
+        is_flat = source.family.is_verbatim or is_quantization_leaf(name)
+        max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
         output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
@@ -205,15 +212,20 @@ def item_streams(
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
     # A tensor without elements has no region, and its record in the manifest is all that is written.
-    for name in (*item.regions, *_unplaced_tensors(match)):
+    for name in (*item.regions, *_unplaced_tensors(source, match)):
         targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
-def _unplaced_tensors(match: TensorMatch) -> list[str]:
-    """Return the names of the tensors that are kept without a leaf."""
-    return [name for name, uses in match.uses.items() if not uses]
+def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
+    """Yield the names of the tensors without elements. They have no leaf."""
+    for name, uses in match.uses.items():
+        if not uses:
+            yield name
+    for tensor in source.state_tensors:
+        if is_quantization_tensor(tensor.name) and not tensor.nbytes:
+            yield tensor.name
 
 
 def _mixed_dtypes_error(
@@ -270,7 +282,10 @@ def _leaf_uses(
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
+    yield from _quantization_uses(source)
     for tensor, slot, name in tensors:
+        if slot == QUANTIZATION:
+            continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
@@ -285,6 +300,17 @@ def _leaf_uses(
             yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
+def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
+    """Yield the scales of dequantised weights with their leaves."""
+    tensors: dict[str, SourceTensor] = {}
+    for tensor in source.state_tensors:
+        if is_quantization_tensor(tensor.name):
+            tensors[split_name(tensor.name)[1]] = tensor
+    types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    for name, leaf, axis_map, indices in quantization_leaves(types):
+        yield _LeafUse(tensors[name], leaf, axis_map, indices)
+
+
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
     axis_map = use.axis_map
     dtype = use.tensor.dtype
@@ -295,7 +321,16 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
             "use a checkpoint of the model in bfloat16",
         )
     spec = None
-    if partitioning.mesh:
+    if partitioning.mesh and is_quantization_leaf(use.name):
+        # Every device may need all scales. They are small.
+        spec = partition_spec(
+            _dim_names(axis_map),
+            axis_map.leaf_shape,
+            partitioning.mesh,
+            {},
+            source.display_name,
+        )
+    elif partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
         parameter_spec = leaf_spec(

@@ -269,7 +269,7 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
 
     Parameters change and keep their sharding.
     """
-    vocab = subject.mesh_config["vocab_size"]
+    vocab = family_of(subject.mesh_config).sizes(subject.mesh_config)["vocab"]
     # Rounded up to a multiple of 8: 29 + (-29 % 8) = 29 + 3 = 32.
     config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
     tiny_model = tiny_transformer(config)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     BASE_KEY,
     LORA_KEY,
@@ -29,10 +30,11 @@ from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_unrecorded
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.params import open_weights
+from prepcli.restore.params import check_lock_verified, open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
-from prepcli.sources.locate import check_stream, locate
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.model_family import verbatim_error
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
@@ -253,19 +255,29 @@ def open_model_start(
 
     if recipe.model.path is None:
         return _open_random_start(recipe, sharding, check_config)
-    located = locate(recipe.model.path, access=access)
+    lock: Lock | None = None
+    revision: str | None = None
+    if recipe.model.lock is not None:
+        lock = read_lock(Path(recipe.model.lock).expanduser())
+        revision = pinned_revision(recipe.model.path, None, lock)
+    located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.local_files.path
     is_local = located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+        if lock is not None:
+            # The digests of its manifest, which the lock approves, are checked while the chunks are read.
+            _apply_lock(open_source(located), lock, recipe, located, verify=verify)
         return _open_orbax_start(path, recipe, verify=verify)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
         check_config(recipe_config(read_config(path / CONFIG), recipe.model))
     source = open_source(located)
+    if lock is not None:
+        source = _apply_lock(source, lock, recipe, located, verify=verify)
     # None means that the recipe has no rules, and [] that all dims have the default rules.
     rules = recipe.rules
     if rules is None:
@@ -281,6 +293,15 @@ def open_model_start(
         StartModel(manifest, with_recipe_tokenizer(files, recipe)),
         _tokenizer_folder(source),
     )
+
+
+def _apply_lock(
+    source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
+) -> Source:
+    """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
+    locked = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
+    check_lock_verified(locked, verify)
+    return locked
 
 
 def _open_random_start(

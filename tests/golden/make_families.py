@@ -48,7 +48,7 @@ PLAIN = (
     "gemma3_text",
     "phi3",
 )
-# Fields without which a model of transformers with only default values cannot be built.
+# Fields without which a model of transformers with only default values cannot be built, or has many experts.
 WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -56,6 +56,13 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv"], "num_dense_layers": 0, "num_experts": 4},
     "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2},
+    "exaone_moe": {"num_hidden_layers": 2, "num_experts": 4},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "mellum": {"num_experts": 4},
+    "minimax_m2": {"num_local_experts": 4},
+    "sarvam_mla": {"num_hidden_layers": 2, "n_routed_experts": 4},
+    "sarvam_moe": {"num_hidden_layers": 2, "n_routed_experts": 4},
+    "solar_open": {"n_routed_experts": 4},
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,

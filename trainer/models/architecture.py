@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
 from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
@@ -308,7 +309,7 @@ class ArchConfig:
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
-def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
+def reject_unsupported_fields(config: HFConfig, *supported_fields: str) -> None:
     """Raise PrepError if a config sets a semantic field without support in the family.
 
     Args:
@@ -334,7 +335,7 @@ def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str)
             raise unsupported_config_error(f"`{field}` is not supported for this family", why)
 
 
-def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
+def read_activation(config: HFConfig, key: str, default: str) -> str:
     """Return the activation in a config field.
 
     Args:
@@ -368,7 +369,7 @@ def _canonical_activation(name: str) -> str:
     return EQUIVALENT_ACTIVATIONS.get(name, name)
 
 
-def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
+def read_positive(config: HFConfig, key: str, default: float) -> float:
     """Return the number in a config field, or the default if the field is absent or null.
 
     Raises:
@@ -385,7 +386,7 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> float:
+def read_softcap(config: HFConfig, key: str, default: float | None) -> float:
     """Return the softcap in a config field: NO_SOFTCAP if it is null, the default if the field is absent.
 
     Raises:
@@ -397,7 +398,7 @@ def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> 
 
 
 def read_sliding_windows(
-    config: Mapping[str, Any], layers: int, window: int | None, is_sliding: Callable[[int], bool]
+    config: HFConfig, layers: int, window: JsonValue, is_sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
     """Return the sliding window of each layer, from `layer_types` or from the layer's index.
 
@@ -429,7 +430,7 @@ def read_sliding_windows(
     )
 
 
-def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
+def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 
     In some families Transformers ignores `layer_types` and uses one window in all layers.
@@ -440,7 +441,7 @@ def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
     return (_read_window(window),) * layers
 
 
-def _read_window(window: Any) -> int:
+def _read_window(window: JsonValue) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import (
@@ -26,9 +25,8 @@ from trainer.models.axis_map import (
 )
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.json_types import HFConfig
 
-# The content of a config.json.
-HFConfig = Mapping[str, Any]
 # Name of a field that must be true, ALWAYS, or a predicate of the config.
 Condition = str | Callable[[HFConfig], bool]
 ALWAYS: Condition = ""

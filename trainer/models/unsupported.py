@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from trainer.models.json_types import HFConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ MECHANISMS = (
 )
 
 
-def missing_mechanism(config: Mapping[str, Any]) -> str:
+def missing_mechanism(config: HFConfig) -> str:
     """Return the name of an unsupported mechanism in a config, or "" if none is known."""
     model_type = config.get("model_type")
     # All names come before all fields: a name is certain, a field is a guess for unlisted models.

@@ -13,9 +13,6 @@ D model width, R rotated elements of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -26,6 +23,7 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
@@ -37,10 +35,10 @@ GATE = "gate"
 
 def attention(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     *,
-    input_norm: Mapping[str, Array] | None = None,
+    input_norm: Leaves | None = None,
     encoder_states: Array | KV | None = None,
 ) -> tuple[Array, KVCache | None]:
     """Compute self-attention or cross-attention.
@@ -87,7 +85,7 @@ def attention(
     return output, kv_cache
 
 
-def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
+def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
     """Project hidden states [B, S, D] to keys and values [B, S, K, E]. Keys are normed and rotated."""
     names = ("k", "v")
     project = _projection(names, context, num_tokens=x.shape[1])
@@ -107,12 +105,12 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     is_interleaved = arch_config.rotary_pairs == "interleaved"
     norm_axes = (-2, -1) if arch_config.qk_norm_axes == "all_heads" else (-1,)
 
-    def norm_heads(heads: Array, weights: Mapping[str, Array] | None) -> Array:
+    def norm_heads(heads: Array, weights: Leaves | None) -> Array:
         if weights is None:
             return heads
         return norm(heads, weights, arch_config, norm_axes)
 
-    def project_chunk(x: Array, weights: Mapping[str, Any], cos_sin: CosSin | None) -> list[Array]:
+    def project_chunk(x: Array, weights: Projections, cos_sin: CosSin | None) -> list[Array]:
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], arch_config)
         x = sharding.constrain(x, "batch", "seq", "embed")
@@ -145,11 +143,9 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     )
 
 
-def _select(
-    weights: Mapping[str, Any], names: tuple[str, ...], input_norm: Mapping[str, Array] | None
-) -> dict[str, Any]:
+def _select(weights: Projections, names: tuple[str, ...], input_norm: Leaves | None) -> Projections:
     """Return the weights of some projections with their norms, and the norm of their input."""
-    selected = {
+    selected: dict[str, Leaves] = {
         name: value for name, value in weights.items() if name.removesuffix("_norm") in names
     }
     if input_norm is not None:

@@ -7,8 +7,6 @@ of values, D model width, R rotated elements of a head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.token_chunks import over_token_chunks
@@ -31,7 +30,7 @@ INPUT_NORM = "input"
 def attend_and_project(
     q: Array,
     kv: KV,
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     *,
     gate: Array | None = None,
@@ -68,7 +67,7 @@ def attend_and_project(
     )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
-    def project_out(inputs: list[Array], weights: Mapping[str, Array], constants: None) -> Array:
+    def project_out(inputs: list[Array], weights: Leaves, constants: None) -> Array:
         mixed, *gates = inputs
         for gate in gates:
             mixed = mixed * nn.sigmoid(gate)

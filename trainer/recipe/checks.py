@@ -125,9 +125,10 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
                     '`init = "random"` in [model], without `path`',
                 )
         return
-    if model.path is not None:
-        why = "no checkpoint is read: `model.init` is random"
-        yield Problem(("model.path",), _key_is(recipe, "model.path"), why, "remove one of them")
+    for key in ("model.path", "model.lock"):
+        if value_of(recipe, key) is not None:
+            why = "no checkpoint is read: `model.init` is random"
+            yield Problem((key,), _key_is(recipe, key), why, "remove one of them")
     if model.preset is not None and model.config is not None:
         yield _exclusive_keys(
             recipe, "model.preset", "model.config", "both set the config of the model"

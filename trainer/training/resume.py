@@ -21,6 +21,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "mesh",
         "rules",
         "model.path",
+        "model.lock",
         "model.scan_layers",
         "model.remat_policy",
         "model.offload",

@@ -112,6 +112,7 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
         manifest=manifest,
         state_tensors=tuple(sorted(state, key=_file_position)),
         blobs=blobs,
+        quantized=manifest.quantized,
         config_path=config_path if config_path.is_file() else None,
         left_files=left_files,
     )

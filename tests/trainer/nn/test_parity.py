@@ -57,7 +57,7 @@ FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
 CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
 WITHOUT_ROTATION = ("opt", "opt-350m", "biogpt", "xglm")
 
-ROUTER_CORRECTION = ("e_score_correction_bias", "expert_bias")  # no gradient
+ROUTER_CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # no gradient
 
 load_cached = cache(load)
 
@@ -84,7 +84,7 @@ def test_every_config_has_a_small_golden_file():
 def test_golden_tensors_are_complete_and_random(name: str):
     golden = load_cached(name)
     assert {*golden.tensors} == {*random_tensors(golden.config)}
-    trained = {name for name in golden.tensors if not name.endswith(ROUTER_CORRECTION)}
+    trained = {name for name in golden.tensors if not name.endswith(ROUTER_CORRECTIONS)}
     assert {*golden.gradients} == trained
     for tensor in golden.tensors.values():
         # The deviation of a few values may be small by chance.

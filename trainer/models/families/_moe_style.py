@@ -16,6 +16,8 @@ from trainer.models.families import _llama_style
 from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
 
+# Values in `mlp_layer_types`.
+MLP_LAYER_TYPES = ("dense", "sparse")
 # Config -> numbers of the layers with a dense MLP.
 DenseLayers = Callable[[HFConfig], tuple[int, ...]]
 
@@ -28,6 +30,7 @@ def build_family(
     layer: Parameters,
     moe: Parameters,
     dense_layers: DenseLayers | None = None,
+    tokens: str = "embed_tokens.weight",
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
@@ -45,6 +48,7 @@ def build_family(
         layer: Parameters of a layer except its MLP.
         moe: Parameters of the MLP of an MoE layer.
         dense_layers: Numbers of the layers with a dense MLP. None if all layers have experts.
+        tokens: Tensor of the token embeddings.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
@@ -63,7 +67,7 @@ def build_family(
         sizes=sizes,
         arch_config=arch_config,
         parameters={
-            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
             **stack(LAYERS, "layers.{layers}", layers),
             **groups,
             **rms_norm("final_norm", "embed <- norm.weight: embed"),
@@ -161,6 +165,29 @@ def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
     # The condition of Qwen3MoeDecoderLayer. E.g. a step of 2 gives layers 1, 3 and 5 experts, and
     # layers 0, 2 and 4 a dense MLP.
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
+def read_dense_layers_by_type(
+    config: HFConfig, layers: int, default: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the dense layers of a config with the type of each MLP in `mlp_layer_types`.
+
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers.
+        default: The dense layers if the field is absent or null.
+
+    Raises:
+        PrepError: The list has another length or other names.
+    """
+    layer_types = config.get("mlp_layer_types")
+    if layer_types is None:
+        return default
+    is_valid = isinstance(layer_types, list) and len(layer_types) == layers
+    if not is_valid or any(name not in MLP_LAYER_TYPES for name in layer_types):
+        why = f"mlp_layer_types is {layer_types!r:.80}, it must give {layers} of dense and sparse"
+        raise invalid_config_error(why)
+    return tuple(layer for layer, name in enumerate(layer_types) if name == MLP_LAYER_TYPES[0])
 
 
 EXPERTS = _llama_style.experts(

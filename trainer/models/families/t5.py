@@ -153,7 +153,9 @@ def _read_feed_forward(config: HFConfig, default: str) -> tuple[bool, str]:
         raise invalid_config_error(why)
     # T5Config reads this one text as gelu_new, the tanh form. After "gated-", other names keep their
     # meaning.
-    return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
+    if text == "gated-gelu":
+        name = "gelu_new"
+    return bool(gate), str(config.get("dense_act_fn") or name)
 
 
 def is_gated(config: HFConfig, feed_forward: str = "relu") -> bool:

@@ -104,6 +104,13 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "granitemoehybrid": [
         MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
     ],
+    "exaone_moe": [{}, {"first_k_dense_replace": 0}],
+    "granitemoe_swa": [{"shared_intermediate_size": 4}],
+    "internlm3": [{"qkv_bias": True, "bias": True}],
+    "mellum": [{}, {"mlp_layer_types": ["dense", *["sparse"] * 27]}],
+    "sarvam_mla": [{"q_lora_rank": 8}, {"first_k_dense_replace": 0}],
+    "sarvam_moe": [{"use_qkv_bias": True}, {"first_k_dense_replace": 0}],
+    "youtu": [{}, {"q_lora_rank": None}],
 }  # fmt: skip
 
 
@@ -138,6 +145,7 @@ def test_family_parameters_are_consistent(family: Family):
         ({"model_type": "gpt2", "n_head": 0}, "n_head is 0"),
         ({"model_type": "gpt2", "hidden_size": -1, "n_embd": 8}, "hidden_size is -1"),
         ({"model_type": "gpt2", "n_inner": 0.5}, "n_inner is 0.5"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_inner": 24}, "n_inner is 24"),
         ({"model_type": "gpt_neo", "num_heads": 0}, "num_heads is 0"),
         ({"model_type": "gpt_neo", "hidden_size": "12"}, "hidden_size is '12'"),
         ({"model_type": "gpt_neo", "num_layers": -1}, "num_layers is -1"),
@@ -253,7 +261,8 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
+        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "granite_swa", "youtu"),
+        *("lfm2", "lfm2_moe"),
     }
 
 
