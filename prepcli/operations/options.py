@@ -498,6 +498,30 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
             record=45,
         ),
     ]
+    text_only: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Write the text model of a multimodal checkpoint alone.",
+            "Write the text model of a multimodal checkpoint without its towers; default: False.",
+            default=False,
+            position=27,
+            record=63,
+        ),
+    ]
+    towers: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "CHECKPOINT",
+            "Read the towers of a training step from CHECKPOINT; default: the model that the run"
+            " started from.",
+            "Checkpoint with the towers of a training step; default: the model that the run started"
+            " from.",
+            cli_type=str,
+            position=28,
+            record=64,
+        ),
+    ]
     push: Annotated[
         str | None,
         OptionSpec(

@@ -124,7 +124,7 @@ def rope_text(arch_config: ArchConfig) -> str:
     """
     if not arch_config.ropes:
         return ""
-    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes)
+    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
     return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions"
 
 

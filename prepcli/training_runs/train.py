@@ -433,6 +433,7 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
             "mesh": str(sharding.mesh),
             "rules": run.recipe.rules,
             "lora": prepared.start.lora,
+            "towers": prepared.start.towers_facts(run.recipe.model.path or ""),
         },
         group=run.group,
         free_memory_nbytes=free_nbytes_per_process,

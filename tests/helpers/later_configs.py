@@ -33,6 +33,11 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     },
     "internlm3": LLAMA_LIKE | {"model_type": "internlm3", "qkv_bias": True, "bias": True},
     "iquestcoder": LLAMA_LIKE | {"model_type": "iquestcoder"},
+    "llama4_text": EXPERTS | {
+        "model_type": "llama4_text", "num_local_experts": 4, "num_hidden_layers": 3, "moe_layers": [0, 2],
+        "intermediate_size_mlp": 12, "no_rope_layer_interval": 3, "attention_chunk_size": 6, "floor_scale": 9,
+        "attn_scale": 0.5,
+    },
     "mellum": EXPERTS | {
         "model_type": "mellum", "num_experts": 4, "moe_intermediate_size": 5, "sliding_window": 5,
         "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
@@ -66,6 +71,13 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
         "rope_scaling": None, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True,
     },
     "hyperclovax-plain": FAMILIES["hyperclovax"] | {"use_post_norm": False, "attention_multiplier": 0.3},
+    "llama4_text-listed": FAMILIES["llama4_text"] | {
+        "moe_layers": None, "no_rope_layers": [0, 1, 0], "use_qk_norm": False, "attention_bias": True,
+        "layer_types": ["chunked_attention", "full_attention", "full_attention"],
+    },
+    "llama4_text-plain": FAMILIES["llama4_text"] | {
+        "attention_chunk_size": None, "attn_temperature_tuning": False, "num_experts_per_tok": 1,
+    },
     "mellum-version-5": FAMILIES["mellum"] | {
         "mlp_layer_types": None, "norm_topk_prob": False, "attention_bias": True,
         "rope_parameters": {

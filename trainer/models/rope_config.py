@@ -32,7 +32,8 @@ class Rope:
         longrope  f / factor_i with one factor per pair (https://arxiv.org/abs/2402.13753)
 
     Attributes:
-        rotary_dim: Number of rotated elements of a head. They are the first ones.
+        rotary_dim: Number of rotated elements of a head. They are the first ones. 0 for layers
+            with a factor of queries only.
         theta: Base of the frequencies.
         original_max_positions: Sequence length of pretraining.
         rope_type: One of ROPE_TYPES.
@@ -47,6 +48,7 @@ class Rope:
         query_scale_beta: Growth of the factor of queries 1 + beta * log(1 + floor(p / n)) with the
             position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
         query_scale_positions: The number n of positions between two steps of the factor.
+        query_scale_offset: Number added to the position p of the factor.
 
     Raises:
         PrepError: A value is out of range.
@@ -65,8 +67,11 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
     query_scale_positions: int = 1
+    query_scale_offset: int = 0
 
     def __post_init__(self) -> None:
+        if self.rotary_dim == 0 and self.query_scale_beta:
+            return
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
             raise invalid_config_error(why)
