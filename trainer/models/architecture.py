@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
+from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
@@ -30,6 +32,8 @@ ACTIVATIONS = (
 FULL_ATTENTION = 0
 # Wider windows fit no int32 and no sequence is that long.
 MAX_WINDOW = 1 << 30
+# Attention without chunks.
+NO_CHUNK = 0
 NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
@@ -142,10 +146,12 @@ class LayerKind(NamedTuple):
     Attributes:
         window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
         rope: Rotary embedding. None if queries and keys do not rotate.
+        chunk: Number of positions of a chunk, or NO_CHUNK.
     """
 
     window: int
     rope: Rope | None
+    chunk: int = NO_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +175,31 @@ class ArchConfig:
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
         layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
             arXiv:2305.19466).
+        query_scale: Factor of the queries of these layers, as a `Rope` without rotated elements.
+        attention_chunk: Number of positions of a chunk (Llama 4): a token attends to the earlier
+            tokens of its chunk, positions floor(p / n) n to p. NO_CHUNK means no chunks.
+        chunked_layers: Indices of the layers with chunks.
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
         has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
             token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
         position_offset: Row of the first learned position, or number added to sinusoidal ones.
         embed_scale: Factor of the token embeddings.
+        has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
         qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
             or those of all heads together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
+        has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
+        mixer: Recurrent mixer of some or all layers.
+        mixer_layers: Numbers of the layers with the mixer. They have no attention.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
@@ -213,19 +227,26 @@ class ArchConfig:
     has_final_norm: bool = True
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
+    query_scale: Rope | None = None
+    attention_chunk: int = NO_CHUNK
+    chunked_layers: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     has_sinusoidal_positions: bool = False
     position_offset: int = 0
     embed_scale: float = 1.0
+    has_plain_embed_norm: bool = False
     residual_scale: float = 1.0
     qk_norm_axes: Literal["head", "all_heads"] = "head"
     rotates_before_qk_norm: bool = False
+    has_plain_qk_norm: bool = False
     qkv_clip: float = NO_CLIP
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
+    mixer: Mixer | None = None
+    mixer_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
@@ -239,7 +260,8 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.score_bias is None and not self.has_sinusoidal_positions
+        has_other_order = self.score_bias is not None or self.mixer is not None
+        return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
 
     @property
     def norm_scale_offset(self) -> float:
@@ -259,16 +281,37 @@ class ArchConfig:
         for layer, window in enumerate(self.sliding_windows):
             rope = self.rope
             if layer in self.layers_without_rope:
-                rope = None
+                rope = self.query_scale
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
-            kinds.append(LayerKind(window, rope))
+            chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
+            kinds.append(LayerKind(window, rope, chunk))
         return tuple(kinds)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with attention."""
+        return self._other_layers(self.mixer_layers)
+
+    @property
+    def layer_groups(self) -> dict[str, tuple[int, ...]]:
+        """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
+        groups: dict[str, tuple[int, ...]] = {}
+        if self.dense_layers:
+            groups[DENSE_LAYERS] = self.dense_layers
+            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
+        if self.mixer_layers and self.attention_layers:
+            groups[ATTENTION_LAYERS] = self.attention_layers
+            groups[MIXER_LAYERS] = self.mixer_layers
+        return groups
+
+    def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
 
     @property
     def group_indices(self) -> tuple[dict[str, int], ...]:
         """For each layer the groups that have its weights, and its index in each of them."""
-        return group_indices(len(self.sliding_windows), self.dense_layers)
+        return group_indices(len(self.sliding_windows), self.layer_groups)
 
     @property
     def layer_schedule(self) -> LayerSchedule:

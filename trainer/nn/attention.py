@@ -1,9 +1,10 @@
 """Multi-head attention with grouped key and value heads (arXiv:1706.03762, arXiv:2305.13245).
 
 q = rotate(norm(clip(x W_q))), k = rotate(norm(clip(x W_k))), v = clip(x W_v)
-attention(x) = attend(q, k, v) W_o
+attention(x) = (sigmoid(x W_gate) * attend(q, k, v)) W_o
 
-Clipping (MPT, OLMo), norms (arXiv:2010.04245) and rotation are optional. The norm may follow the rotation.
+Clipping (MPT, OLMo), norms (arXiv:2010.04245), rotation and the gate (arXiv:2505.06708) are optional. The norm may
+follow the rotation.
 `trainer.nn.latent_attention` has the form of DeepSeek.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
@@ -28,6 +29,11 @@ from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
+# The weights of a norm without a scale.
+NO_PARAMETERS: Leaves = {}
+ROTATED = ("q", "k")
+GATE = "gate"
+
 
 def attention(
     x: Array,
@@ -44,7 +50,8 @@ def attention(
 
     Args:
         x: Queries' hidden states [B, T, D].
-        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks`.
+        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks` and
+            `gate`.
         context: Mask, sharding, kernel, dropout, and the cache that the keys and values of `x` are
             appended to.
         input_norm: Weights of the norm of `x`. None skips the norm.
@@ -59,9 +66,13 @@ def attention(
     kv_cache = context.kv_cache
     is_self = encoder_states is None
     names = ("q", "k", "v") if is_self else ("q",)
-    # q: [B, T, H, E], k and v: [B, T, K, E]
+    if GATE in weights:
+        names = (GATE, *names)
+    # q and gate: [B, T, H, E], k and v: [B, T, K, E]
     project = _projection(names, context, num_tokens=x.shape[1])
-    q, *own_kv = project(x, _select(weights, names, input_norm), rotary_tables(context))
+    projected = project(x, _select(weights, names, input_norm), rotary_tables(context))
+    gate = projected.pop(0) if GATE in weights else None
+    q, *own_kv = projected
     if is_self:
         kv = KV(*own_kv)
     elif isinstance(encoder_states, KV):
@@ -72,7 +83,8 @@ def attention(
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, context.mask.window, context.sharding)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
-    return attend_and_project(q, kv, weights, context, dropout_site=site), kv_cache
+    output = attend_and_project(q, kv, weights, context, gate=gate, dropout_site=site)
+    return output, kv_cache
 
 
 def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
@@ -83,10 +95,10 @@ def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
-    """Return a function that projects [B, T, D] to queries, keys or values, in chunks of tokens.
+    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens.
 
     Args:
-        names: The projections, of "q", "k" and "v".
+        names: The projections, of "q", "k", "v" and GATE.
         context: Inputs of the layer.
         num_tokens: T.
     """
@@ -107,14 +119,17 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
         projected: list[Array] = []
         for name in names:
             heads = linear(x, weights[name], num_devices=sharding.num_devices)
-            head_axis = "heads" if name == "q" else "kv_heads"
+            head_axis = "heads" if name in ("q", GATE) else "kv_heads"
             heads = sharding.constrain(heads, "batch", "seq", head_axis, "head_dim")
             if arch_config.qkv_clip != NO_CLIP:
                 heads = jnp.clip(heads, -arch_config.qkv_clip, arch_config.qkv_clip)
             norm_weights = weights.get(f"{name}_norm")
+            rotates = cos_sin is not None and cos_sin.cosine.shape[-1] > 0
+            if arch_config.has_plain_qk_norm and name != "v" and rotates:
+                norm_weights = NO_PARAMETERS
             if not arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)
-            if name != "v" and cos_sin is not None:
+            if name in ROTATED and cos_sin is not None:
                 heads = apply_rotary(
                     heads, cos_sin.cosine, cos_sin.sine, is_interleaved=is_interleaved
                 )

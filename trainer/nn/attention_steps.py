@@ -10,7 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
@@ -33,6 +33,7 @@ def attend_and_project(
     weights: Projections,
     context: LayerContext,
     *,
+    gate: Array | None = None,
     dropout_site: DropoutSite = DropoutSite.ATTENTION,
 ) -> Array:
     """Compute attention and its output projection.
@@ -42,6 +43,7 @@ def attend_and_project(
         kv: Keys [B, S, K, E] and values [B, S, K, V].
         weights: Output projection `o`, and optional `sinks`.
         context: Mask, sharding, kernel and dropout.
+        gate: [B, T, H, V], the output of attention is multiplied by its sigmoid. None means no gate.
         dropout_site: Site of the dropout of probabilities.
 
     Returns:
@@ -49,7 +51,7 @@ def attend_and_project(
     """
     sharding = context.sharding
     q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
-    mask = context.mask
+    mask = context.mask.with_chunk_segments(len(q))
     if context.dropout is not None:
         dropout = context.dropout.attention(dropout_site, q.shape[2])
         mask = dataclasses.replace(mask, dropout=dropout)
@@ -65,16 +67,20 @@ def attend_and_project(
     )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
-    def project_out(mixed: Array, weights: Leaves, constants: None) -> Array:
+    def project_out(inputs: list[Array], weights: Leaves, constants: None) -> Array:
+        mixed, *gates = inputs
+        for gate in gates:
+            mixed = mixed * nn.sigmoid(gate)
         return linear(mixed, weights, num_devices=sharding.num_devices)
 
+    inputs = [mixed] if gate is None else [mixed, gate]
     # [B, T, H, V] -> [B, T, D]
     output = over_token_chunks(
         project_out,
         mixed.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
-    )(mixed, weights["o"], None)
+    )(inputs, weights["o"], None)
     return name_activation(output, "o")
 
 

@@ -23,6 +23,7 @@ from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import BlockWeights, Leaves
+from trainer.nn.mixer import mix_tokens
 from trainer.nn.norms import norm
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
@@ -38,17 +39,19 @@ def pre_norm_block(
 ) -> tuple[Array, KVCache | None]:
     """Normalize the input of each sublayer (GPT-2, LLaMA, T5; arXiv:2002.04745, figure 1b).
 
-    x = x + attention(norm(x))
+    x = x + attention(norm(x))          or a recurrent mixer in place of attention
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
-    x = x + mlp(norm(x))
+    x = x + mlp(norm(x))                if the layer has an MLP
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
-    attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    attended, kv_cache = mix_tokens(x, weights, context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:
         crossed = _cross_attention(x, weights, context, context.encoder_output)
         x = shard_residual(x + crossed, context.sharding)
+    if "mlp" not in weights:
+        return x, kv_cache
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
