@@ -56,12 +56,14 @@ if TYPE_CHECKING:
         NewTokens,
         RunsReport,
         StepPlan,
+        TensorDistance,
         TensorSummary,
         TrainingRun,
         Verification,
     )
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
@@ -99,7 +101,9 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "TensorDistance",
     "TensorSummary",
+    "TowersOptions",
     "TrainOptions",
     "TrainingRun",
     "UsageError",
@@ -145,6 +149,7 @@ _MODULES = {
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),
@@ -161,7 +166,7 @@ _MODULES = {
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),

@@ -42,6 +42,7 @@ def verify(
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+      prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
     from prepcli.operations.verify import verify as run

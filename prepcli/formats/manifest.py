@@ -32,6 +32,7 @@ BASE_KEY: Final = "base"
 LORA_KEY: Final = "lora"
 QUANTIZATION_KEY: Final = "quantization"
 QUANTIZED_KEY: Final = "quantized"
+TOWERS_KEY: Final = "towers"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -56,6 +57,7 @@ STATE_KEYS = {"step": int, "slots": dict, "others": dict}
 KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
 OPTIONAL_KEYS = {
     BASE_KEY: dict,
+    TOWERS_KEY: dict,
     FILES_KEY: dict,
     DIGEST_KEY: str,
     QUANTIZATION_KEY: dict,
@@ -92,6 +94,7 @@ PREP_KEYS = {
     "packed",
     QUANTIZATION_KEY,
     QUANTIZED_KEY,
+    TOWERS_KEY,
     "checksums",
     FILES_KEY,
     DIGEST_KEY,
@@ -184,6 +187,11 @@ class Manifest:
     def is_training_step(self) -> bool:
         """Return whether the checkpoint has a training state in addition to the parameters."""
         return self.kind == "train"
+
+    @property
+    def towers(self) -> Mapping[str, Any] | None:
+        """Facts of the multimodal model around the parameters. None for other models."""
+        return self.fields.get(TOWERS_KEY)
 
     @property
     def is_adapter(self) -> bool:

@@ -500,7 +500,7 @@ def _check_output_location(out: Path, source: Source) -> None:
 def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
     # Decoded weights count as they are written.
-    tensors = [tensor.cast(None) for tensor in source.tensors]
+    tensors = [tensor.cast(None) for tensor in (*source.tensors, *source.tower_tensors)]
     largest_nbytes = max((t.nbytes for t in tensors), default=0)
     # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
     # named dtypes have a tensor of at least 1/8 of the largest one.
@@ -508,8 +508,8 @@ def source_line(source: Source) -> str:
     size = format_bytes(sum(t.nbytes for t in tensors))
     parts = [
         source.display_name,
-        source.family.name,
-        f"{len(source.tensors)} tensors",
+        _family_text(source),
+        f"{len(tensors)} tensors",
         f"{size} {', '.join(dtypes)}",
     ]
     if source.quantization:
@@ -521,3 +521,10 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
+
+
+def _family_text(source: Source) -> str:
+    """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
+    if source.wrapper is None:
+        return source.family.name
+    return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"

@@ -14,6 +14,7 @@ from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
+NonNegative = Annotated[float, Minimum(0.0)]
 
 
 class VerifyOptions(SourceOptions, total=False):
@@ -28,6 +29,16 @@ class VerifyOptions(SourceOptions, total=False):
             "Compare names, shapes and dtypes. Read no values.",
             "Compare names, shapes and dtypes only. No value is read. Default: False.",
             default=False,
+            position=21,
+        ),
+    ]
+    tolerance: Annotated[
+        NonNegative | None,
+        OptionSpec(
+            "NUMBER",
+            "Accept values that differ by at most NUMBER, in any dtype. List the differences of each tensor.",
+            "Largest accepted difference between two values, whose dtypes may differ. Default: none, all bits are"
+            " compared.",
             position=21,
         ),
     ]

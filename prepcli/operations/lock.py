@@ -58,8 +58,8 @@ def lock(
         PrepError: The checkpoint cannot be read.
 
     Example:
-        >>> locked = prep.lock("gpt-neo-1.3B")  # doctest: +SKIP
-        >>> prep.save_init("gpt-neo-1.3B", lock=locked.path)  # doctest: +SKIP
+        locked = prep.lock("gpt-neo-1.3B")
+        prep.save_init("gpt-neo-1.3B", lock=locked.path)
     """
     started_s = time.monotonic()
     observer = observer_of(progress)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.towers_options import TowersOptions
 from prepcli.option_spec import (
     NOT_RECORDED,
     NonNegativeInt,
@@ -413,7 +414,7 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
+class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=False):
     """Options of `export`."""
 
     layout: Annotated[
@@ -565,32 +566,6 @@ class ConversionArguments(TypedDict, total=False):
             "Return the plan from headers only.",
             default=False,
             position=42,
-        ),
-    ]
-
-
-class SharingOptions(TypedDict, total=False):
-    """How a command divides its work among processes."""
-
-    processes: Annotated[
-        str | None,
-        OptionSpec(
-            "N/I",
-            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
-            "Share of this process.",
-            environment="PREP_PROCESSES",
-            position=45,
-        ),
-    ]
-    workers: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Use N processes on this host.",
-            "Number of processes on this host.",
-            default=1,
-            maximum=256,
-            position=46,
         ),
     ]
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
+from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import (
     HF_FOLDER,
     Source,
@@ -60,12 +61,19 @@ from prepcli.sources.source import (
     source_axis_maps,
 )
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
-from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
+from prepcli.targets.orbax_item import (
+    OrbaxItemLayout,
+    Partitioning,
+    item_streams,
+    make_item,
+    tower_leaf,
+)
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.partition import vocab_multiple
 from trainer.models.rule_text import merge_rules, with_default_preset
-from trainer.models.rules import check_leaf_rules
+from trainer.models.rules import LeafDims, check_leaf_rules
 from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
 DEVICES_PER_HOST = (
@@ -232,10 +240,7 @@ def plan_orbax_item(
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, make_match_options(options))
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
-    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
-    check_leaf_rules(layout.partitioning.rules, dims)
+    check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, match))
     item = make_item(
         source,
         match,
@@ -266,7 +271,7 @@ def plan_orbax_item(
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=tuple(_layout_lines(layout, item, dropped_state_tensors)),
+        notes=(*source.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
         next_command=next_command,
     )
@@ -289,6 +294,21 @@ def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[Dro
         kind.append(tensor)
     dropped = tuple(dropped_state(dataclasses.replace(source, state_tensors=tuple(others))))
     return dataclasses.replace(source, state_tensors=tuple(scales)), dropped
+
+
+def _leaf_dims(
+    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
+) -> dict[str, LeafDims]:
+    """Return the dims of each leaf of the output, by path."""
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    dims: dict[str, LeafDims] = {}
+    for path, axis_map in axis_maps.items():
+        if path != tied_leaf:
+            dims[path] = axis_map.leaf_dims
+    for tensor in source.tower_tensors:
+        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
+    return dims
 
 
 def _check_index_size(plan: Plan) -> None:
@@ -416,6 +436,7 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
         **_stacked_manifest_entry(source, layout),
+        **towers_entry(source),
     }
 
 

@@ -15,9 +15,11 @@ from typing import Unpack
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
+from prepcli.engine.blobs import open_blobs
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.errors import Command, PrepError, text, usage_error
+from prepcli.engine.distance import Distance, measure_distance
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import unwritten_manifest
 from prepcli.operations.accept import accept_files
@@ -30,7 +32,7 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.results import Verification
+from prepcli.operations.results import TensorDistance, Verification
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
@@ -104,7 +106,9 @@ def verify(
         replace(common_options(checkpoint, None, options), quantized="stored"),
         against=None if against is None else str(against),
         quick=options["quick"],
+        tolerance=options["tolerance"],
     )
+    _check_tolerance(request)
     accept = [str(path) for path in options["accept"]]
     if not accept:
         result = _verify(request, observer)
@@ -120,6 +124,21 @@ class _Request:
     common: CommonOptions
     against: str | None  # other checkpoint; None: compare with the manifest
     quick: bool  # read no values
+    tolerance: float | None  # largest accepted difference of two values; None: compare bits
+
+
+def _check_tolerance(request: _Request) -> None:
+    """Raise UsageError for a tolerance without two checkpoints whose values are read."""
+    option = Option("tolerance")
+    if request.tolerance is None:
+        return
+    if request.against is None:
+        why = "a checkpoint and its digests are equal or not"
+        what = text("{} requires a second checkpoint", option)
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
+    if request.quick:
+        what = text("{} and {} exclude each other", option, Option("quick", True))
+        raise usage_error(what, "a quick check reads no values", "remove one of them")
 
 
 def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observer) -> Verification:
@@ -215,7 +234,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
         return _collect_adapter(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
-    tensors = {t.name: t for t in (*matched, *source.state_tensors)}
+    tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
     return _VerifiedModel(
         source,
@@ -304,13 +323,21 @@ def _verify_pair(
         why = f"{a.source.family.name} and {b.source.family.name}"
         names = f"{a.source.display_name} and {b.source.display_name}"
         raise PrepError(f"{names} are of different families", why, "two checkpoints of one family")
-    findings = list(_shape_findings(a, b))
+    findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)
     memory_nbytes = request.common.memory_nbytes
     # Tensors of different shapes or dtypes have no values to compare.
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
+    if request.tolerance is not None:
+        distances = list(_tensor_distances(a, b, names, observer.progress()))
+        for label, distance in distances:
+            if not distance.max_abs <= request.tolerance:
+                why = f"differs by up to {distance.max_abs:.3g}, the tolerance is {request.tolerance:g}"
+                findings.append(Finding(label, why))
+        fields = tuple(_distance_fields(label, distance) for label, distance in distances)
+        return replace(_result(a, findings, against=b), distances=fields)
     if not request.quick:
         findings += _tie_findings(a, memory_nbytes, observer)
         findings += _tie_findings(b, memory_nbytes, observer)
@@ -322,8 +349,13 @@ def _verify_pair(
     return _result(a, findings, against=b)
 
 
-def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
-    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary."""
+def _shape_findings(
+    a: _VerifiedModel, b: _VerifiedModel, *, has_tolerance: bool
+) -> Iterator[Finding]:
+    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary.
+
+    With a tolerance the dtypes may differ.
+    """
     for name in sorted({*a.tensors, *b.tensors}):
         label = a.labels[name] if name in a.labels else b.labels[name]
         a_tensor = a.tensors.get(name)
@@ -331,7 +363,7 @@ def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
         if a_tensor is None or b_tensor is None:
             lacking = a.source.display_name if a_tensor is None else b.source.display_name
             yield Finding(label, f"is not in {lacking}")
-        elif a_tensor.dtype != b_tensor.dtype:
+        elif a_tensor.dtype != b_tensor.dtype and not has_tolerance:
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
@@ -386,6 +418,33 @@ def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
     predicate = f"{difference.count:,} of {num_values:,} values; first at {first}"
     return Finding(a.labels[name], predicate, difference)
+
+
+def _tensor_distances(
+    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], progress: Progress
+) -> Iterator[tuple[TensorLabel, Distance]]:
+    """Yield the distance between the true rows of each tensor. Both checkpoints are read side by side."""
+    progress.begin("compare", sum(a.tensors[name].nbytes for name in names))
+    try:
+        with (
+            open_blobs(a.source.byte_sources) as files_a,
+            open_blobs(b.source.byte_sources) as files_b,
+        ):
+            for name in names:
+                stream_a = _row_stream(a.tensors[name], _true_rows(a, a.tensors[name]))
+                stream_b = _row_stream(b.tensors[name], _true_rows(b, b.tensors[name]))
+                distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
+                progress.advance(a.tensors[name].nbytes)
+                yield a.labels[name], distance
+    finally:
+        progress.end()
+
+
+def _distance_fields(label: TensorLabel, distance: Distance) -> TensorDistance:
+    """Return the entry of a tensor in `Verification.distances`."""
+    return TensorDistance(
+        label.leaf, label.tensor, distance.max_abs, distance.mean_abs, distance.cosine
+    )
 
 
 def _padding_lines(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -146,9 +146,17 @@ def sample_digest(source: Source) -> str:
         PrepError: A parameter is missing, or the source cannot be read.
     """
     used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
-    tensors = [tensor for tensor in source.tensors if tensor.name in used]
+    return _sample_digest(source, [t for t in source.tensors if t.name in used])
+
+
+def towers_digest(source: Source) -> str:
+    """Return a digest of the first rows of each tensor of a multimodal model's towers. See `sample_digest`."""
+    return _sample_digest(source, source.tower_tensors)
+
+
+def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
-    tensors.sort(key=lambda tensor: tensor.name)
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
     streams = [_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
     digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
     state = xxhash.xxh3_128()

@@ -257,7 +257,7 @@ def _decode_like(source: Source, decoded: Source) -> Source:
         source = dequantize_source(source)
     if not source.quantization or not decoded.tree_manifest:
         return source
-    return _cast_decoded(source, _parameter_dtype(source, decoded))
+    return cast_decoded(source, _parameter_dtype(source, decoded))
 
 
 def _parameter_dtype(source: Source, other: Source) -> str:
@@ -270,10 +270,24 @@ def _parameter_dtype(source: Source, other: Source) -> str:
     return DECODED_DTYPE
 
 
-def _cast_decoded(source: Source, dtype: str) -> Source:
-    """Return a source with decoded tensors in a dtype."""
-    *stored, blob = source.blobs
+def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
+    """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
+    blob = _decoded_blob(source)
+    location = tensor.placement[0]
+    assert isinstance(location, Contiguous)
+    return blob.decoders[bisect.bisect_right(blob.starts(), location.offset) - 1]
+
+
+def _decoded_blob(source: Source) -> DequantizedBlob:
+    """Return the decoded weights of a source. They are its last byte source."""
+    blob = source.blobs[-1]
     assert isinstance(blob, DequantizedBlob)
+    return blob
+
+
+def cast_decoded(source: Source, dtype: str) -> Source:
+    """Return a source with decoded tensors in a dtype."""
+    blob = _decoded_blob(source)
     cast_blob = replace(blob, dtype=dtype)
     starts = blob.starts()
     cast_starts = cast_blob.starts()
@@ -281,14 +295,13 @@ def _cast_decoded(source: Source, dtype: str) -> Source:
     for tensor in source.tensors:
         location = tensor.placement[0]
         if tensor.default_dtype and isinstance(location, Contiguous):
-            # A decoder may have several tensors, e.g. one for each expert.
             number = bisect.bisect_right(starts, location.offset) - 1
             values = (location.offset - starts[number]) // itemsize(tensor.dtype)
             offset = cast_starts[number] + values * itemsize(dtype)
             cast_location = Contiguous(location.file, offset)
             tensor = replace(tensor, dtype=dtype, placement=(cast_location,), default_dtype="")
         tensors.append(tensor)
-    return replace(source, tensors=tuple(tensors), blobs=(*stored, cast_blob))
+    return replace(source, tensors=tuple(tensors), blobs=(*source.blobs[:-1], cast_blob))
 
 
 def find_source_weights(source: Source) -> QuantizedWeights:

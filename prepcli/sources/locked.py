@@ -99,6 +99,7 @@ def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None)
     return replace(
         source,
         tensors=_with_digests(source, source.tensors, lock),
+        tower_tensors=_with_digests(source, source.tower_tensors, lock),
         state_tensors=_with_digests(source, source.state_tensors, lock),
         is_locked=True,
     )

@@ -16,6 +16,7 @@ from prepcli.sources.source import Source, SourceTensor, read_config, side_files
 from prepcli.sources.source_hints import CONFIG, SourceHints
 from trainer.models.parameters import VERBATIM, Family, HFConfig
 from trainer.models.registry import FAMILIES, family_of
+from trainer.models.text_part import read_text_part, text_section
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 
@@ -75,6 +76,8 @@ def select_family(
 ) -> Family:
     """Return the family of a checkpoint.
 
+    A multimodal checkpoint is opened with the names of its file, before `split_text_part` finds its text part.
+
     Args:
         config: Content of its config.json. Empty without one.
         hints: Whether the verbatim family is required, allowed or excluded.
@@ -82,12 +85,16 @@ def select_family(
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
 
     Raises:
-        PrepError: No family has the model_type, and the verbatim family is excluded.
+        PrepError: No family has the model_type, and the verbatim family is excluded. Or the text part of a multimodal
+            checkpoint is not supported.
     """
     model_type = config.get("model_type")
     is_unknown = model_type is None or (isinstance(model_type, str) and model_type not in FAMILIES)
     was_verbatim = manifest is not None and manifest.family == VERBATIM
     if hints.verbatim or (hints.verbatim is None and (was_verbatim or is_unknown)):
+        return verbatim_family(tensors)
+    if is_unknown and text_section(config) is not None:
+        read_text_part(config, tensors.keys())
         return verbatim_family(tensors)
     return family_of(config)
 

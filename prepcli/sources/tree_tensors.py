@@ -20,6 +20,7 @@ from prepcli.planning.state_names import (
     OPT_STATE,
     OPT_STATE_RULE,
     PARAMS,
+    TOWERS,
     TRAINING_STATE_RULE,
     find_slots,
     identity_axis_map,
@@ -157,6 +158,31 @@ def tensors_from_manifest(
         if name not in matched and not is_quantization_leaf(name):
             state.append(_leaf_as_tensor(name, leaf, manifest.others))
     return (*slot_tensors(PARAMS), *_empty_tensors(names, manifest)), tuple(state)
+
+
+def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leaves]:
+    """Return the leaves of the text part of a multimodal model with its state, and the leaves of its towers."""
+    if manifest.towers is None:
+        return leaves, {}
+    towers = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{TOWERS}.")}
+    others = {name: leaf for name, leaf in leaves.items() if name not in towers}
+    return others, towers
+
+
+def tower_tensors(leaves: Leaves, manifest: Manifest) -> tuple[SourceTensor, ...]:
+    """Return the tensors of the towers of a multimodal model.
+
+    Args:
+        leaves: Leaves of the towers, by dotted name.
+        manifest: Manifest of the checkpoint.
+    """
+    tensors: list[SourceTensor] = []
+    for leaf_name, leaf in leaves.items():
+        name = leaf_name.removeprefix(f"{TOWERS}.")
+        tensor = _leaf_as_tensor(leaf_name, leaf, {})
+        digests = recorded_digests(manifest.tensors, name)
+        tensors.append(replace(tensor, name=qualify(TOWERS, name), digests=digests))
+    return tuple(tensors)
 
 
 def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTensor]:

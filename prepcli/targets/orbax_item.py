@@ -18,7 +18,12 @@ from prepcli.planning.quantization_leaves import (
     is_quantization_tensor,
     quantization_leaves,
 )
-from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
+from prepcli.planning.state_names import (
+    PARAMS,
+    TOWERS,
+    identity_axis_map,
+    split_name,
+)
 from prepcli.planning.state_rows import (
     StackedIndices,
     index_state_tensors,
@@ -151,7 +156,7 @@ def make_item(
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
-    source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
+    source = source.cast(dtype)
     for use in _leaf_uses(source, match, axis_maps, vocab_size):
         tensor = use.tensor
         name = use.name
@@ -189,9 +194,10 @@ def make_item(
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves: list[OutputLeaf] = []
+    tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
-        # In the flat trees of a verbatim family and of scales, the path below the first key is one key.
-        is_flat = source.family.is_verbatim or is_quantization_leaf(name)
+        # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
+        is_flat = source.family.is_verbatim or is_quantization_leaf(name) or name in tower_leaves
         max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
@@ -226,6 +232,15 @@ def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
     for tensor in source.state_tensors:
         if is_quantization_tensor(tensor.name) and not tensor.nbytes:
             yield tensor.name
+    for tensor in source.tower_tensors:
+        if not tensor.nbytes:
+            yield tensor.name
+
+
+def tower_leaf(tensor: SourceTensor) -> str:
+    """Return the name of the leaf of a tower's tensor."""
+    _, name = split_name(tensor.name)
+    return f"{TOWERS}.{name}"
 
 
 def _mixed_dtypes_error(
@@ -256,8 +271,10 @@ class _LeafUse:
         name: Name of the leaf.
         axis_map: Maps elements of the leaf to elements of its tensors.
         stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
-        path: Path of the parameter that the leaf belongs to. None for other state, e.g. the step count.
+        path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
+            e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
+        is_tower: Whether the tensor belongs to a tower of a multimodal model.
     """
 
     tensor: SourceTensor
@@ -266,6 +283,7 @@ class _LeafUse:
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
     parameter_map: AxisMap | None = None
+    is_tower: bool = False
 
 
 def _leaf_uses(
@@ -277,6 +295,11 @@ def _leaf_uses(
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
+    for tensor in source.tower_tensors:
+        if 0 not in tensor.shape:
+            leaf = tower_leaf(tensor)
+            axis_map = identity_axis_map(leaf, tensor.shape)
+            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
@@ -333,12 +356,16 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
     elif partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
+        rules = partitioning.rules
+        if use.is_tower:
+            # The dims of a tower have no names, so that no rule of a dim is for them.
+            rules = replace(rules, by_size=True)
         parameter_spec = leaf_spec(
             use.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,
-            rules=partitioning.rules,
+            rules=rules,
             checkpoint=source.display_name,
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,

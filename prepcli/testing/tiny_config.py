@@ -63,7 +63,7 @@ REQUIRED_AXES = (
     "heads",
     "layers",
 )
-WINDOW_FIELDS = ("sliding_window", "window_size")
+WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
 # Lists with one entry per layer.
 LAYER_LISTS = ("layer_types", "attention_layers", "mlp_layer_types")
 # First layers with a dense MLP, in configs of DeepSeek.
@@ -76,6 +76,7 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
+    {"mlp_only_layers": [0]},
 )
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")

@@ -123,6 +123,11 @@ def random_flags(rng: random.Random, config: Mapping[str, Any]) -> Any:
     return rng.choice(([rng.randrange(2) for _ in range(layer_count(config))], None))
 
 
+def random_thetas(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return a rotary base for each layer, 0 for a layer without rotation."""
+    return rng.choice(([rng.choice((0, 0, 300.0, 5000)) for _ in range(layer_count(config))], None))
+
+
 def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return `attention_types` of GPT-Neo, mostly for the right number of layers."""
     layers = layer_count(config)
@@ -266,7 +271,11 @@ VALUES: Mapping[str, ValueSampler] = {
     "num_key_value_heads": one_of(1, 2, 3, 4, None),
     "num_experts_per_tok": one_of(1, 2, 3),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), one_of(3, 6, 6, 12)),
-    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), one_of(1, 2, 2, 0)),
+    **dict.fromkeys(
+        ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), one_of(1, 2, 2, 0)
+    ),
+    "moe_topk": one_of(1, 2, 3, [2, 2], [2, 3]),
+    "layer_rope_theta": random_thetas,
     **dict.fromkeys(("kv_lora_rank", "shared_expert_intermediate_size"), one_of(8, 12, 16)),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), one_of(4, 6, 8)),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"), one_of(0.5, 1.0, 2)),
@@ -402,7 +411,7 @@ def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) 
         config.pop(name, None)
     elif rng.random() < WRONG_TYPE_SHARE:
         config[name] = copy.deepcopy(rng.choice(INVALID_VALUES))
-    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3"):
+    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3", "mellum"):
         config[name] = random_nested_rope(rng, config)
     else:
         config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

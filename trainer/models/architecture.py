@@ -32,6 +32,8 @@ ACTIVATIONS = (
 FULL_ATTENTION = 0
 # Wider windows fit no int32 and no sequence is that long.
 MAX_WINDOW = 1 << 30
+# Attention without chunks.
+NO_CHUNK = 0
 NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
@@ -144,10 +146,12 @@ class LayerKind(NamedTuple):
     Attributes:
         window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
         rope: Rotary embedding. None if queries and keys do not rotate.
+        chunk: Number of positions of a chunk, or NO_CHUNK.
     """
 
     window: int
     rope: Rope | None
+    chunk: int = NO_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +175,23 @@ class ArchConfig:
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
         layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
             arXiv:2305.19466).
+        query_scale: Factor of the queries of these layers, as a `Rope` without rotated elements.
+        attention_chunk: Number of positions of a chunk (Llama 4): a token attends to the earlier
+            tokens of its chunk, positions floor(p / n) n to p. NO_CHUNK means no chunks.
+        chunked_layers: Indices of the layers with chunks.
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
         has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
             token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
         position_offset: Row of the first learned position, or number added to sinusoidal ones.
         embed_scale: Factor of the token embeddings.
+        has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
         qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
             or those of all heads together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
+        has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
@@ -217,13 +227,18 @@ class ArchConfig:
     has_final_norm: bool = True
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
+    query_scale: Rope | None = None
+    attention_chunk: int = NO_CHUNK
+    chunked_layers: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     has_sinusoidal_positions: bool = False
     position_offset: int = 0
     embed_scale: float = 1.0
+    has_plain_embed_norm: bool = False
     residual_scale: float = 1.0
     qk_norm_axes: Literal["head", "all_heads"] = "head"
     rotates_before_qk_norm: bool = False
+    has_plain_qk_norm: bool = False
     qkv_clip: float = NO_CLIP
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
@@ -266,10 +281,11 @@ class ArchConfig:
         for layer, window in enumerate(self.sliding_windows):
             rope = self.rope
             if layer in self.layers_without_rope:
-                rope = None
+                rope = self.query_scale
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
-            kinds.append(LayerKind(window, rope))
+            chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
+            kinds.append(LayerKind(window, rope, chunk))
         return tuple(kinds)
 
     @property

@@ -19,6 +19,7 @@ class AttentionFeature(StrEnum):
     CAUSAL = "causal masks"
     WINDOW = "sliding windows"
     MIXED_WINDOWS = "windows that differ between layers"
+    CHUNKS = "chunks of positions"
     BIDIRECTIONAL = "attention without a causal mask"
     CROSS = "cross-attention"
     GROUPED_HEADS = "grouped query heads"
@@ -74,6 +75,8 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.WINDOW
     if len({*arch_config.sliding_windows}) > 1:
         yield AttentionFeature.MIXED_WINDOWS
+    if arch_config.chunked_layers:
+        yield AttentionFeature.CHUNKS
     if arch_config.encoder is not None:
         yield from (
             AttentionFeature.BIDIRECTIONAL,

@@ -40,6 +40,7 @@ from trainer.models.parameters import (
 from trainer.models.registry import family_of
 from trainer.models.rows import atoms_in, split_dims, split_row
 from trainer.models.suggest import suggest
+from trainer.models.text_part import with_prefixes
 from trainer.models.verbatim import recorded_family
 
 RANK_ATOM = "lora_rank"
@@ -121,9 +122,21 @@ def manifest_family(manifest: Mapping[str, Any]) -> Family:
     config = manifest["config"]
     lora = lora_from_manifest(manifest)
     family = family_of(config)
-    if lora is None:
-        return family
-    return lora_family(family, config, lora)
+    # Adapters have the names of the text model alone.
+    if lora is not None:
+        return lora_family(family, config, lora)
+    if towers := manifest.get("towers"):
+        return with_prefixes(family, _prefix(towers, "prefix"), _prefix(towers, "head_prefix"))
+    return family
+
+
+def _prefix(towers: Mapping[str, Any], key: str) -> str:
+    """Return a prefix of tensor names in a manifest."""
+    prefix = towers.get(key)
+    if not isinstance(prefix, str):
+        why = f"`towers` has the {key} {prefix!r:.60}"
+        raise PrepError("the manifest is invalid", why, GET_AGAIN_HINT)
+    return prefix
 
 
 @dataclass(frozen=True, slots=True)

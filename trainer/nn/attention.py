@@ -29,6 +29,8 @@ from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
+# The weights of a norm without a scale.
+NO_PARAMETERS: Leaves = {}
 ROTATED = ("q", "k")
 GATE = "gate"
 
@@ -122,6 +124,9 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
             if arch_config.qkv_clip != NO_CLIP:
                 heads = jnp.clip(heads, -arch_config.qkv_clip, arch_config.qkv_clip)
             norm_weights = weights.get(f"{name}_norm")
+            rotates = cos_sin is not None and cos_sin.cosine.shape[-1] > 0
+            if arch_config.has_plain_qk_norm and name != "v" and rotates:
+                norm_weights = NO_PARAMETERS
             if not arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)
             if name in ROTATED and cos_sin is not None:

@@ -51,7 +51,7 @@ def attend_and_project(
     """
     sharding = context.sharding
     q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
-    mask = context.mask
+    mask = context.mask.with_chunk_segments(len(q))
     if context.dropout is not None:
         dropout = context.dropout.attention(dropout_site, q.shape[2])
         mask = dataclasses.replace(mask, dropout=dropout)

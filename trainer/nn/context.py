@@ -117,7 +117,7 @@ class StackContext:
         if self.dropout is not None:
             layer_keys = weights.get(LAYER_DROPOUT_KEYS)
             dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
-        mask = self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE))
+        mask = self.mask.for_layer(kind, cos_sin, weights.get(LAYER_SCORE_SCALE))
         return LayerContext(
             self.arch_config,
             with_score_bias(mask, weights, self.arch_config, self.forward_config),

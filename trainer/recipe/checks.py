@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
@@ -374,7 +373,7 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _invalid_profile(profile: Mapping[str, Any]) -> str:
+def _invalid_profile(profile: Mapping[str, object]) -> str:
     """Return why a profile's table is invalid, or "" if it is valid."""
     if {*profile} != {"start", "steps"}:
         return f"its keys are {', '.join(profile) or 'missing'}, not start and steps"
@@ -385,7 +384,7 @@ def _invalid_profile(profile: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_wandb_table(table: Mapping[str, Any] | None) -> None:
+def check_wandb_table(table: Mapping[str, object] | None) -> None:
     """Check the keys of `log.wandb`, which are arguments of `wandb.init`, and `offline`.
 
     Raises:

@@ -11,7 +11,7 @@ import pytest
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
-from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
+from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
 from trainer.models.architecture import (
     FULL_ATTENTION,
     NO_CLIP,
@@ -193,6 +193,14 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("olmo2", "norms of inputs too"): change(block_type="sandwich"),
     ("olmo2", "norms of each head"): change(qk_norm_axes="head"),
     ("smollm3", "rotation in all layers"): change(layers_without_rope=()),
+    ("nanochat", "rotation forwards"): change_rope(is_reversed=False),
+    ("nanochat", "embeddings without a norm"): change(has_plain_embed_norm=False),
+    ("phimoe", "softmax of all logits"): change_router(mixing_range=1e9),
+    ("phimoe", "one expert in each softmax"): change_router(mixing_range=0.0),
+    ("llama4_text", "no chunks"): change(chunked_layers=()),
+    ("llama4_text", "chunks 1 larger"): change(attention_chunk=7),
+    ("llama4_text", "no norms of queries and keys"): change(has_plain_qk_norm=False),
+    ("llama4_text", "scores on the output of experts"): change_router(scales_input=False),
     ("granite", "unscaled outputs of sublayers"): change(residual_scale=1.0),
     ("granite", "scores scaled by the head width"): change(attn_scale=8**-0.5),
     ("granite", "unscaled logits"): change(lm_head_input_scale=1.0),
@@ -221,6 +229,7 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
+    ("llama4_text", "no growth of queries"): change(query_scale=None),
     ("ministral3", "no growth of queries"): change_rope(query_scale_beta=0.0),
     ("ministral3", "another step of the growth"): change_rope(query_scale_positions=17),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
@@ -247,6 +256,7 @@ FAST = (  # one for each kind of part: norms, masks, rotary embeddings, position
     *(
         ("olmo2", "norms of each head"),
         ("smollm3", "rotation in all layers"),
+        ("llama4_text", "no chunks"),
         ("bloom", "slopes of 4 heads"),
     ),
 )
@@ -265,7 +275,7 @@ def test_mutation_changes_short_logits(name: str, mistake: str):
         tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config)
     )
     logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.short)
-    assert max_logit_error(golden, logits) > LOGITS_ATOL
+    assert max_short_logit_error(golden, logits) > LOGITS_ATOL
 
 
 def test_fast_mutations_exist():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.model_configs import MODEL_CONFIGS
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.trainer.models.test_memory_estimate import make_inputs
 from trainer.models.lora import LoraConfig, build_adapters
 from trainer.models.memory_inputs import NO_SCORES
@@ -53,6 +54,21 @@ def test_windows_limit_attention_per_layer():
     )
 
 
+def test_chunks_limit_attention_to_their_own_pairs():
+    config = tiny_llama4(attention_chunk_size=4)
+    flops = count_step_flops(make_inputs("llama4_text", config, seq_length=10))
+    whole = count_step_flops(
+        make_inputs("llama4_text", tiny_llama4(attention_chunk_size=None), seq_length=10)
+    )
+    # 10 tokens: 55 pairs, or 10 + 10 + 3 in chunks of 4, 4 and 2.
+    assert flops.attention_causal * 55 == whole.attention_causal * 23
+
+
+def tiny_llama4(**changes: Any) -> dict[str, Any]:
+    """Return a config of Llama 4 in which all layers rotate."""
+    return LATER_FAMILIES["llama4_text"] | {"no_rope_layers": [1, 1, 1], **changes}
+
+
 def test_experts_count_for_their_tokens():
     dense = MIXTRAL | {"num_experts_per_tok": 8}
     two, eight = count("mixtral", MIXTRAL), count("mixtral", dense)
@@ -60,7 +76,7 @@ def test_experts_count_for_their_tokens():
     assert eight.matmul - two.matmul == 6 * 6 * expert_size * MIXTRAL["num_hidden_layers"] * TOKENS
 
 
-def test_dense_and_moe_layers_and_latents_count_their_own_matrices():
+def test_flops_count_the_matrices_of_each_kind_of_layer():
     """One dense layer, four MoE layers with 4 of 32 experts and shared ones of twice the width."""
     flops = count("deepseek_v3", DEEPSEEK_V3)
     width, heads, mlp = 512, 8, 192
@@ -132,7 +148,7 @@ def test_sources_without_tokens_have_no_pairs():
     assert tiled.attention_causal + tiled.masked == 12 * 8 * 64 * pairs
 
 
-def test_kernels_without_scores_in_memory_compute_no_masked_pairs():
+def test_kernels_without_scores_skip_masked_pairs():
     assert count("llama", LLAMA_7B, attention_tile=NO_SCORES).masked == 0
 
 

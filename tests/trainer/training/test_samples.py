@@ -16,7 +16,7 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, UsageError
 from trainer.nn.initialization import init_params
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.training.log_lines import sample_lines
+from trainer.training.log_lines import sample_line
 from trainer.training.loop import Loop
 from trainer.training.metrics import MetricsWriter, read_metrics
 from trainer.training.samples import Sampler
@@ -80,6 +80,7 @@ def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
         samples = sampler.generate(params)
         assert [sample.prompt for sample in samples] == [*PROMPTS]
         for sample in samples:
+            assert sample.text.startswith(" "), "it continues the prompt"
             prompt = tokenizer.encode_prompt(sample.prompt)
             assert_tokens_are_most_likely(setup, params, prompt, sample.text)
 
@@ -97,6 +98,7 @@ def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
     params = init_params(setup.model, 0)
     sampler = make_sampler(tokenizer, setup, decoder_start_id=0)
     texts = [sample.text for sample in sampler.generate(params)]
+    assert not any(text.startswith(" ") for text in texts), "a target continues no text"
     sources = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
     for text, source in zip(texts, sources, strict=True):
         encoder_inputs = {"source": np.array([source]), "present": np.ones((1, len(source)), bool)}
@@ -171,7 +173,7 @@ def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, t
     assert isinstance(callbacks, runs.RecordingCallbacks)
     assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
     assert read_metrics(log) == [
-        line for step, samples in callbacks.samples for line in sample_lines(step, samples)
+        sample_line(step, sample) for step, samples in callbacks.samples for sample in samples
     ]
     assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
     assert callbacks.samples[0][1] != callbacks.samples[-1][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -246,14 +246,13 @@ def build_parameters(
     """Return the parameters of a model, with the options of `_stack_parameters`."""
     self_attention = _attention_sublayer("attn", 0, "SelfAttention")
     cross_attention = _attention_sublayer("cross", 1, "EncDecAttention")
-    options: dict[str, Any] = {
-        "gate_condition": gate_condition,
-        "has_bias_per_layer": has_bias_per_layer,
-    }
+    build_stack = partial(
+        _stack_parameters, gate_condition=gate_condition, has_bias_per_layer=has_bias_per_layer
+    )
     return {
         **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
-        **_stack_parameters("encoder", "encoder_layers", self_attention, **options),
-        **_stack_parameters("decoder", "layers", self_attention, cross_attention, **options),
+        **build_stack("encoder", "encoder_layers", self_attention),
+        **build_stack("decoder", "layers", self_attention, cross_attention),
         **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
     }
 
