@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import PlanOptions, VerifyOptions
+    from prepcli.operations.inspection_options import LockOptions, PlanOptions, VerifyOptions
     from prepcli.operations.load_params import load_params
+    from prepcli.operations.lock import lock
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -51,9 +52,11 @@ if TYPE_CHECKING:
         EvaluationScores,
         Generation,
         Inspection,
+        LockedModel,
         NewTokens,
         RunsReport,
         StepPlan,
+        TensorDistance,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -79,6 +82,8 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "LockOptions",
+    "LockedModel",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -95,6 +100,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "TensorDistance",
     "TensorSummary",
     "TrainOptions",
     "TrainingRun",
@@ -111,6 +117,7 @@ __all__ = [
     "inspect",
     "linen_model",
     "load_params",
+    "lock",
     "merge",
     "nnx_model",
     "pad_vocab",
@@ -141,7 +148,7 @@ _MODULES = {
         "VerbatimOptions",
     ),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),
+    "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
@@ -151,11 +158,12 @@ _MODULES = {
             "EvaluationScores",
             "Generation",
             "Inspection",
+            "LockedModel",
             "NewTokens",
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -165,6 +173,7 @@ _MODULES = {
     "prepcli.operations.generate": ("generate",),
     "prepcli.operations.harness_model": ("harness_model",),
     "prepcli.operations.load_params": ("load_params",),
+    "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.save_init": ("reshard", "save_init"),

@@ -39,6 +39,7 @@ TRAINER = (
 PREPCLI = (
     *(
         "errors",
+        "option_spec",
         "console",
         "planning",
         "engine",
@@ -82,8 +83,12 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    "prepcli.option_spec",
     "trainer.files.json_values",
-    *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "hardware")),
+    *(
+        f"prepcli.launch.{name}"
+        for name in ("job", "options", "shell", "slurm", "tpu", "gke", "hardware")
+    ),
     "trainer.planning.tpu_topologies",
 }
 COMPUTES = {  # modules that start jax, or list its devices

@@ -17,7 +17,7 @@ def docs(
         str | None,
         typer.Argument(
             metavar="PAGE",
-            help="Page to print; default: list all.",
+            help="Page to print. Default: list all.",
             autocompletion=complete_page,
             show_default=False,
         ),
@@ -26,7 +26,7 @@ def docs(
     options: DocsOptions,
     output_options: OutputOptions,
 ) -> int:
-    """List the pages of the documentation, or print one; its path goes to stderr.
+    """List the pages of the documentation, or print one. Its path goes to stderr.
 
     Examples:
       prep docs

@@ -9,11 +9,11 @@ import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import complete_recipe
-from prepcli.operations.launch_options import (
-    LaunchGkeOptions,
-    LaunchLocalOptions,
-    LaunchSlurmOptions,
-    LaunchTpuOptions,
+from prepcli.launch.options import (
+    GkeOptions,
+    LocalOptions,
+    SlurmOptions,
+    TpuOptions,
 )
 
 RecipeArgument = Annotated[
@@ -36,7 +36,7 @@ def slurm(
     recipe: RecipeArgument,
     words: WordsArgument = None,
     *,
-    options: LaunchSlurmOptions,
+    options: SlurmOptions,
     output_options: OutputOptions,
 ) -> int:
     """Write a SLURM batch script, or submit it.
@@ -60,7 +60,7 @@ def tpu(
     recipe: RecipeArgument,
     words: WordsArgument = None,
     *,
-    options: LaunchTpuOptions,
+    options: TpuOptions,
     output_options: OutputOptions,
 ) -> int:
     """Write a script that creates a Cloud TPU and trains on it, or run it.
@@ -81,7 +81,7 @@ def gke(
     recipe: RecipeArgument,
     words: WordsArgument = None,
     *,
-    options: LaunchGkeOptions,
+    options: GkeOptions,
     output_options: OutputOptions,
 ) -> int:
     """Write a JobSet for Kubernetes, or create it.
@@ -102,7 +102,7 @@ def local(
     recipe: RecipeArgument,
     words: WordsArgument = None,
     *,
-    options: LaunchLocalOptions,
+    options: LocalOptions,
     output_options: OutputOptions,
 ) -> int:
     """Train in several processes with CPU devices on this machine.

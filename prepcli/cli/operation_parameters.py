@@ -12,7 +12,7 @@ import typer
 
 from prepcli.cli.options import complete_devices
 from prepcli.operations.arguments import choices_of, minimum_of
-from prepcli.operations.option_spec import REQUIRED, OptionSpec, PathLike, option_specs
+from prepcli.option_spec import REQUIRED, OptionSpec, PathLike, option_specs
 
 NEGATION = "--no-"
 # Functions that complete the values of options, by their metavar.

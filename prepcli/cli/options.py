@@ -76,7 +76,7 @@ OptionalCheckpointArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Folder, alias or hub id; default: the only prep folder here.",
+        help="Folder, alias or hub id. Default: the only prep folder here.",
         autocompletion=complete_checkpoint,
         show_default=False,
     ),
@@ -100,7 +100,7 @@ VerboseOption = Annotated[
         "-v",
         "--verbose",
         count=True,
-        help="Print one line per leaf; -vv: one per slab.",
+        help="Print one line per leaf. -vv: one per slab.",
         show_default=False,
     ),
 ]

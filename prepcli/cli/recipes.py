@@ -21,7 +21,7 @@ def recipes(
         list[str] | None,
         typer.Argument(
             metavar="[copy] NAME",
-            help="A recipe to print or copy; default: list all.",
+            help="A recipe to print or copy. Default: list all.",
             autocompletion=complete_shipped_recipe,
             show_default=False,
         ),

@@ -20,7 +20,7 @@ from prepcli.operations.compute_options import (
     TrainArguments,
     TrainOptions,
 )
-from prepcli.operations.option_spec import OptionSpec
+from prepcli.option_spec import OptionSpec
 
 
 class SchemaOptions(TypedDict):
@@ -38,7 +38,7 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             autocompletion=complete_recipe,
-            help="Recipe: a TOML file, or the name of one of `prep recipes`; keys: `prep docs recipes`.",
+            help="Recipe: a TOML file, or the name of one of `prep recipes`. keys: `prep docs recipes`.",
             show_default=False,
         ),
     ] = None,
@@ -49,7 +49,7 @@ def train(
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Train from a checkpoint with a recipe; resume an earlier run.
+    """Train from a checkpoint with a recipe. Resume an earlier run.
 
     Examples:
       prep train gpt-neo-1.3b

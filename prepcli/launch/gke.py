@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
 
 import yaml
 
 from prepcli.errors import FAILED, USAGE
-from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_label
+from prepcli.launch.job import LaunchJob, check_label
+from prepcli.launch.options import GkeOptions
 from prepcli.launch.shell import command_line, comment, environment_lines, script
+from trainer.files.json_values import JsonObject
 from trainer.models.process_address import DEFAULT_PORT
 
 # Folder of the recipe and the start script in a container.
@@ -33,37 +33,6 @@ NODE_POOL = "cloud.google.com/gke-nodepool"
 # Keys that no YAML parser takes for another type. YAML 1.1 takes `y` and `n` for booleans.
 PLAIN_KEY = re.compile("[A-Za-z][-A-Za-z0-9_./]+")
 
-Yaml = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GkeOptions:
-    """Options of a JobSet.
-
-    Attributes:
-        image: Container image with prep.
-        nodes: Number of pods of all slices, one per node.
-        devices_per_node: GPUs or TPU chips of each pod.
-        accelerator: Label of the nodes: a GPU such as `nvidia-h100-80gb`, or a TPU such as
-            `tpu-v5p-slice`.
-        topology: Topology of a TPU slice, such as `4x4x8`.
-        cpus: CPU cores of each pod.
-        mem: Memory of each pod, such as `900Gi`.
-        claim: Persistent volume claim, mounted as the working folder. Default: a folder that is
-            deleted with the pod.
-        grace_s: Seconds that a pod has to save when its node is drained.
-    """
-
-    image: str
-    nodes: int = 1
-    devices_per_node: int | None = None
-    accelerator: str | None = None
-    topology: str | None = None
-    cpus: int | None = None
-    mem: str | None = None
-    claim: str | None = None
-    grace_s: int = DEFAULT_GRACE_S
-
 
 def gke_manifest(
     job: LaunchJob, options: GkeOptions, *, recipe_text: str, num_slices: int = 1
@@ -81,11 +50,11 @@ def gke_manifest(
     """
     check_label(job.name)
     num_jobs = num_slices if _is_tpu(options) else 1
-    files: Yaml = {
+    files: JsonObject = {
         _recipe_file(job): recipe_text,
         START_FILE: _start_script(job, options, num_jobs),
     }
-    config_map: Yaml = {
+    config_map: JsonObject = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": job.name},
@@ -97,7 +66,7 @@ def gke_manifest(
     return f"{head}\n{yaml_text([config_map, _job_set(job, options, num_jobs)])}"
 
 
-def yaml_text(documents: Iterable[Yaml]) -> str:
+def yaml_text(documents: Iterable[JsonObject]) -> str:
     """Return mappings as YAML documents in block style.
 
     All strings are quoted or literal blocks. PyYAML would leave e.g. `1e3` plain, and the parser
@@ -129,7 +98,7 @@ class _Dumper(yaml.SafeDumper):
             style = "|"
         return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
-    def represent_object(self, mapping: Yaml) -> yaml.MappingNode:
+    def represent_object(self, mapping: JsonObject) -> yaml.MappingNode:
         """Represent a mapping without quotes around usual keys."""
         node = self.represent_dict(mapping)
         for key, _ in node.value:
@@ -143,14 +112,14 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_representer(dict, _Dumper.represent_object)
 
 
-def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
+def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     """Return the JobSet: one Job per slice of TPUs, or one Job with all nodes of GPUs."""
-    end_rule: Yaml = {
+    end_rule: JsonObject = {
         "name": "endAfterError",
         "action": "FailJobSet",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    metadata: Yaml = {"name": job.name}
+    metadata: JsonObject = {"name": job.name}
     if _is_tpu(options):
         # The nodes of a slice are one node pool. Without the annotation, the pods of a Job may be
         # in several slices.
@@ -167,16 +136,16 @@ def _job_set(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
     }
 
 
-def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
+def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
     """Return the Job: one pod per node. The first failure ends all pods."""
-    nodes = options.nodes // num_jobs
+    nodes = options["nodes"] // num_jobs
     # The first matching rule applies. A drained pod counts as a failure that the JobSet may
     # restart, before its exit code is compared.
-    drained: Yaml = {
+    drained: JsonObject = {
         "action": "Count",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
-    codes: Yaml = {
+    codes: JsonObject = {
         "containerName": CONTAINER,
         "operator": "In",
         # Errors of the training or its recipe, which a restart would repeat.
@@ -193,40 +162,40 @@ def _pods(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
     }
 
 
-def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> Yaml:
-    work: Yaml = {"emptyDir": {}}
-    if options.claim:
-        work = {"persistentVolumeClaim": {"claimName": options.claim}}
-    pod: Yaml = {}
-    if options.accelerator:
+def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> JsonObject:
+    work: JsonObject = {"emptyDir": {}}
+    if options["claim"]:
+        work = {"persistentVolumeClaim": {"claimName": options["claim"]}}
+    pod: JsonObject = {}
+    if options["accelerator"]:
         pod["nodeSelector"] = _node_selector(options)
-    if options.nodes > 1 and not _is_tpu(options):
+    if options["nodes"] > 1 and not _is_tpu(options):
         pod["affinity"] = _one_pod_per_node(job)
     return {
         **pod,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace_s,
+        "terminationGracePeriodSeconds": options["grace"],
         "containers": [_container(options, num_jobs)],
         "volumes": [{"name": "files", "configMap": {"name": job.name}}, {"name": "work", **work}],
     }
 
 
-def _one_pod_per_node(job: LaunchJob) -> Yaml:
+def _one_pod_per_node(job: LaunchJob) -> JsonObject:
     """Return the anti-affinity of a job's pods.
 
     Without it, pods that request part of a node's GPUs share a node.
     """
-    term: Yaml = {
+    term: JsonObject = {
         "labelSelector": {"matchLabels": {JOB_SET_KEY: job.name}},
         "topologyKey": "kubernetes.io/hostname",
     }
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _container(options: GkeOptions, num_jobs: int) -> Yaml:
-    container: Yaml = {
+def _container(options: GkeOptions, num_jobs: int) -> JsonObject:
+    container: JsonObject = {
         "name": CONTAINER,
-        "image": options.image,
+        "image": options["image"],
         # A file, because Kubernetes expands `$(NAME)` in inline commands.
         "command": ["bash", f"{FILES_FOLDER}/{START_FILE}"],
         "workingDir": WORK_FOLDER,
@@ -250,13 +219,13 @@ def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
     index = "$JOB_COMPLETION_INDEX"
     if num_jobs > 1:
         # Counted over all slices, e.g. 2 slices of 4 nodes: pod 1 of slice 1 is 4 * 1 + 1 = 5.
-        index = f"$(({options.nodes // num_jobs} * {JOB_INDEX} + JOB_COMPLETION_INDEX))"
+        index = f"$(({options['nodes'] // num_jobs} * {JOB_INDEX} + JOB_COMPLETION_INDEX))"
     words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
     lines = [
         "set -e",
         # JobSet names pods JOBSET-JOB-INDEX-POD, and its headless service has the name of the JobSet.
         f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{DEFAULT_PORT}",
-        f"export JAX_NUM_PROCESSES={options.nodes}",
+        f"export JAX_NUM_PROCESSES={options['nodes']}",
         f"export JAX_PROCESS_ID={index}",
         *environment_lines(job),
         f"exec {command_line(words)}",
@@ -264,24 +233,24 @@ def _start_script(job: LaunchJob, options: GkeOptions, num_jobs: int) -> str:
     return script(lines)
 
 
-def _resources(options: GkeOptions) -> dict[str, str]:
+def _resources(options: GkeOptions) -> JsonObject:
     device = "google.com/tpu" if _is_tpu(options) else "nvidia.com/gpu"
-    counts = {device: options.devices_per_node, "cpu": options.cpus, "memory": options.mem}
+    counts = {device: options["devices_per_node"], "cpu": options["cpus"], "memory": options["mem"]}
     return {name: str(count) for name, count in counts.items() if count}
 
 
-def _node_selector(options: GkeOptions) -> Yaml:
+def _node_selector(options: GkeOptions) -> JsonObject:
     prefix = "cloud.google.com/gke"
     if not _is_tpu(options):
-        return {f"{prefix}-accelerator": options.accelerator or ""}
-    selector: Yaml = {f"{prefix}-tpu-accelerator": options.accelerator or ""}
-    if options.topology:
-        selector[f"{prefix}-tpu-topology"] = options.topology
+        return {f"{prefix}-accelerator": options["accelerator"] or ""}
+    selector: JsonObject = {f"{prefix}-tpu-accelerator": options["accelerator"] or ""}
+    if options["topology"]:
+        selector[f"{prefix}-tpu-topology"] = options["topology"]
     return selector
 
 
 def _is_tpu(options: GkeOptions) -> bool:
-    return (options.accelerator or "").startswith("tpu")
+    return (options["accelerator"] or "").startswith("tpu")
 
 
 def _recipe_file(job: LaunchJob) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.errors import Command, Key, Option, PrepError, join_texts, text, usage_error
-from prepcli.launch.gke import GkeOptions
+from prepcli.launch.options import GkeOptions
 from prepcli.planning.process_files import MAX_PROCESSES
 from trainer.models.mesh import Mesh, resolve_mesh
 from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
@@ -208,7 +208,7 @@ def gke_hardware(options: GkeOptions, training: Training) -> Hardware:
     Raises:
         UsageError: An option is missing, and the pods would get no devices, or the options contradict each other.
     """
-    generation = _gke_generation(options.accelerator)
+    generation = _gke_generation(options["accelerator"])
     if generation is None:
         return _gpu_hardware(options, training)
     return _tpu_pod_hardware(options, generation, training)
@@ -225,17 +225,17 @@ def _gke_generation(label: str | None) -> TpuGeneration | None:
 
 
 def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
-    if options.topology:
+    if options["topology"]:
         topology = Option("topology")
         raise usage_error(
             text("{} is for TPUs only", topology),
-            text("{}", Option("accelerator", options.accelerator)),
+            text("{}", Option("accelerator", options["accelerator"])),
             text("remove {}", topology),
         )
-    if options.devices_per_node is None:
-        count, rest = divmod(training.num_devices or 0, options.nodes)
+    if options["devices_per_node"] is None:
+        count, rest = divmod(training.num_devices or 0, options["nodes"])
         raise _no_devices_error(count if count and not rest else 8)
-    return plain_hardware(options.nodes, options.devices_per_node)
+    return plain_hardware(options["nodes"], options["devices_per_node"])
 
 
 def _no_devices_error(count: int) -> PrepError:
@@ -248,7 +248,7 @@ def _tpu_pod_hardware(
     options: GkeOptions, generation: TpuGeneration, training: Training
 ) -> Hardware:
     slices = num_slices(training.slices)
-    topology = options.topology
+    topology = options["topology"]
     fitting = _fitting_shape(generation, training.slice_devices)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"
@@ -259,25 +259,25 @@ def _tpu_pod_hardware(
         what = text("{} is invalid", Option("topology", topology))
         raise usage_error(what, f"no slice of {generation.name} has it", known)
     sizes = generation.node_sizes(topology)
-    if options.devices_per_node is None:
+    if options["devices_per_node"] is None:
         raise _no_devices_error(sizes[0])
-    if options.devices_per_node not in sizes:
-        what = text("{} is invalid", Option("devices_per_node", options.devices_per_node))
+    if options["devices_per_node"] not in sizes:
+        what = text("{} is invalid", Option("devices_per_node", options["devices_per_node"]))
         why = (
             f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
         )
         raise usage_error(what, why, text("{}", Option("devices_per_node", sizes[0])))
     # 2 slices of 4x4x8 with 4 chips per node: 2 * 128 / 4 = 64 nodes.
-    nodes = slices * num_chips(topology) // options.devices_per_node
-    if options.nodes != nodes:
+    nodes = slices * num_chips(topology) // options["devices_per_node"]
+    if options["nodes"] != nodes:
         count = _with_noun(slices, "slice", "slices")
-        why = f"{count} of {topology} with {options.devices_per_node} chips per node"
-        what = text("{} is invalid", Option("nodes", options.nodes))
+        why = f"{count} of {topology} with {options['devices_per_node']} chips per node"
+        what = text("{} is invalid", Option("nodes", options["nodes"]))
         raise usage_error(what, f"{why}: {nodes} in all", text("{}", Option("nodes", nodes)))
     return Hardware(
         name=f"{_with_noun(slices, 'slice', 'slices')} of {generation.name}:{topology}",
         nodes=nodes,
-        node_devices=options.devices_per_node * generation.devices_per_chip,
+        node_devices=options["devices_per_node"] * generation.devices_per_chip,
         fitting=_fitting_slices(generation, fitting, slices),
     )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
 from prepcli.errors import Option, text
-from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_text
+from prepcli.launch.job import LaunchJob, check_text
+from prepcli.launch.options import SlurmOptions
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
 # Minimum time for the remaining tasks to end after the first one.
@@ -16,37 +16,6 @@ MIN_WAIT_S = 300
 HEARTBEAT_MARGIN_S = 240
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmOptions:
-    """Options of a SLURM job. None means the default of the cluster.
-
-    Attributes:
-        nodes: Number of nodes, each with one process.
-        devices_per_node: GPUs of each node.
-        cpus: CPU cores of each process.
-        mem: Memory of each node, such as `1000G`.
-        time: Time limit, such as `24:00:00`.
-        partition: Partition.
-        account: Account.
-        modules: Environment modules to load.
-        directives: Further options of `sbatch`, such as `--qos=long`.
-        log: Log file. `%j` is the number of the job.
-        grace_s: Seconds before the time limit at which the training stops and saves.
-    """
-
-    nodes: int = 1
-    devices_per_node: int | None = None
-    cpus: int | None = None
-    mem: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    modules: tuple[str, ...] = ()
-    directives: tuple[str, ...] = ()
-    log: str | None = None
-    grace_s: int = DEFAULT_GRACE_S
 
 
 def slurm_script(
@@ -70,7 +39,7 @@ def slurm_script(
             *(f"#SBATCH {directive}" for directive in _directives(job, options)),
             "",
             "set -e",
-            *(command_line(["module", "load", module]) for module in options.modules),
+            *(command_line(["module", "load", module]) for module in options["module"]),
             *environment_lines(job),
             "",
             # `set -e` would end the script at a failed srun, before the requeue.
@@ -90,25 +59,25 @@ def slurm_script(
 
 
 def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
-    devices = options.devices_per_node
+    devices = options["devices_per_node"]
     values = {
         "job-name": job.name,
-        "nodes": str(options.nodes),
+        "nodes": str(options["nodes"]),
         "ntasks-per-node": "1",
         "gres": f"gpu:{devices}" if devices else None,
-        "cpus-per-task": str(options.cpus) if options.cpus else None,
-        "mem": options.mem,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
+        "cpus-per-task": str(options["cpus"]) if options["cpus"] else None,
+        "mem": options["mem"],
+        "time": options["time"],
+        "partition": options["partition"],
+        "account": options["account"],
         # `%` and `/` of the job's name would be a pattern of sbatch and a folder.
-        "output": options.log or f"{job.name.replace('%', '%%').replace('/', '-')}-%j.log",
+        "output": options["log"] or f"{job.name.replace('%', '%%').replace('/', '-')}-%j.log",
         # A requeued job continues its log.
         "open-mode": "append",
-        "signal": f"USR1@{options.grace_s}",
+        "signal": f"USR1@{options['grace']}",
     }
     given = [f"--{name}={_quote(value)}" for name, value in values.items() if value is not None]
-    return [*given, "--requeue", *options.directives]
+    return [*given, "--requeue", *options["sbatch"]]
 
 
 def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
@@ -117,7 +86,7 @@ def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
     `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. The end of the first task must not kill the
     remaining ones while they save.
     """
-    cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    cpus = f" --cpus-per-task={options['cpus']}" if options["cpus"] else ""
     # With the default heartbeat of 60 s: max(300, 60 + 240) = 300 s.
     wait_s = max(MIN_WAIT_S, math.ceil(heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
     return f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus}"
@@ -138,16 +107,16 @@ def _quote(value: str) -> str:
 
 def _check_options(options: SlurmOptions) -> None:
     values = {
-        "mem": options.mem,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "log": options.log,
+        "mem": options["mem"],
+        "time": options["time"],
+        "partition": options["partition"],
+        "account": options["account"],
+        "log": options["log"],
     }
     for name, value in values.items():
         if value is not None:
             check_text(text("{}", Option(name)), value)
-    for module in options.modules:
+    for module in options["module"]:
         check_text(text("{}", Option("module")), module)
-    for directive in options.directives:
+    for directive in options["sbatch"]:
         check_text(text("{}", Option("sbatch")), directive)

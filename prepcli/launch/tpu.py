@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from prepcli.errors import Option, text, usage_error
 from prepcli.launch.job import LaunchJob, check_label, check_text
+from prepcli.launch.options import TpuOptions
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 from trainer.models.suggest import did_you_mean
 from trainer.planning.tpu_topologies import TPU_GENERATIONS
@@ -20,31 +20,12 @@ RUNTIME_VERSIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpuOptions:
-    """Options of a Cloud TPU.
-
-    Attributes:
-        accelerator: Type and size, such as `v5p-256`.
-        zone: Zone of the TPU.
-        project: Project, or None for the project of `gcloud config`.
-        runtime_version: Software of the TPU VM, or None for the default of the TPU type.
-        spot: Whether the TPU may be preempted.
-    """
-
-    accelerator: str
-    zone: str
-    project: str | None = None
-    runtime_version: str | None = None
-    spot: bool = False
-
-
 def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     """Return the script of `gcloud` commands. A second run of it uses the existing TPU."""
     check_label(job.name)
-    check_text(text("{}", Option("accelerator")), options.accelerator)
-    check_text(text("{}", Option("zone")), options.zone)
-    check_text(text("{}", Option("project")), options.project or "")
+    check_text(text("{}", Option("accelerator")), options["accelerator"])
+    check_text(text("{}", Option("zone")), options["zone"])
+    check_text(text("{}", Option("project")), options["project"] or "")
     name = shlex.quote(job.name)
     location = _location(options)
     resources = "gcloud compute tpus queued-resources"
@@ -57,7 +38,7 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
     return script(
         [
             "#!/bin/bash",
-            comment(f"Trains {job.recipe} on all hosts of a TPU {options.accelerator}."),
+            comment(f"Trains {job.recipe} on all hosts of a TPU {options['accelerator']}."),
             comment(f"To delete the TPU: {resources} delete {name} {location} --force"),
             "set -euo pipefail",
             "",
@@ -84,15 +65,15 @@ def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
 
 
 def _location(options: TpuOptions) -> str:
-    project = [f"--project={options.project}"] if options.project else []
-    return command_line([f"--zone={options.zone}", *project])
+    project = [f"--project={options['project']}"] if options["project"] else []
+    return command_line([f"--zone={options['zone']}", *project])
 
 
 def _hardware(options: TpuOptions) -> str:
-    runtime = options.runtime_version or _runtime_version(options.accelerator)
-    spot = ["--spot"] if options.spot else []
+    runtime = options["runtime_version"] or _runtime_version(options["accelerator"])
+    spot = ["--spot"] if options["spot"] else []
     return command_line(
-        [f"--accelerator-type={options.accelerator}", f"--runtime-version={runtime}", *spot]
+        [f"--accelerator-type={options['accelerator']}", f"--runtime-version={runtime}", *spot]
     )
 
 

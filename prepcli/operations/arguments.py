@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from prepcli.console.observer import Observer
 from prepcli.console.progress import Progress
 from prepcli.errors import usage_error
-from prepcli.operations.option_spec import Minimum
+from prepcli.option_spec import Minimum
 from trainer.models.suggest import did_you_mean
 
 PROGRESS_TYPE = "Progress, an object with the methods begin, advance, note and end"

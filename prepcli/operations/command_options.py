@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from prepcli.operations.option_spec import OptionSpec, PathLike
+from prepcli.option_spec import OptionSpec, PathLike
 
 DEMO_FOLDER = Path("prep-demo")
 
@@ -21,8 +21,8 @@ class ReportOptions(TypedDict):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Write the page to FILE; default: report.html in RUN, or here if RUN is a URL.",
-            "The HTML file; default: `report.html` in the folder of the first run.",
+            "Write the page to FILE. Default: report.html in RUN, or here if RUN is a URL.",
+            "The HTML file. Default: `report.html` in the folder of the first run.",
         ),
     ]
 
@@ -34,8 +34,8 @@ class RecipesOptions(TypedDict):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Copy to FILE; default: NAME.toml.",
-            "File of the copy; default: the recipe's name with the suffix .toml.",
+            "Copy to FILE. Default: NAME.toml.",
+            "File of the copy. Default: the recipe's name with the suffix .toml.",
         ),
     ]
 
@@ -48,7 +48,7 @@ class DocsOptions(TypedDict):
         OptionSpec(
             None,
             "Print the path of the page instead of its text.",
-            "Return the path of the page instead of its text; default: False.",
+            "Return the path of the page instead of its text. Default: False.",
             default=False,
         ),
     ]
@@ -62,7 +62,7 @@ class EnvOptions(TypedDict):
         OptionSpec(
             None,
             "Import jax and list its devices.",
-            "Import jax and list its devices; default: False.",
+            "Import jax and list its devices. Default: False.",
             default=False,
         ),
     ]
@@ -76,7 +76,7 @@ class DemoOptions(TypedDict):
         OptionSpec(
             "FOLDER",
             "Work in FOLDER.",
-            'Folder of the demo; default: "prep-demo".',
+            'Folder of the demo. Default: "prep-demo".',
             default=DEMO_FOLDER,
         ),
     ]
@@ -89,8 +89,8 @@ class CheckFamilyOptions(TypedDict):
         Sequence[str],
         OptionSpec(
             "NAME",
-            "Run only this check; repeatable.",
-            "Names of the checks to run; default: all.",
+            "Run only this check. Repeatable.",
+            "Names of the checks to run. Default: all.",
             default=(),
         ),
     ]

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypedDict
 
 from prepcli.operations.evaluation_keys import KEYS_TEXT
-from prepcli.operations.option_spec import (
+from prepcli.operations.options import ConversionArguments, SourceOptions
+from prepcli.operations.token_ids import parse_token_ids
+from prepcli.option_spec import (
     Minimum,
     NonNegativeInt,
     OptionSpec,
@@ -17,8 +19,6 @@ from prepcli.operations.option_spec import (
     PositiveInt,
     option_specs,
 )
-from prepcli.operations.options import ConversionArguments, SourceOptions
-from prepcli.operations.token_ids import parse_token_ids
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Reduction = Literal["fast", "exact"]
@@ -26,25 +26,25 @@ Reduction = Literal["fast", "exact"]
 _SOURCE_SPECS = option_specs(SourceOptions)
 _MESH = OptionSpec(
     "DP,FSDP,MP",
-    "Use this device mesh; default: one device.",
-    '"dp,fsdp,mp" sizes or named axes; default: the first device.',
+    "Use this device mesh. Default: one device.",
+    '"dp,fsdp,mp" sizes or named axes. Default: the first device.',
 )
 _DTYPE = OptionSpec(
     "NAME",
-    "Compute in this dtype; default: as stored.",
-    "Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.",
+    "Compute in this dtype. Default: as stored.",
+    "Dtype of the computation. Default: bfloat16 if all weights are bfloat16, otherwise float32.",
 )
 _EMA = OptionSpec(
     None,
     "Take the moving average of a run's parameters.",
-    "Take the moving average of a run's parameters; default: False.",
+    "Take the moving average of a run's parameters. Default: False.",
     default=False,
     position=26,
 )
 _VERIFY = OptionSpec(
     None,
     "Skip checking the checkpoint's checksums.",
-    "Compare the weights with the checkpoint's checksums or digests; default: True.",
+    "Compare the weights with the checkpoint's checksums or digests. Default: True.",
     default=True,
     flag="--no-verify",
     position=27,
@@ -58,7 +58,7 @@ class EvaluateArguments(TypedDict, total=False):
         PathLike | Sequence[PathLike],
         OptionSpec(
             "[NAME=]PATH",
-            "Evaluate on this file, folder, glob or URL; repeatable: a result for each name.",
+            "Evaluate on this file, folder, glob or URL. Repeatable: a result for each name.",
             "One or more files, folders, globs or URLs.",
             default=(),
             position=0,
@@ -73,8 +73,8 @@ class EvaluateOptions(SourceOptions, total=False):
         str | None,
         OptionSpec(
             "TYPE",
-            "Read files as this type, as `data.type` of a recipe; default: by suffix.",
-            "Type of the files, as `data.type` of a recipe; default: by their suffix.",
+            "Read files as this type, as `data.type` of a recipe. Default: by suffix.",
+            "Type of the files, as `data.type` of a recipe. Default: by their suffix.",
         ),
     ]
     fields: Annotated[
@@ -89,16 +89,16 @@ class EvaluateOptions(SourceOptions, total=False):
         Annotated[int, Minimum(2)] | None,
         OptionSpec(
             "N",
-            "Cut the data into sequences of N tokens; default: the model's positions, at most 1024.",
-            "Tokens per sequence, at least 2; default: the positions of the model, at most 1024.",
+            "Cut the data into sequences of N tokens. Default: the model's positions, at most 1024.",
+            "Tokens per sequence, at least 2. Default: the positions of the model, at most 1024.",
         ),
     ]
     limit: Annotated[
         NonNegativeInt,
         OptionSpec(
             "N",
-            "Evaluate on N sequences of each source; 0: all.",
-            "Sequences of each source; default: 0, all.",
+            "Evaluate on N sequences of each source. 0: all.",
+            "Sequences of each source. Default: 0, all.",
             default=0,
         ),
     ]
@@ -106,7 +106,7 @@ class EvaluateOptions(SourceOptions, total=False):
         str | Sequence[str],
         OptionSpec(
             "KEY=VALUE",
-            f"Set a recipe key; repeatable. {KEYS_TEXT}.",
+            f"Set a recipe key. Repeatable. {KEYS_TEXT}.",
             f'One or more recipe keys, such as "data.source_length=512". {KEYS_TEXT}.',
             default=(),
             flag="--set",
@@ -116,8 +116,8 @@ class EvaluateOptions(SourceOptions, total=False):
         PathLike | None,
         OptionSpec(
             "PATH",
-            "Use this tokenizer, a file or folder; default: the model's.",
-            "A tokenizer, as a file or folder; default: the checkpoint's.",
+            "Use this tokenizer, a file or folder. Default: the model's.",
+            "A tokenizer, as a file or folder. Default: the checkpoint's.",
         ),
     ]
     cache: Annotated[
@@ -125,7 +125,7 @@ class EvaluateOptions(SourceOptions, total=False):
         OptionSpec(
             "FOLDER",
             "Keep the tokens in FOLDER for later runs.",
-            "Folder that keeps the tokens for later calls; default: none.",
+            "Folder that keeps the tokens for later calls. Default: none.",
         ),
     ]
     batch_size: Annotated[
@@ -133,7 +133,7 @@ class EvaluateOptions(SourceOptions, total=False):
         OptionSpec(
             "N",
             "Compute N sequences at a time.",
-            "Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp; default: 8.",
+            "Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp. Default: 8.",
             default=8,
         ),
     ]
@@ -145,7 +145,7 @@ class EvaluateOptions(SourceOptions, total=False):
             "KIND",
             "Compute fast, or exact: the same bits on any mesh.",
             '"exact" computes each sequence alone: results have the same bits on any mesh and batch'
-            ' size; default: "fast".',
+            ' size. Default: "fast".',
             default="fast",
         ),
     ]
@@ -153,9 +153,9 @@ class EvaluateOptions(SourceOptions, total=False):
         str | Sequence[str],
         OptionSpec(
             "NAME",
-            "Generate targets from sources, and compute rouge, bleu or exact_match; repeatable.",
+            "Generate targets from sources, and compute rouge, bleu or exact_match. Repeatable.",
             "Metrics of the targets that an encoder-decoder model generates from the sources:"
-            ' "rouge", "bleu", "exact_match"; default: none.',
+            ' "rouge", "bleu", "exact_match". Default: none.',
             default=(),
             flag="--metric",
         ),
@@ -171,7 +171,7 @@ class GenerateArguments(TypedDict, total=False):
         str | Sequence[str],
         OptionSpec(
             "TEXT",
-            "Add a prompt; repeatable.",
+            "Add a prompt. Repeatable.",
             "One prompt, or several, as text.",
             default=(),
             flag="--prompt",
@@ -182,7 +182,7 @@ class GenerateArguments(TypedDict, total=False):
         Sequence[Sequence[int]],
         OptionSpec(
             "1,2,3",
-            "Add a prompt as token ids; repeatable.",
+            "Add a prompt as token ids. Repeatable.",
             "Prompts as token ids.",
             default=(),
             parse=parse_token_ids,
@@ -198,8 +198,8 @@ class GenerateOptions(SourceOptions, total=False):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Read one prompt per line (.jsonl: key `prompt` or `text`); - is stdin.",
-            'File with one more prompt per line (.jsonl: key `prompt` or `text`); "-" is stdin.',
+            "Read one prompt per line (.jsonl: key `prompt` or `text`). - is stdin.",
+            'File with one more prompt per line (.jsonl: key `prompt` or `text`). "-" is stdin.',
             flag="--prompts",
             cli_type=str,
             position=1,
@@ -209,8 +209,8 @@ class GenerateOptions(SourceOptions, total=False):
         PathLike | None,
         OptionSpec(
             "PATH",
-            "Use this tokenizer file or folder; default: the model's.",
-            "A tokenizer.json, a SentencePiece model, or a folder with a tokenizer; default: the"
+            "Use this tokenizer file or folder. Default: the model's.",
+            "A tokenizer.json, a SentencePiece model, or a folder with a tokenizer. Default: the"
             " checkpoint's.",
         ),
     ]
@@ -218,16 +218,16 @@ class GenerateOptions(SourceOptions, total=False):
         PositiveInt | None,
         OptionSpec(
             "N",
-            "Generate at most N tokens; default: 64, or to the last position.",
-            "Limit per prompt; default: 64, or fewer if the positions end.",
+            "Generate at most N tokens. Default: 64, or to the last position.",
+            "Limit per prompt. Default: 64, or fewer if the positions end.",
         ),
     ]
     temperature: Annotated[
         float,
         OptionSpec(
             "T",
-            "Scale randomness by T; 0: the most likely token.",
-            "Scale of the randomness; default: 0, the most likely token.",
+            "Scale randomness by T. 0: the most likely token.",
+            "Scale of the randomness. Default: 0, the most likely token.",
             default=0.0,
         ),
     ]
@@ -235,8 +235,8 @@ class GenerateOptions(SourceOptions, total=False):
         int,
         OptionSpec(
             "K",
-            "Sample from the K most likely; 0: all.",
-            "Sample from this many of the most likely tokens; default: 0, all.",
+            "Sample from the K most likely. 0: all.",
+            "Sample from this many of the most likely tokens. Default: 0, all.",
             default=0,
         ),
     ]
@@ -245,19 +245,19 @@ class GenerateOptions(SourceOptions, total=False):
         OptionSpec(
             "P",
             "Sample from the top probability mass P.",
-            "Sample from the smallest set of tokens with this probability; default: 1.",
+            "Sample from the smallest set of tokens with this probability. Default: 1.",
             default=1.0,
         ),
     ]
     seed: Annotated[
         int,
-        OptionSpec("N", "Set the random seed.", "Seed of the random draws; default: 0.", default=0),
+        OptionSpec("N", "Set the random seed.", "Seed of the random draws. Default: 0.", default=0),
     ]
     mesh: Annotated[str | None, _MESH]
     dtype: Annotated[ComputeDtype | None, _DTYPE]
     batch_size: Annotated[
         PositiveInt,
-        OptionSpec("N", "Run N prompts at a time.", "Prompts per batch; default: 16.", default=16),
+        OptionSpec("N", "Run N prompts at a time.", "Prompts per batch. Default: 16.", default=16),
     ]
     ema: Annotated[bool, _EMA]
     verify: Annotated[bool, _VERIFY]
@@ -270,7 +270,7 @@ class TrainArguments(TypedDict, total=False):
         PathLike | None,
         OptionSpec(
             "RUN",
-            "Save to RUN, a folder or bucket URL; default: runs/NAME.",
+            "Save to RUN, a folder or bucket URL. Default: runs/NAME.",
             "Folder of the run.",
             position=2,
         ),
@@ -296,8 +296,8 @@ class TrainOptions(TypedDict, total=False):
         NonNegativeInt,
         OptionSpec(
             "STEPS",
-            "Stop and save after STEPS steps; 0: never.",
-            "Stop after this many steps; default: 0, at the end of the recipe.",
+            "Stop and save after STEPS steps. 0: never.",
+            "Stop after this many steps. Default: 0, at the end of the recipe.",
             default=0,
         ),
     ]
@@ -306,7 +306,7 @@ class TrainOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Delete the run's steps and start again.",
-            "Delete the steps of an earlier run; default: False.",
+            "Delete the steps of an earlier run. Default: False.",
             default=False,
         ),
     ]
@@ -315,7 +315,7 @@ class TrainOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Start even if a step is estimated not to fit into memory.",
-            "Start even if a step is estimated not to fit into memory; default: False.",
+            "Start even if a step is estimated not to fit into memory. Default: False.",
             default=False,
         ),
     ]
@@ -324,7 +324,7 @@ class TrainOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Skip checking the checkpoint's checksums.",
-            "Compare the checkpoint with its checksums while it is read; default: True.",
+            "Compare the checkpoint with its checksums while it is read. Default: True.",
             default=True,
             flag="--no-verify",
             position=44,

@@ -34,9 +34,9 @@ from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
 from prepcli.operations.model_files import tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import Evaluation, EvaluationScores
 from prepcli.operations.target_metrics import check_target_metrics, target_metrics
+from prepcli.option_spec import PathLike
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.folders import make_access
 from prepcli.sources.source import Source
@@ -71,10 +71,10 @@ def evaluate(
     evaluates alone.
 
     Args:
-        checkpoint: Folder, alias, hub id, URL, training run, or a step of one; default: the only checkpoint of prep in
+        checkpoint: Folder, alias, hub id, URL, training run, or a step of one. Default: the only checkpoint of prep in
             the current folder.
-        data: One or more files, folders, globs or URLs; each is a source with its own result. "NAME=PATH" names it.
-        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
+        data: One or more files, folders, globs or URLs. Each is a source with its own result. "NAME=PATH" names it.
+        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`.
         **options: See `EvaluateOptions`.
 
     Returns:
@@ -253,7 +253,7 @@ def _open_dataset(
     return build_datasets(
         recipe,
         opened.model,
-        manifest=opened.reader.manifest,
+        model_config=opened.reader.manifest["config"],
         folders=folders,
         remote=DataFinder(access, observer.note),
         progress=tokenize_progress(observer),

@@ -40,7 +40,7 @@ KEYS_BY_TABLE = {
 EFFECTIVE_KEYS = frozenset(
     f"{table}.{key}" for table, keys in KEYS_BY_TABLE.items() for key in keys
 )
-KEYS_TEXT = "; ".join(f"[{table}]: {', '.join(keys)}" for table, keys in KEYS_BY_TABLE.items())
+KEYS_TEXT = ". ".join(f"[{table}]: {', '.join(keys)}" for table, keys in KEYS_BY_TABLE.items())
 
 # Options of `evaluate` that replace a key. All other keys are set by `overrides`.
 OPTION_OF_KEY = {

@@ -12,7 +12,7 @@ from typing import Any
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_keys import EFFECTIVE_KEYS
-from prepcli.operations.option_spec import as_tuple
+from prepcli.option_spec import as_tuple
 from trainer.models.suggest import suggest
 from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe

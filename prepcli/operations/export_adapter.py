@@ -8,8 +8,8 @@ from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.operations.conversion import OUT_PLACEHOLDER, PlannedConversion
-from prepcli.operations.option_spec import format_command_line
 from prepcli.operations.options import ExportOptions
+from prepcli.option_spec import format_command_line
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.locate import LocatedCheckpoint

@@ -12,8 +12,8 @@ from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.open_params import open_parameters
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import ModuleOptions, SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.restore.random_params import init_random_params, model_of_config
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family
@@ -40,13 +40,13 @@ def nnx_model(
     """Return a model as a module of `flax.nnx`.
 
     `model(tokens)` computes logits, and `model.loss_sums(tokens, targets, weights)` the sums of the cross entropy
-    without the logits of all tokens. `model.params` is the tree of `load_params`; `nnx.update(model, tree)` sets it.
+    without the logits of all tokens. `model.params` is the tree of `load_params`. `nnx.update(model, tree)` sets it.
     Dropout is not supported.
 
     Args:
         model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
-        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
         **options: See `ModuleOptions`.
 
     Returns:
@@ -74,13 +74,13 @@ def linen_model(
 ) -> tuple[LinenModel, dict[str, Tree]]:
     """Return a model as a module of `flax.linen`, and its variables.
 
-    `model.apply(variables, tokens)` computes logits; `method="loss_sums"` computes the sums of the cross entropy
+    `model.apply(variables, tokens)` computes logits. `method="loss_sums"` computes the sums of the cross entropy
     without the logits of all tokens. `variables["params"]` is the tree of `load_params`. Dropout is not supported.
 
     Args:
         model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
-        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
         **options: See `ModuleOptions`.
 
     Returns:

@@ -32,11 +32,11 @@ from prepcli.operations.conversion import (
 from prepcli.operations.model_files import eos_token_ids, find_source_tokenizer
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.prompts import STDIN, read_prompts
 from prepcli.operations.results import Generation, NewTokens
 from prepcli.operations.token_ids import format_token_ids
 from prepcli.operations.token_stream import TokenStream
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 
@@ -75,12 +75,12 @@ def generate(
     generates alone.
 
     Args:
-        checkpoint: Folder, alias, hub id, training run, or a step of one; default: the only checkpoint of prep in the
+        checkpoint: Folder, alias, hub id, training run, or a step of one. Default: the only checkpoint of prep in the
             current folder.
         prompts: One prompt, or several, as text.
         tokens: Prompts as token ids. They follow the text prompts in the result.
         on_tokens: Called with the next tokens of a prompt and their text as they are decoded. See `NewTokens`.
-        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
         **options: See `GenerateOptions`.
 
     Returns:

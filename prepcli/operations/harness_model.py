@@ -24,8 +24,8 @@ from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
 from prepcli.operations.open_params import open_params, resolve_compute_dtype
 from prepcli.operations.operation import public, rendered_for_python
-from prepcli.operations.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike, PositiveInt, as_tuple
 from prepcli.restore.params import OpenedModel
 
 if TYPE_CHECKING:
@@ -251,14 +251,14 @@ def harness_model(
     it computes them.
 
     Args:
-        checkpoint: Folder, alias, hub id, URL, training run, or a step of one; a decoder-only model.
-        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
-        dtype: "float32" or "bfloat16"; default: bfloat16 if all weights are bfloat16, otherwise float32.
+        checkpoint: Folder, alias, hub id, URL, training run, or a step of one. It must be a decoder-only model.
+        mesh: `dp,fsdp,mp` sizes or named axes. None: the first device.
+        dtype: "float32" or "bfloat16". Default: bfloat16 if all weights are bfloat16, otherwise float32.
         reduction: "exact" computes each row alone, with all parameters on its device. "fast" leaves the parameters
-            split by the mesh, as for a model that is larger than a device; results then differ by rounding.
+            split by the mesh, as for a model that is larger than a device. Results then differ by rounding.
         batch_size: Rows per batch.
-        max_length: Maximum tokens of a row; default: the positions of the model, at most 2048.
-        tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.
+        max_length: Maximum tokens of a row. Default: the positions of the model, at most 2048.
+        tokenizer: A tokenizer, as a file or folder. Default: the checkpoint's.
         verify: Compare the weights with the checkpoint's checksums or digests.
         ema: Take the moving average of a run's parameters.
         **options: See `SourceOptions`.

@@ -19,6 +19,7 @@ from prepcli.inspection.contents import (
     nbytes_below,
     read_contents,
 )
+from prepcli.inspection.gguf_contents import read_gguf_contents
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
     find_leaf,
@@ -28,9 +29,9 @@ from prepcli.inspection.logical_leaves import (
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.operations.inspection_options import SortKey, ViewOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
+from prepcli.option_spec import PathLike
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.quantized.find_weights import quantization_settings
@@ -320,10 +321,14 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True, allow_quantized=True)
+    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
-    return located, read_contents(located, None if config is None else Path(config))
+    config_path = None if config is None else Path(config)
+    if located.kind == "gguf":
+        path = located.local_files.path
+        return located, read_gguf_contents(path, located.display_name, config_path)
+    return located, read_contents(located, config_path)
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
@@ -434,7 +439,7 @@ def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
     """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
-    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located, verbatim=None)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 from prepcli.operations.options import VERBATIM, SourceOptions
+from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
+NonNegative = Annotated[float, Minimum(0.0)]
 
 
 class VerifyOptions(SourceOptions, total=False):
@@ -25,9 +26,19 @@ class VerifyOptions(SourceOptions, total=False):
         bool,
         OptionSpec(
             None,
-            "Compare names, shapes and dtypes; read no values.",
-            "Compare names, shapes and dtypes only. No value is read; default: False.",
+            "Compare names, shapes and dtypes. Read no values.",
+            "Compare names, shapes and dtypes only. No value is read. Default: False.",
             default=False,
+            position=21,
+        ),
+    ]
+    tolerance: Annotated[
+        NonNegative | None,
+        OptionSpec(
+            "NUMBER",
+            "Accept values that differ by at most NUMBER, in any dtype. List the differences of each tensor.",
+            "Largest accepted difference between two values, whose dtypes may differ. Default: none, all bits are"
+            " compared.",
             position=21,
         ),
     ]
@@ -35,11 +46,37 @@ class VerifyOptions(SourceOptions, total=False):
         Sequence[PathLike],
         OptionSpec(
             "FILE",
-            "Record the new digest of a settings or tokenizer file that you changed; repeatable.",
+            "Record the new digest of a settings or tokenizer file that you changed. Repeatable.",
             "Settings or tokenizer files of the checkpoint that you changed. Their new digests are"
             " recorded if nothing else differs.",
             default=(),
             position=21,
+        ),
+    ]
+
+
+class LockOptions(SourceOptions, total=False):
+    """Options of `lock`."""
+
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a lock file that differs.",
+            "Replace a lock file that differs; default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class LockArguments(TypedDict):
+    """The argument of `lock` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE", "Write to FILE; default: NAME.lock.json.", "The lock file.", position=40
         ),
     ]
 
@@ -52,7 +89,7 @@ class ViewOptions(TypedDict):
         OptionSpec(
             "BY",
             "Sort by name, size or file (stored order).",
-            'Order: "name", "size" or "file", the stored order; default: "file".',
+            'Order: "name", "size" or "file", the stored order. Default: "file".',
             default="file",
         ),
     ]
@@ -61,7 +98,7 @@ class ViewOptions(TypedDict):
         OptionSpec(
             None,
             "Print a tree with equal layers merged.",
-            "Show a tree with equal layers merged; default: False.",
+            "Show a tree with equal layers merged. Default: False.",
             default=False,
         ),
     ]
@@ -69,8 +106,8 @@ class ViewOptions(TypedDict):
         bool,
         OptionSpec(
             None,
-            "Read the data; print min, max, mean, NaN ….",
-            "Read the data, and compute statistics of each tensor; default: False.",
+            "Read the data. Print min, max, mean, NaN ….",
+            "Read the data, and compute statistics of each tensor. Default: False.",
             default=False,
         ),
     ]
@@ -82,8 +119,8 @@ class ViewOptions(TypedDict):
         str | None,
         OptionSpec(
             "DP,FSDP,MP",
-            "Set the mesh of --shards; default: the source's.",
-            "Mesh that splits the leaf; default: the source's.",
+            "Set the mesh of --shards. Default: the source's.",
+            "Mesh that splits the leaf. Default: the source's.",
         ),
     ]
     diff: Annotated[
@@ -114,8 +151,8 @@ class PlanOptions(TypedDict, total=False):
         str | None,
         OptionSpec(
             "DP,FSDP,MP",
-            "Plan for this device mesh; default: the recipe's.",
-            "Mesh of the devices; default: the recipe's.",
+            "Plan for this device mesh. Default: the recipe's.",
+            "Mesh of the devices. Default: the recipe's.",
             position=1,
         ),
     ]
@@ -123,9 +160,9 @@ class PlanOptions(TypedDict, total=False):
         str | None,
         OptionSpec(
             "KIND[:N]",
-            "Plan for N devices of KIND, for example v5p:256; N alone: of any kind; default: all"
+            "Plan for N devices of KIND, for example v5p:256. N alone: of any kind. Default: all"
             " kinds.",
-            'Kind and number of the devices, such as "v5p", "v5p:256" or "256"; default: all kinds.',
+            'Kind and number of the devices, such as "v5p", "v5p:256" or "256". Default: all kinds.',
             position=1,
         ),
     ]
@@ -134,7 +171,7 @@ class PlanOptions(TypedDict, total=False):
         OptionSpec(
             "FILE",
             "Write a page with charts.",
-            "File of a page with charts; default: none.",
+            "File of a page with charts. Default: none.",
             position=3,
         ),
     ]
@@ -152,7 +189,7 @@ class PlanOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Use only the hub's cache.",
-            "Use only the hub's cache; default: False.",
+            "Use only the hub's cache. Default: False.",
             default=False,
             position=5,
         ),
@@ -161,8 +198,8 @@ class PlanOptions(TypedDict, total=False):
         bool,
         OptionSpec(
             None,
-            "Compile the step for --devices; show XLA's memory and collectives.",
-            "Compile the step for `devices`, for the memory and the collectives of XLA; default:"
+            "Compile the step for --devices. Show XLA's memory and collectives.",
+            "Compile the step for `devices`, for the memory and the collectives of XLA. Default:"
             " False.",
             default=False,
             position=6,
@@ -172,8 +209,8 @@ class PlanOptions(TypedDict, total=False):
         Seconds | None,
         OptionSpec(
             "SECONDS",
-            "End the compilation after SECONDS; default: no limit.",
-            "Time limit of the compilation in seconds; default: none.",
+            "End the compilation after SECONDS. Default: no limit.",
+            "Time limit of the compilation in seconds. Default: none.",
             position=7,
         ),
     ]
@@ -187,7 +224,7 @@ class MeshSearchOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "List the meshes on which the step fits.",
-            "Search the meshes on which the step fits; default: False.",
+            "Search the meshes on which the step fits. Default: False.",
             default=False,
             position=2,
         ),

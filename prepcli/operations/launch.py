@@ -14,7 +14,7 @@ from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, Key, Option, PrepError, text, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
 from prepcli.execution.uploads import parse_out_url
-from prepcli.launch.gke import GkeOptions, gke_manifest
+from prepcli.launch.gke import gke_manifest
 from prepcli.launch.hardware import (
     Training,
     check_training,
@@ -24,15 +24,15 @@ from prepcli.launch.hardware import (
 )
 from prepcli.launch.job import LaunchJob, as_label, parse_env, values_of
 from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
-from prepcli.launch.slurm import SlurmOptions, slurm_script
-from prepcli.launch.tpu import TpuOptions, tpu_script
-from prepcli.operations.launch_options import (
-    LaunchGkeOptions,
-    LaunchLocalOptions,
-    LaunchSlurmOptions,
-    LaunchTpuOptions,
+from prepcli.launch.options import (
+    GkeOptions,
+    LocalOptions,
     ScriptOptions,
+    SlurmOptions,
+    TpuOptions,
 )
+from prepcli.launch.slurm import slurm_script
+from prepcli.launch.tpu import tpu_script
 from prepcli.operations.recipe_files import find_training_recipe
 from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
@@ -82,46 +82,33 @@ class LocalTraining:
 
 
 def launch_slurm(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchSlurmOptions]
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[SlurmOptions]
 ) -> LaunchedScript:
     """Return the batch script of a training, or submit it with `sbatch`.
 
     Args:
         recipe_path: The recipe.
         train_words: Further words of `prep train`.
-        **options: See `LaunchSlurmOptions`.
+        **options: See `SlurmOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
     hardware = plain_hardware(options["nodes"], options["devices_per_node"])
     check_training(_training_needs(recipe, train_words), hardware)
     job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
-    slurm_options = SlurmOptions(
-        nodes=options["nodes"],
-        devices_per_node=options["devices_per_node"],
-        cpus=options["cpus"],
-        mem=options["mem"],
-        time=options["time"],
-        partition=options["partition"],
-        account=options["account"],
-        modules=tuple(options["module"]),
-        directives=tuple(options["sbatch"]),
-        log=options["log"],
-        grace_s=options["grace"],
-    )
     timeout_s = recipe.cluster.heartbeat_timeout
-    script = slurm_script(job, slurm_options, heartbeat_timeout_s=timeout_s)
+    script = slurm_script(job, options, heartbeat_timeout_s=timeout_s)
     return _deliver("slurm", script, options)
 
 
 def launch_tpu(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchTpuOptions]
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[TpuOptions]
 ) -> LaunchedScript:
     """Return the `gcloud` script of a training, or run it.
 
     Args:
         recipe_path: The recipe.
         train_words: Further words of `prep train`.
-        **options: See `LaunchTpuOptions`.
+        **options: See `TpuOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
     training = _training_needs(recipe, train_words)
@@ -132,40 +119,22 @@ def launch_tpu(
     name = options["job_name"] or as_label(recipe.name)
     # The script contains a copy of the recipe file, even if the recipe is shipped with prep.
     job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
-    tpu_options = TpuOptions(
-        accelerator=options["accelerator"],
-        zone=options["zone"],
-        project=options["project"],
-        runtime_version=options["runtime_version"],
-        spot=options["spot"],
-    )
-    return _deliver("tpu", tpu_script(job, tpu_options), options)
+    return _deliver("tpu", tpu_script(job, options), options)
 
 
 def launch_gke(
-    recipe_path: Path, train_words: Sequence[str], **options: Unpack[LaunchGkeOptions]
+    recipe_path: Path, train_words: Sequence[str], **options: Unpack[GkeOptions]
 ) -> LaunchedScript:
     """Return the JobSet of a training, or create it with `kubectl`.
 
     Args:
         recipe_path: The recipe.
         train_words: Further words of `prep train`.
-        **options: See `LaunchGkeOptions`.
+        **options: See `GkeOptions`.
     """
     recipe = _load_recipe(recipe_path, train_words)
     training = _training_needs(recipe, train_words)
-    gke_options = GkeOptions(
-        image=options["image"],
-        nodes=options["nodes"],
-        devices_per_node=options["devices_per_node"],
-        accelerator=options["accelerator"],
-        topology=options["topology"],
-        cpus=options["cpus"],
-        mem=options["mem"],
-        claim=options["claim"],
-        grace_s=options["grace"],
-    )
-    check_training(training, gke_hardware(gke_options, training))
+    check_training(training, gke_hardware(options, training))
     if options["claim"] is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
         hint = text("{}, or `-- --out gs://BUCKET/RUN`", Option("claim", "NAME"))
@@ -175,7 +144,7 @@ def launch_gke(
     name = options["job_name"] or as_label(recipe.name)
     manifest = gke_manifest(
         _script_job(recipe_file, train_words, options, name),
-        gke_options,
+        options,
         recipe_text=recipe_file.read_text("utf-8"),
         num_slices=num_slices(training.slices),
     )
@@ -188,7 +157,7 @@ def launch_local(
     observer: Observer,
     *,
     quiet: bool = False,
-    **options: Unpack[LaunchLocalOptions],
+    **options: Unpack[LocalOptions],
 ) -> LocalTraining:
     """Train in several processes on this machine.
 
@@ -197,7 +166,7 @@ def launch_local(
         train_words: Further words of `prep train`.
         observer: Receives the lines of all processes.
         quiet: Let the processes show errors only.
-        **options: See `LaunchLocalOptions`.
+        **options: See `LocalOptions`.
 
     Raises:
         PrepError: A process failed or was stopped. The process that caused the end gives the exit code.

@@ -9,8 +9,8 @@ from prepcli.console.progress import Progress
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.open_params import open_params
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
 from prepcli.restore.verbatim_params import load_verbatim_params
 from trainer.models.param_tree import Tree
@@ -40,16 +40,16 @@ def load_params(
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
-        dtype: Dtype of the arrays, "float32" or "bfloat16"; "keep": the stored dtype of each parameter.
+        dtype: Dtype of the arrays, "float32" or "bfloat16". "keep": the stored dtype of each parameter.
         verify: Compare every byte with the checkpoint's checksums or digests.
         ema: Take the moving average of a run's parameters.
-        verbatim: Read the tensors under the names of the file; default: if no family has the model_type. False raises
+        verbatim: Read the tensors under the names of the file. Default: if no family has the model_type. False raises
             then.
-        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        progress: Receives the bytes downloaded or checked. Default: none. See `Progress`.
         **options: See `SourceOptions`.
 
     Returns:
-        Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`; the query weight of the
+        Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`. The query weight of the
         stacked layers is `[layers, heads, head_dim, embed]`. Of a checkpoint without a family, a dict of arrays by path
         in the file, with `*` for stacked numbers. Its 64-bit tensors are NumPy arrays.
 

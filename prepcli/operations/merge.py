@@ -25,9 +25,9 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.export import plan_copy
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.operations.options import ExportOptions, MergeOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line, with_defaults
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
@@ -42,6 +42,7 @@ from prepcli.sources.openers.peft_settings import (
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
 from trainer.models.lora import PEFT_PREFIX, projections
+from trainer.models.registry import FAMILIES
 
 
 @public
@@ -60,10 +61,10 @@ def merge(
     Args:
         adapter: Folder of an adapter in the format of PEFT.
         base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
-        out: Output folder; default: a name made from the base's.
+        out: Output folder. Default: a name made from the base's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `MergeOptions`.
 
     Returns:
@@ -174,7 +175,11 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     header, _ = read_checked_header(path)
     check_settings(path, settings, header.tensors)
     # PEFT writes `base_model.model.` before the name of each module, also before names that have no prefix in the base.
-    family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
+    base_family = source.family
+    if source.wrapper is not None:
+        # An adapter of a multimodal model has the names of its text model.
+        base_family = FAMILIES[source.family.name]
+    family = replace(base_family, prefix=PEFT_PREFIX + base_family.prefix, unprefixed=())
     adapter = open_adapter(path, family, source.config)
     tensors = (
         replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text
-from prepcli.operations.option_spec import PathLike
+from prepcli.option_spec import PathLike
 from prepcli.sources.generation_config import GENERATION_CONFIG_FILE, model_eos_token_ids
 from prepcli.sources.source import Source
 

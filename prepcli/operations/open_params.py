@@ -8,7 +8,7 @@ from typing import Any
 
 from prepcli.console.observer import Observer
 from prepcli.operations.conversion import common_options, open_checkpoint
-from prepcli.operations.option_spec import PathLike
+from prepcli.option_spec import PathLike
 from prepcli.restore.earlier_checkpoints import check_without_checksums
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.locate import LocatedCheckpoint

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 from prepcli.console.observer import CommandObserver
 from prepcli.errors import PYTHON, PrepError, render_text
 from prepcli.operations.arguments import annotations_of, check_arguments
-from prepcli.operations.option_spec import with_defaults
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import with_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")

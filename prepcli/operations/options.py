@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
-from prepcli.operations.option_spec import (
+from prepcli.option_spec import (
     NOT_RECORDED,
     NonNegativeInt,
     OptionSpec,
@@ -33,7 +33,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 _OVERWRITE = OptionSpec(
     None,
     "Replace an existing output of prep when done.",
-    "Replace another output of prep; default: False.",
+    "Replace another output of prep. Default: False.",
     default=False,
     position=43,
     record=NOT_RECORDED,
@@ -41,7 +41,7 @@ _OVERWRITE = OptionSpec(
 _RESTART = OptionSpec(
     None,
     "Discard the work of an unfinished run.",
-    "Discard the work of an interrupted run; default: False.",
+    "Discard the work of an interrupted run. Default: False.",
     default=False,
     position=44,
     record=NOT_RECORDED,
@@ -49,14 +49,14 @@ _RESTART = OptionSpec(
 _DTYPE = OptionSpec(
     "NAME",
     "Cast to float32, bfloat16 or float16.",
-    "Dtype to cast to; default: as in the source.",
+    "Dtype to cast to. Default: as in the source.",
     position=16,
     record=50,
 )
 _ALLOW_OVERFLOW = OptionSpec(
     None,
     "Round values too large for the dtype of the output to infinity.",
-    "Write infinity for values too large for `dtype`; default: False, which raises.",
+    "Write infinity for values too large for `dtype`. Default: False, which raises.",
     default=False,
     position=16,
     record=NOT_RECORDED,
@@ -65,10 +65,10 @@ _ALLOW_OVERFLOW = OptionSpec(
 
 VERBATIM = OptionSpec(
     None,
-    "Keep the names of the file as they are, or refuse unknown architectures;"
-    " default: keep the names of unknown ones.",
+    "Keep the names of the file as they are, or refuse unknown architectures."
+    " Default: keep the names of unknown ones.",
     "True keeps the tensors under the names of the file, for conversions only. False refuses unknown"
-    " architectures; default: keep the names of unknown ones.",
+    " architectures. Default: keep the names of unknown ones.",
     flag="--verbatim/--no-verbatim",
     position=23,
     record=60,
@@ -83,7 +83,7 @@ class SourceOptions(TypedDict, total=False):
         OptionSpec(
             "NAME",
             "Read this branch, tag or commit of the hub.",
-            "Branch, tag or commit on the hub; default: the main branch.",
+            "Branch, tag or commit on the hub. Default: the main branch.",
             position=50,
             record=NOT_RECORDED,
         ),
@@ -93,7 +93,7 @@ class SourceOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Use only the hub's cache.",
-            "Use only the hub's cache; default: False.",
+            "Use only the hub's cache. Default: False.",
             default=False,
             position=51,
             record=NOT_RECORDED,
@@ -104,7 +104,7 @@ class SourceOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Read tensors from the hub without a local copy.",
-            "Read tensors from the hub without a local copy; default: False.",
+            "Read tensors from the hub without a local copy. Default: False.",
             default=False,
             position=52,
             record=NOT_RECORDED,
@@ -124,11 +124,21 @@ class SourceOptions(TypedDict, total=False):
         NonNegativeInt | Literal["best", "last"] | None,
         OptionSpec(
             "N|best|last",
-            "Read this step of a run, or the one with the lowest evaluation loss;"
-            " default: the last.",
-            'Step of a training run; "best" has the lowest evaluation loss; default: the last.',
+            "Read this step of a run, or the one with the lowest evaluation loss."
+            " Default: the last.",
+            'Step of a training run. "best" has the lowest evaluation loss. Default: the last.',
             cli_type=str,
             position=25,
+            record=NOT_RECORDED,
+        ),
+    ]
+    lock: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Refuse any byte that differs from this lock file.",
+            "Lock file: any byte that differs from it is an error. Default: none.",
+            position=53,
             record=NOT_RECORDED,
         ),
     ]
@@ -138,7 +148,7 @@ class SourceOptions(TypedDict, total=False):
             "SIZE",
             "Limit memory to SIZE.",
             "Limit of anonymous memory beyond that of opening the source, in bytes or as text such"
-            ' as "1GiB"; at least 32 MiB, default "512MiB". Functions that write no file ignore it.',
+            ' as "1GiB". At least 32 MiB. Default: "512MiB". Functions that write no file ignore it.',
             default=DEFAULT_MEMORY,
             cli_type=str,
             environment="PREP_MEMORY",
@@ -152,13 +162,13 @@ class ModuleOptions(SourceOptions, total=False):
     """Options of `nnx_model` and `linen_model`.
 
     Attributes:
-        dtype: Dtype of the computation; default: "float32".
-        param_dtype: Dtype of the parameters; default: "float32".
-        attention_kernel: One of the recipe's `model.attention_kernel`; default: "blockwise".
-        remat_policy: Activations that a layer saves for its backward pass, one of the recipe's `model.remat_policy`;
+        dtype: Dtype of the computation. Default: "float32".
+        param_dtype: Dtype of the parameters. Default: "float32".
+        attention_kernel: One of the recipe's `model.attention_kernel`. Default: "blockwise".
+        remat_policy: Activations that a layer saves for its backward pass, one of the recipe's `model.remat_policy`.
             default: "none".
-        seed: Seed of random parameters; default: 0.
-        verify: Compare every byte with the checkpoint's checksums or digests; default: True.
+        seed: Seed of random parameters. Default: 0.
+        verify: Compare every byte with the checkpoint's checksums or digests. Default: True.
     """
 
     dtype: Literal["float32", "bfloat16"]
@@ -194,7 +204,7 @@ class VerbatimOptions(TypedDict, total=False):
         str | Sequence[str],
         OptionSpec(
             "GLOB",
-            "Copy further side files, for example '*.py'; repeatable.",
+            "Copy further side files, for example '*.py'. Repeatable.",
             'One or more patterns of further side files to copy, such as "*.py".',
             default=(),
             position=24,
@@ -210,7 +220,7 @@ class DropOptions(TypedDict, total=False):
         str | Sequence[str],
         OptionSpec(
             "PATTERN",
-            "Ignore source tensors that match; repeatable.",
+            "Ignore source tensors that match. Repeatable.",
             'One or more patterns of names to ignore, such as "*.rotary_emb.inv_freq".',
             default=(),
             position=22,
@@ -222,7 +232,7 @@ class DropOptions(TypedDict, total=False):
         OptionSpec(
             None,
             "Keep an LM head that differs from the embedding.",
-            "Keep a head that differs from the embedding it should equal; default: False.",
+            "Keep a head that differs from the embedding it should equal. Default: False.",
             default=False,
             position=22,
             record=42,
@@ -250,8 +260,8 @@ class NewRowOptions(TypedDict, total=False):
         NonNegativeInt | None,
         OptionSpec(
             "N",
-            "Set the seed of --init normal; default: 0.",
-            'Seed of "normal", below 2**64; default: 0.',
+            "Set the seed of --init normal. Default: 0.",
+            'Seed of "normal", below 2**64. Default: 0.',
             position=12,
             record=21,
         ),
@@ -265,8 +275,8 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
         PositiveInt | None,
         OptionSpec(
             "N",
-            "Pad to a multiple of N; default: 8.",
-            "Pad to a multiple of this number of rows; default: 8.",
+            "Pad to a multiple of N. Default: 8.",
+            "Pad to a multiple of this number of rows. Default: 8.",
             position=1,
             record=1,
         ),
@@ -297,7 +307,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
             "DP,FSDP,MP",
             "Lay out for this device mesh.",
             '"dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are'
-            " its shards; default: chunks of at most 4 MiB.",
+            " its shards. Default: chunks of at most 4 MiB.",
             record=10,
         ),
     ]
@@ -305,7 +315,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         str | Sequence[str],
         OptionSpec(
             "RULE",
-            "Change partition rules, as DIM=AXIS; repeatable.",
+            "Change partition rules, as DIM=AXIS. Repeatable.",
             'One or more changes of partition rules: of dims of parameters ("embed=none",'
             ' "kv_heads=mp|none"), of activations ("act:seq=sp|none") or of single leaves'
             ' ("re:PATTERN=mp,fsdp"), or a preset ("flaxlm:1,1").',
@@ -318,8 +328,8 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         bool | None,
         OptionSpec(
             None,
-            "Stack the layers or not; default: as the source, else stacked.",
-            "Stack all layers in one leaf; default: as in the source, True for a Hugging Face"
+            "Stack the layers or not. Default: as the source, else stacked.",
+            "Stack all layers in one leaf. Default: as in the source, True for a Hugging Face"
             " folder.",
             flag="--scan/--no-scan",
             record=12,
@@ -330,7 +340,7 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         OptionSpec(
             "0|1",
             "Stack the layers on this axis.",
-            "Axis of the stack; default: as in the source, 0 for a Hugging Face folder.",
+            "Axis of the stack. Default: as in the source, 0 for a Hugging Face folder.",
             record=13,
         ),
     ]
@@ -338,8 +348,8 @@ class LayoutOptions(ConversionOptions, VerbatimOptions, total=False):
         str | None,
         OptionSpec(
             "zstd[:LEVEL]",
-            "Compress chunks; default: uncompressed.",
-            '"zstd" or "zstd:LEVEL"; default: uncompressed.',
+            "Compress chunks. Default: uncompressed.",
+            '"zstd" or "zstd:LEVEL". Default: uncompressed.',
             position=30,
             record=15,
         ),
@@ -350,13 +360,14 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     """Options of `save_init`."""
 
     pad_vocab: Annotated[
-        str,
+        int | str,
         OptionSpec(
             "no|auto|N",
-            "Pad to a multiple of N; auto: to fit --mesh.",
-            '"no" (the default), "auto" (to the size that the mesh divides) or a multiple as text,'
-            ' such as "8".',
+            "Pad to a multiple of N. auto: to fit --mesh.",
+            '"no" (the default), "auto" (to the size that the mesh divides) or a multiple,'
+            " such as 8.",
             default="no",
+            cli_type=str,
             position=11,
             record=16,
         ),
@@ -366,7 +377,7 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
         OptionSpec(
             "N",
             "Convert the first N layers only, to try a mesh or a program.",
-            "Number of layers to convert, to try a mesh or a program; default: all.",
+            "Number of layers to convert, to try a mesh or a program. Default: all.",
             position=14,
             record=62,
         ),
@@ -395,7 +406,7 @@ class ReshardOptions(LayoutOptions, total=False):
         OptionSpec(
             None,
             "Drop the optimizer state.",
-            "Leave out the optimizer state of a training checkpoint; default: False.",
+            "Leave out the optimizer state of a training checkpoint. Default: False.",
             default=False,
             record=14,
         ),
@@ -421,8 +432,8 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
         Literal["safetensors", "msgpack", "stream"] | None,
         OptionSpec(
             "KIND",
-            "Write safetensors, msgpack or stream; default: by layout.",
-            "Format of the files; default: the only one of the layout.",
+            "Write safetensors, msgpack or stream. Default: by layout.",
+            "Format of the files. Default: the only one of the layout.",
             cli_type=str,
             position=4,
             record=NOT_RECORDED,
@@ -433,7 +444,7 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
         OptionSpec(
             None,
             "Keep the padding of the vocabulary.",
-            "Keep the padding rows of the vocabulary; default: False.",
+            "Keep the padding rows of the vocabulary. Default: False.",
             default=False,
             position=1,
             record=3,
@@ -453,15 +464,62 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
     ]
     dtype: Annotated[Dtype | None, replace(_DTYPE, position=5, record=1)]
     allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Write decoded weights quantised as before, or as they are.",
+            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
+            ' "dequantize" as their values.',
+            default="keep",
+            position=17,
+            record=53,
+        ),
+    ]
+    quantized_source: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "SOURCE",
+            "Take the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
+            " determine.",
+            position=18,
+            record=54,
+        ),
+    ]
     ema: Annotated[
         bool,
         OptionSpec(
             None,
             "Take the moving average of a run's parameters.",
-            "Take the moving average of a run's parameters; default: False.",
+            "Take the moving average of a run's parameters. Default: False.",
             default=False,
             position=26,
             record=45,
+        ),
+    ]
+    text_only: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Write the text model of a multimodal checkpoint alone.",
+            "Write the text model of a multimodal checkpoint without its towers; default: False.",
+            default=False,
+            position=27,
+            record=63,
+        ),
+    ]
+    towers: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "CHECKPOINT",
+            "Read the towers of a training step from CHECKPOINT; default: the model that the run"
+            " started from.",
+            "Checkpoint with the towers of a training step; default: the model that the run started"
+            " from.",
+            cli_type=str,
+            position=28,
+            record=64,
         ),
     ]
     push: Annotated[
@@ -479,7 +537,7 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
         OptionSpec(
             None,
             "Make a new repository of --push private.",
-            "Make a new repository of `push` private; default: False.",
+            "Make a new repository of `push` private. Default: False.",
             default=False,
             position=21,
             record=NOT_RECORDED,
@@ -496,7 +554,7 @@ class MergeOptions(SourceOptions, total=False):
         bool,
         replace(
             _ALLOW_OVERFLOW,
-            doc="Write infinity for sums too large for the base's dtype; default: False, which"
+            doc="Write infinity for sums too large for the base's dtype. Default: False, which"
             " raises.",
         ),
     ]
@@ -505,7 +563,7 @@ class MergeOptions(SourceOptions, total=False):
         OptionSpec(
             None,
             "Skip comparing BASE with the base that the adapter was trained with.",
-            "Compare the base with the one that the adapter was trained with; default: True.",
+            "Compare the base with the one that the adapter was trained with. Default: True.",
             default=True,
             flag="--no-verify",
             position=17,
@@ -520,14 +578,14 @@ class ConversionArguments(TypedDict, total=False):
     out: Annotated[
         PathLike | None,
         OptionSpec(
-            "FOLDER", "Write to FOLDER; default: NAME and a suffix.", "Output folder.", position=40
+            "FOLDER", "Write to FOLDER. Default: NAME and a suffix.", "Output folder.", position=40
         ),
     ]
     dry_run: Annotated[
         bool,
         OptionSpec(
             None,
-            "Show the plan; write nothing.",
+            "Show the plan. Write nothing.",
             "Return the plan from headers only.",
             default=False,
             position=42,
@@ -542,7 +600,7 @@ class SharingOptions(TypedDict, total=False):
         str | None,
         OptionSpec(
             "N/I",
-            "Write as process I (from 0) of N; default: from the variables of SLURM or JAX.",
+            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
             "Share of this process.",
             environment="PREP_PROCESSES",
             position=45,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -24,22 +24,23 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, format_command_line
 from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
+from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import (
     FileGroup,
-    copied_small_files,
     header_entries,
+    index_files,
     lay_out_weight_files,
+    model_files,
     output_config,
-    settings_files,
 )
 from prepcli.targets.streams import (
     TensorTarget,
@@ -71,10 +72,10 @@ def pad_vocab(
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        out: Output folder; default: a name made from the checkpoint's.
+        out: Output folder. Default: a name made from the checkpoint's.
         dry_run: Return the plan from headers only. No weight is read and no file is written.
-        progress: Receives the bytes written; default: none. See `Progress`.
-        process_options: Share of this process in the work; default: all of it.
+        progress: Receives the bytes written. Default: none. See `Progress`.
+        process_options: Share of this process in the work. Default: all of it.
         **options: See `PadVocabOptions`.
 
     Returns:
@@ -181,12 +182,13 @@ def plan_pad_vocab(
     dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
-    row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
-    named_files = zip(source.tensor_file_names, source.tensors)
+    model_tensors = (*source.tensors, *source.tower_tensors)
+    row_counts = output_rows(model_tensors, resize.tensors, vocab_size=size)
+    named_files = zip(source.tensor_file_names, model_tensors, strict=True)
     tensors = [(file, t) for file, t in named_files if t.name not in dropped_by_option]
     files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
     targets = {
-        t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name])
+        t.name: TensorTarget((locations[source.file_name(t)],), row_counts[t.name])
         for _, t in tensors
     }
     config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
@@ -198,7 +200,7 @@ def plan_pad_vocab(
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        small_files=settings_files(config, layouts, extra_files=copied_small_files(source)),
+        small_files=model_files(source, config, index_files(layouts)),
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),
@@ -206,14 +208,12 @@ def plan_pad_vocab(
         checks=match.checks,
         settings={
             "name": name,
-            "kind": "hf",
-            "family": source.family.name,
             "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
-            "prefixed": source.names.is_prefixed,
             "tied": match.is_tied,
             "config": config,
+            **_source_settings(source),
         },
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names={t.name: source.file_name(t) for t in model_tensors},
     )
     note = _vocabulary_line(
         source,
@@ -231,6 +231,16 @@ def plan_pad_vocab(
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
         next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
     )
+
+
+def _source_settings(source: Source) -> dict[str, Any]:
+    """Return the fields of the output's manifest from the source."""
+    return {
+        "kind": "hf",
+        "family": source.family.name,
+        "prefixed": source.names.is_prefixed,
+        **towers_entry(source),
+    }
 
 
 def _vocab_fields(

@@ -15,9 +15,9 @@ from prepcli.console.progress import Progress
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.inspection_options import PlanOptions
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.plan_target import PlanTarget, resolve_target
 from prepcli.operations.results import StepPlan
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.plan_page import write_plan_page
 from prepcli.pages.plan_rows import CompiledStep, change_text
@@ -63,7 +63,7 @@ def plan(
     Args:
         target: A recipe: a TOML file, or the name of a shipped one. Or a folder, alias, hub id or URL of a checkpoint,
             which is planned with a default recipe.
-        progress: Receives notes and warnings, if it is an `Observer`; default: none.
+        progress: Receives notes and warnings, if it is an `Observer`. Default: none.
         **options: See `PlanOptions`.
 
     Returns:
@@ -132,7 +132,7 @@ def fitting_meshes(
 
     Args:
         target: A recipe or a checkpoint. See `plan`.
-        progress: Receives notes, if it is an `Observer`; default: none.
+        progress: Receives notes, if it is an `Observer`. Default: none.
         **options: See `PlanOptions`. `devices` is required, and names a kind.
 
     Raises:
@@ -208,8 +208,11 @@ def _resolve_plan_target(
 ) -> PlanTarget:
     """Return the recipe and the model to plan."""
     overrides = as_tuple(options["overrides"])
-    if options["mesh"] is not None:
-        overrides += (f"mesh={options['mesh']}",)
+    mesh = options["mesh"]
+    if mesh is not None:
+        # The error of an invalid mesh would otherwise name `overrides`.
+        parse_mesh(mesh)
+        overrides += (f"mesh={mesh}",)
     config = options["config"]
     planned = resolve_target(
         str(target),

@@ -15,8 +15,8 @@ from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.results import RunsReport
+from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
 from prepcli.pages.report_page import changed_keys, run_names, summary_cells, write_report_page
 from prepcli.remote.object_store import Bucket
@@ -36,9 +36,9 @@ def report(
 
     Args:
         runs: Folder or URL of a run, or several to compare.
-        out: The HTML file; default: `report.html` in the folder of the first run, or in the working directory if that
+        out: The HTML file. Default: `report.html` in the folder of the first run, or in the working directory if that
             run is in an object store.
-        progress: Receives notes about the files of the runs, if it is an `Observer`; default: none.
+        progress: Receives notes about the files of the runs, if it is an `Observer`. Default: none.
 
     Returns:
         The page, and the main numbers of each run.

@@ -49,6 +49,25 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorDistance:
+    """The distance between the values a and b of one tensor in two checkpoints.
+
+    Attributes:
+        leaf: Path in the parameter tree. Empty for a tensor outside of it.
+        tensor: Name in the checkpoint's files.
+        max_abs: Largest |a - b|. Infinite if only one of two values is NaN.
+        mean_abs: Mean of |a - b|.
+        cosine: Cosine of the angle between the tensors as vectors.
+    """
+
+    leaf: str
+    tensor: str
+    max_abs: float
+    mean_abs: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """Result of a comparison with recorded digests or with another checkpoint.
 
@@ -56,7 +75,7 @@ class Verification:
         is_equal: Whether no difference was found.
         tensors: Number of tensors compared. None if differences were found.
         values: Number of values compared. None if differences were found, or if no value was read (`quick`).
-        differences: For each different tensor: `leaf` (path in the parameter tree; empty for a tensor outside of it),
+        differences: For each different tensor: `leaf` (path in the parameter tree, empty if it has none),
             `tensor` (name in the checkpoint's files), `what`, and for values `index`, `a`, `b`, `count`.
         seconds: Duration of the call in seconds.
         ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
@@ -66,6 +85,7 @@ class Verification:
         checkpoint: The checkpoint, as errors name it.
         against: The second checkpoint, as errors name it. None for a comparison with digests.
         total_tensors: Number of tensors of the checkpoint, equal or not.
+        distances: With a tolerance, the distance of each tensor that both checkpoints have in one shape.
     """
 
     is_equal: bool
@@ -79,9 +99,35 @@ class Verification:
     checkpoint: str = ""
     against: str | None = None
     total_tensors: int = 0
+    distances: tuple[TensorDistance, ...] = ()
 
     def __bool__(self) -> bool:
         return self.is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModel:
+    """A written lock file.
+
+    Attributes:
+        path: The lock file.
+        source: The checkpoint, as errors name it.
+        revision: Commit on the hub. None for any other checkpoint.
+        files: Number of files.
+        tensors: Number of tensors.
+        nbytes: Size of the files in bytes.
+        seconds: Duration of the call in seconds.
+        already_done: Whether an equal file existed, so that nothing was written.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+    already_done: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +201,12 @@ class EvaluationScores:
     """Scores over the predicted tokens of data.
 
     Attributes:
-        loss: Mean cross-entropy of a token; None if it is not finite.
+        loss: Mean cross-entropy of a token, or None if it is not finite.
         perplexity: Exponential of the loss.
         accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
-        metrics: Metrics of generated targets, of each source; None if not finite.
+        metrics: Metrics of generated targets, of each source. None for a metric that is not finite.
     """
 
     loss: float | None
@@ -206,7 +252,7 @@ class NewTokens:
 
     Attributes:
         prompt: Number of the prompt, from 0.
-        tokens: The token ids; empty for text that had to wait for the last token.
+        tokens: The token ids. Empty for text that had to wait for the last token.
         text: The next piece of the text. The pieces of a prompt add up to its text: a character without all of its
             bytes waits for them. Without a tokenizer, token ids with commas.
     """
@@ -246,7 +292,7 @@ class RunsReport:
     Attributes:
         path: The HTML file.
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
-            `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
+            `tokens_per_s`, `mfu` and `skipped`. None for missing numbers.
         changed_keys: Recipe keys whose values differ between the runs.
         names: Name of each run in the page: its folder's name, or its path or URL if two names are equal.
     """

@@ -17,8 +17,8 @@ from prepcli.errors import Option, OutputExistsError, PrepError, text, usage_err
 from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
 from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike
 from prepcli.operations.options import SourceOptions
+from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
@@ -43,8 +43,8 @@ def save_params(
     Args:
         params: The tree of `load_params`, with layers stacked on the first axis: of arrays of JAX or NumPy.
         out: Output folder.
-        like: A checkpoint of the same model. Its config and its tokenizer are copied; its weights are not.
-        **options: See `SourceOptions`; they apply to `like`.
+        like: A checkpoint of the same model. Its config and its tokenizer are copied. Its weights are not.
+        **options: See `SourceOptions`. They apply to `like`.
 
     Returns:
         The output folder.

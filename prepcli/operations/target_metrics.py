@@ -13,7 +13,7 @@ from prepcli.errors import Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_model import LoadedModel
 from prepcli.operations.model_files import eos_token_ids, tokenizer_path
-from prepcli.operations.option_spec import as_tuple
+from prepcli.option_spec import as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 

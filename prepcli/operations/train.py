@@ -16,9 +16,9 @@ from prepcli.console.progress import Progress
 from prepcli.operations.compute_options import TrainOptions
 from prepcli.operations.export import export
 from prepcli.operations.operation import public
-from prepcli.operations.option_spec import PathLike, as_tuple
 from prepcli.operations.recipe_files import find_training_recipe
 from prepcli.operations.results import TrainingRun
+from prepcli.option_spec import PathLike, as_tuple
 from prepcli.training_runs.run import TrainRequest, TrainResult
 from prepcli.training_runs.train import train_run
 from trainer.recipe import load_recipe
@@ -44,17 +44,17 @@ def train(
     divides the sum of the batch by the sum of the weights. The function must compute each token by itself: the result
     then depends neither on the mesh nor on micro-batches nor on chunks, beyond rounding, and the logits of all tokens
     never exist. `metric_fn(logits, targets)` is called in the same way in evaluation, and returns a dict of values
-    `[rows, tokens]`; the weighted mean of `NAME` is logged as `eval_NAME`. Evaluation always reports the
+    `[rows, tokens]`. The weighted mean of `NAME` is logged as `eval_NAME`. Evaluation always reports the
     cross entropy.
 
     Args:
-        recipe: A TOML file, or the name of one of `prep recipes`; `prep docs recipes` lists its keys.
-        out: Folder of the run; default: `runs/NAME`.
+        recipe: A TOML file, or the name of one of `prep recipes`. `prep docs recipes` lists its keys.
+        out: Folder of the run. Default: `runs/NAME`.
         dry_run: Check the run and estimate its memory. No step is taken and no file is written.
-        loss_fn: Loss of each token; default: the cross entropy. A run resumes with a function of the same name. Not
+        loss_fn: Loss of each token. Default: the cross entropy. A run resumes with a function of the same name. Not
             supported with `train.reduction = "exact"` and the keys of `[loss]`.
         metric_fn: Values of each token to evaluate. Not supported with `train.reduction = "exact"`.
-        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
+        progress: Receives the bytes downloaded, checked or tokenized. Default: none. See `Progress`.
         **options: See `TrainOptions`.
 
     Returns:

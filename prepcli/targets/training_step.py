@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, Manifest
+from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, TOWERS_KEY, Manifest
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
@@ -102,6 +102,8 @@ def plan_training_step(
     settings = {key: start_manifest.get(key) for key in COPIED_KEYS}
     if LORA_KEY in start_manifest:
         settings[LORA_KEY] = start_manifest[LORA_KEY]
+    elif TOWERS_KEY in start_manifest:
+        settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
     settings["prefixed"] = source.names.is_prefixed
     settings["kind"] = "train"
     settings["config"] = source.config

@@ -85,7 +85,7 @@ def _note_sizes(tiny: HFConfig, ui: Ui) -> None:
 
 
 def _build_report(tiny: HFConfig, results: Sequence[CheckResult], ui: Ui) -> Report:
-    name = tiny["model_type"]
+    name = family_of(tiny).name
     rows = [(result.check, result.outcome, result.text) for result in results]
     text = format_table(rows, (name, "", ""), width=ui.columns)
     fields = {"family": name, "config": tiny, "checks": [asdict(result) for result in results]}

@@ -221,7 +221,7 @@ def with_padded_vocab(
     config: HFConfig, tensors: Tensors, num_padding_rows: int, value: float
 ) -> tuple[HFConfig, dict[str, np.ndarray]]:
     """Append rows of `value` to every tensor with a vocabulary axis, and set `true_vocab_size`."""
-    vocab = config["vocab_size"]
+    vocab = family_of(config).sizes(config)["vocab"]
     tiny = tiny_transformer(config)
     vocab_tensors = {
         location.tensor

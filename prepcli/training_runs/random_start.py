@@ -13,6 +13,7 @@ from prepcli.targets.tokenizer_files import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.config_overrides import override_fields
+from trainer.models.json_types import JsonObject
 from trainer.models.presets import find_preset
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -52,7 +53,7 @@ class RandomReader:
         """Do nothing: no file is open."""
 
 
-def random_config(table: Model) -> dict[str, Any]:
+def random_config(table: Model) -> JsonObject:
     """Return the config.json of a random start, with the overrides of the recipe.
 
     Raises:

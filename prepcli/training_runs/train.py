@@ -234,7 +234,7 @@ def _prepare(run: Run, stack: ExitStack) -> PreparedRun:
         run.group,
         start.manifest,
         step=prepared.step,
-        data_identity=prepared.loop.manifest_fields["data"],
+        data_identity=prepared.loop.manifest_fields.get("data", ""),
         kernel=prepared.kernel.name,
     )
     for line in run_summary_lines(prepared):
@@ -403,10 +403,10 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
     loop = prepared.loop
     base_path = prepared.run.recipe.model.path
     assert base_path is not None
-    facts = base_facts(state, loop.setup.model, start, name=base_path)
+    base = base_facts(state, loop.setup.model, start, name=base_path)
     if prepared.step:
-        check_base(start.step_reader.manifest, facts)
-    loop = replace(loop, manifest_fields={**loop.manifest_fields, **facts})
+        check_base(start.step_reader.manifest, base)
+    loop = replace(loop, manifest_fields={**loop.manifest_fields, "base": base})
     return replace(prepared, loop=loop)
 
 
@@ -433,6 +433,7 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
             "mesh": str(sharding.mesh),
             "rules": run.recipe.rules,
             "lora": prepared.start.lora,
+            "towers": prepared.start.towers_facts(run.recipe.model.path or ""),
         },
         group=run.group,
         free_memory_nbytes=free_nbytes_per_process,

@@ -64,6 +64,9 @@ WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "sarvam_mla": {"num_hidden_layers": 2, "n_routed_experts": 4},
     "sarvam_moe": {"num_hidden_layers": 2, "n_routed_experts": 4},
     "solar_open": {"n_routed_experts": 4},
+    "lfm2_moe": {"layer_types": ["conv"], "num_dense_layers": 0, "num_experts": 4},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,

@@ -17,6 +17,7 @@ from tests.helpers.config_fields import (
     SMALL,
     TOKEN_FIELDS,
 )
+from tests.helpers.hybrid_configs import HYBRID_FAMILIES, HYBRID_VARIANTS
 from tests.helpers.later_configs import LATER_FAMILIES, LATER_FAMILY_VARIANTS
 
 GPT_NEO: dict[str, Any] = {
@@ -241,6 +242,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+    **HYBRID_FAMILIES,
 }  # fmt: skip
 DENSE_FAMILIES |= LATER_FAMILIES
 DENSE = DENSE_FAMILIES
@@ -278,6 +280,7 @@ DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
     "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
     "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
+    **HYBRID_VARIANTS,
 }  # fmt: skip
 DENSE_FAMILY_VARIANTS |= LATER_FAMILY_VARIANTS
 SLIDING = {

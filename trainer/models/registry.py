@@ -9,6 +9,7 @@ from trainer.models.architecture import SEMANTIC_FIELDS
 from trainer.models.errors import Command, PrepError, text
 from trainer.models.families import (
     arcee,
+    bamba,
     biogpt,
     bloom,
     cohere,
@@ -42,6 +43,7 @@ from trainer.models.families import (
     granite_swa,
     granitemoe,
     granitemoe_swa,
+    granitemoehybrid,
     granitemoeshared,
     helium,
     hunyuan_v1_dense,
@@ -51,8 +53,11 @@ from trainer.models.families import (
     internlm3,
     iquestcoder,
     jais2,
+    lfm2,
+    lfm2_moe,
     llama,
     llama4,
+    mamba2,
     mellum,
     minicpm3,
     minimax_m2,
@@ -75,7 +80,10 @@ from trainer.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     sarvam_mla,
     sarvam_moe,
     seed_oss,
@@ -115,6 +123,8 @@ _FAMILY_MODULES = (
     *(exaone, exaone_moe, granite_swa, granitemoe_swa, hunyuan_v1_moe, hyperclovax, internlm3),
     *(iquestcoder, mellum, minimax_m2, sarvam_mla, sarvam_moe, solar_open, youtu),
     *(llama4, flint, hy_v3, minicpm3, nanochat, phimoe),
+    *(lfm2, lfm2_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text),
+    *(mamba2, bamba, granitemoehybrid),
 )
 ADD_FAMILY_HINT = text(
     "{} explains how to add a family in one file", Command("docs", "add-a-family")

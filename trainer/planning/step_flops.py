@@ -5,7 +5,9 @@ in the backward pass, or 2*N if the matrix is frozen: it has no gradient. Attent
 visible pair of query and key, and 8*H*E in the backward pass (Chowdhery et al. 2022,
 https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups, norms, activations, softmax and
 the optimizer are not counted. An expert's matrices count for the tokens that it is expected to get.
-Adapters (LoRA) count as two matrices each.
+Adapters (LoRA) count as two matrices each. A recurrent mixer with states [N, P] takes 2*N*P per head and token for
+each product with the state: to update it, to read it, and to predict values in the gated delta rule. They count as
+attention.
 
 `attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures
 do. `attention_causal` counts only the visible ones.
@@ -146,13 +148,25 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
                         inputs, (queries, keys), window=window, visible=visible, is_causal=is_causal
                     )
                 )
+    scan_flops = num_sequences * length * stack.num_layers * _scan_flops(inputs, stack)
     return _ForwardFlops(
         projections=num_sequences * sum(leaf_flops.values()),
         trained_projections=num_sequences * sum(trained_flops),
-        attention_full=pair_flops * full,
-        attention_causal=pair_flops * causal,
-        attention_computed=pair_flops * computed,
+        attention_full=pair_flops * full + scan_flops,
+        attention_causal=pair_flops * causal + scan_flops,
+        attention_computed=pair_flops * computed + scan_flops,
     )
+
+
+def _scan_flops(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the operations of the state of a layer's recurrent mixer per token."""
+    mixer = stack.arch_config.mixer
+    if mixer is None or not mixer.has_state:
+        return 0
+    heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
+    state_size = heads * inputs.extent("mixer_state") * inputs.extent("mixer_head_dim")
+    num_products = 3 if mixer.kind == "gated_delta" else 2
+    return 2 * num_products * state_size
 
 
 def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:

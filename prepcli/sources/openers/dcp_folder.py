@@ -9,10 +9,9 @@ from prepcli.formats.torch_dcp import DcpBox, DcpFolder, DcpTensor, read_dcp_fol
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
 from prepcli.planning.plan import Contiguous, DroppedTensor, Locations, SourceFile
 from prepcli.planning.strided_copies import ChunkedLocation
-from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.model_family import find_config_path, select_family
-from prepcli.sources.source import Source, SourceTensor, read_config, side_files
+from prepcli.sources.model_family import find_config_path, read_folder_model
+from prepcli.sources.source import Source, SourceTensor
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 from trainer.models.boxes import strides
@@ -33,31 +32,28 @@ def open_dcp(path: Path, display_name: str, hints: SourceHints) -> Source:
     """
     folder = read_dcp_folder(path)
     config_path = find_config_path(hints, path, display_name)
-    config = read_config(config_path) if config_path else {}
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
-    family = select_family(config, hints, types)
-    names = detect_names(family, config, full_names=list(types))
-    copied_files, left_files = side_files(path, hints.copied_files)
+    model = read_folder_model(path, config_path, hints, types)
     tensors: list[SourceTensor] = []
     for tensor in sorted(folder.tensors, key=_file_position):
-        name = names.bare_name(tensor.name)
+        name = model.names.bare_name(tensor.name)
         tensors.append(SourceTensor(name, tensor.dtype, tensor.shape, box_locations(tensor)))
     return Source(
         display_name=display_name,
         root=path,
-        family=family,
-        config=config,
-        names=names,
+        family=model.family,
+        config=model.config,
+        names=model.names,
         tensors=tuple(tensors),
         files=folder.files,
         file_stamps=_file_stamps(folder),
-        small_files=tuple(file for file in copied_files if file not in folder.files),
+        small_files=tuple(file for file in model.copied_files if file not in folder.files),
         manifest=None,
         extra_entries=tuple(
             DroppedTensor(name, 0, NOT_A_TENSOR_RULE) for name in folder.non_tensors
         ),
         config_path=config_path,
-        left_files=left_files,
+        left_files=model.left_files,
     )
 
 

@@ -8,17 +8,15 @@ from pathlib import Path
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import NO_MANIFEST, TensorRecords, read_manifest
 from prepcli.planning.plan import Contiguous
-from prepcli.planning.tensor_match import TensorNames, detect_names
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
-from prepcli.sources.model_family import existing_config, select_family
+from prepcli.sources.model_family import existing_config, read_folder_model
 from prepcli.sources.source import (
     CONFIG,
     Source,
     SourceTensor,
     file_stamps,
-    read_config,
     recorded_digests,
-    side_files,
 )
 from prepcli.sources.source_hints import SourceHints
 
@@ -38,27 +36,24 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
     config_path = existing_config(path / CONFIG, hints)
     if hints.config_path:
         config_path = hints.resolve_config_path(path, display_name)
-    config = read_config(config_path) if config_path else {}
     manifest = read_manifest(path)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
-    family = select_family(config, hints, types, manifest)
-    copied_files, left_files = side_files(path, hints.copied_files)
-    names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
+    model = read_folder_model(path, config_path, hints, types, manifest=manifest)
     records = (manifest or NO_MANIFEST).tensors
     return Source(
         display_name=display_name,
         root=path,
-        family=family,
-        config=config,
-        names=names,
-        tensors=file_tensors(folder.tensors, names, records),
+        family=model.family,
+        config=model.config,
+        names=model.names,
+        tensors=file_tensors(folder.tensors, model.names, records),
         files=tuple(path / header.file_name for header in folder.headers),
         file_stamps=file_stamps(folder.headers),
-        small_files=copied_files,
+        small_files=model.copied_files,
         manifest=manifest,
         tensor_file_names=tuple(folder.headers[tensor.file].file_name for tensor in folder.tensors),
         config_path=config_path,
-        left_files=left_files,
+        left_files=model.left_files,
     )
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from prepcli.errors import PrepError
 from prepcli.formats.torch_files import TorchTensor, read_torch_folder
 from prepcli.planning.plan import Contiguous, Strided
-from prepcli.planning.tensor_match import detect_names
-from prepcli.sources.model_family import find_config_path, select_family
-from prepcli.sources.source import Source, SourceTensor, file_stamps, read_config, side_files
+from prepcli.sources.model_family import find_config_path, read_folder_model
+from prepcli.sources.source import Source, SourceTensor, file_stamps
 from prepcli.sources.source_hints import SourceHints
 
 # Tensors that may share one byte of a file: the file is opened once for each of them.
@@ -31,28 +30,28 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
     """
     folder = read_torch_folder(path)
     config_path = find_config_path(hints, path, display_name)
-    config = read_config(config_path) if config_path else {}
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
-    family = select_family(config, hints, types)
-    copied_files, left_files = side_files(path, hints.copied_files)
-    names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
+    model = read_folder_model(path, config_path, hints, types)
     blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
     tensors = tuple(
         SourceTensor(
-            names.bare_name(tensor.name), tensor.dtype, tensor.shape, (placement_of(tensor, blob),)
+            model.names.bare_name(tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            (placement_of(tensor, blob),),
         )
         for tensor, blob in zip(folder.tensors, blob_numbers)
     )
     return Source(
         display_name=display_name,
         root=path,
-        family=family,
-        config=config,
-        names=names,
+        family=model.family,
+        config=model.config,
+        names=model.names,
         tensors=tensors,
         files=folder.files,
         file_stamps=file_stamps(folder.headers),
-        small_files=copied_files,
+        small_files=model.copied_files,
         manifest=None,
         tensor_file_names=tuple(
             safetensors_file_name(folder.headers[tensor.file].file_name)
@@ -60,7 +59,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
         ),
         blobs=blobs,
         config_path=config_path,
-        left_files=left_files,
+        left_files=model.left_files,
     )
 
 

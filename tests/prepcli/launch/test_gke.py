@@ -11,10 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest, yaml_text
+from prepcli.launch.gke import FILES_FOLDER, gke_manifest, yaml_text
 from prepcli.launch.job import LaunchJob
+from prepcli.launch.options import GkeOptions
+from prepcli.option_spec import with_defaults
 from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.scripts import install_recorders, run_script, texts, words
+from trainer.files.json_values import JsonObject
 
 JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=7)
 
@@ -39,7 +42,7 @@ def pods_of(job_set: Any) -> Any:
 
 
 def test_gke_manifest_restarts_stopped_pods_only():
-    _, job_set = documents(JOB, GkeOptions(image="image", nodes=2))
+    _, job_set = documents(JOB, with_defaults(GkeOptions, {"image": "image", "nodes": 2}))
     assert job_set["spec"]["failurePolicy"] == {
         "maxRestarts": 7,
         "rules": [
@@ -78,13 +81,16 @@ def test_gke_manifest_restarts_stopped_pods_only():
 def test_gke_manifest_selects_nodes(
     accelerator: str, topology: str | None, device: str, selector: dict[str, str]
 ):
-    options = GkeOptions(
-        image="image",
-        devices_per_node=4,
-        accelerator=accelerator,
-        topology=topology,
-        cpus=8,
-        mem="1Gi",
+    options = with_defaults(
+        GkeOptions,
+        {
+            "image": "image",
+            "devices_per_node": 4,
+            "accelerator": accelerator,
+            "topology": topology,
+            "cpus": 8,
+            "mem": "1Gi",
+        },
     )
     pod = pods_of(documents(JOB, options)[1])["template"]["spec"]
     assert pod["nodeSelector"] == {
@@ -95,7 +101,9 @@ def test_gke_manifest_selects_nodes(
 
 
 def test_gke_manifest_mounts_the_files_and_the_claim():
-    pod = pods_of(documents(JOB, GkeOptions(image="image", claim="runs"))[1])["template"]["spec"]
+    pod = pods_of(
+        documents(JOB, with_defaults(GkeOptions, {"image": "image", "claim": "runs"}))[1]
+    )["template"]["spec"]
     assert pod["volumes"] == [
         {"name": "files", "configMap": {"name": "llama-13b"}},
         {"name": "work", "persistentVolumeClaim": {"claimName": "runs"}},
@@ -119,7 +127,9 @@ def test_gke_start_script_passes_on_every_value(
     job = LaunchJob(
         recipe="r/my run.toml", name="run", train_words=tuple(train_words), env=tuple(env.items())
     )
-    config_map, _ = documents(job, GkeOptions(image="image", nodes=3), recipe_text)
+    config_map, _ = documents(
+        job, with_defaults(GkeOptions, {"image": "image", "nodes": 3}), recipe_text
+    )
     assert config_map["data"]["my-run.toml"] == recipe_text
     done = run_script(config_map["data"]["start.sh"], recorders, JOB_COMPLETION_INDEX="2")
     assert done.words_of("prep") == [["train", f"{FILES_FOLDER}/my-run.toml", *train_words]]
@@ -132,9 +142,11 @@ def test_gke_start_script_passes_on_every_value(
 
 
 def test_gke_pods_of_gpus_are_on_nodes_of_their_own():
-    pod = pods_of(documents(JOB, GkeOptions(image="image", nodes=2, devices_per_node=4))[1])[
-        "template"
-    ]["spec"]
+    pod = pods_of(
+        documents(
+            JOB, with_defaults(GkeOptions, {"image": "image", "nodes": 2, "devices_per_node": 4})
+        )[1]
+    )["template"]["spec"]
     (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "llama-13b"}}
@@ -146,13 +158,16 @@ def test_gke_pods_of_gpus_are_on_nodes_of_their_own():
 def test_gke_slices_are_jobs_with_numbered_processes(
     recorders: Path, slice_index: int, pod_index: int, process: int
 ):
-    options = GkeOptions(
-        image="image",
-        nodes=12,
-        devices_per_node=4,
-        accelerator="tpu-v5p-slice",
-        topology="2x2x4",
-        claim="runs",
+    options = with_defaults(
+        GkeOptions,
+        {
+            "image": "image",
+            "nodes": 12,
+            "devices_per_node": 4,
+            "accelerator": "tpu-v5p-slice",
+            "topology": "2x2x4",
+            "claim": "runs",
+        },
     )
     config_map, job_set = yaml.safe_load_all(
         gke_manifest(JOB, options, recipe_text="seed = 1\n", num_slices=3)
@@ -183,24 +198,30 @@ def test_gke_slices_are_jobs_with_numbered_processes(
     ("options", "num_slices"),
     [
         (
-            GkeOptions(
-                image="image",
-                nodes=2,
-                devices_per_node=8,
-                accelerator="nvidia-l4",
-                cpus=96,
-                mem="1.5Ti",
+            with_defaults(
+                GkeOptions,
+                {
+                    "image": "image",
+                    "nodes": 2,
+                    "devices_per_node": 8,
+                    "accelerator": "nvidia-l4",
+                    "cpus": 96,
+                    "mem": "1.5Ti",
+                },
             ),
             1,
         ),
         (
-            GkeOptions(
-                image="image",
-                nodes=400,
-                devices_per_node=4,
-                accelerator="tpu-v6e-slice",
-                topology="4x4",
-                claim="runs",
+            with_defaults(
+                GkeOptions,
+                {
+                    "image": "image",
+                    "nodes": 400,
+                    "devices_per_node": 4,
+                    "accelerator": "tpu-v6e-slice",
+                    "topology": "4x4",
+                    "claim": "runs",
+                },
             ),
             100,
         ),
@@ -218,7 +239,7 @@ def test_gke_manifest_has_the_schema_of_kubernetes(options: GkeOptions, num_slic
 
 @pytest.mark.parametrize("key", ["name", "action", "onJobFailureReasons"])
 def test_the_schema_rejects_an_incomplete_rule(key: str):
-    options = GkeOptions(image="image", devices_per_node=8)
+    options = with_defaults(GkeOptions, {"image": "image", "devices_per_node": 8})
     _, job_set = documents(JOB, options)
     JobSet.model_validate(job_set)
     del job_set["spec"]["failurePolicy"]["rules"][0][key]
@@ -241,12 +262,12 @@ values = st.recursive(
 
 
 @given(st.dictionaries(any_text, values, min_size=1, max_size=3))
-def test_yaml_text_reads_back_as_the_value(value: dict[str, object]):
+def test_yaml_text_reads_back_as_the_value(value: JsonObject):
     assert list(yaml.safe_load_all(yaml_text([value, value]))) == [value, value]
 
 
 def test_yaml_text_is_in_block_style_with_quoted_values():
-    shared = {"cpu": "8"}
+    shared: JsonObject = {"cpu": "8"}
     text = yaml_text(
         [
             {"a1": [{"b1": 1, "y": "x y"}, "1e3"], "script": "set -e\n\nexec prep\n", "e1": {}},

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from prepcli.errors import UsageError
 from prepcli.launch.job import LaunchJob
-from prepcli.launch.slurm import SlurmOptions, slurm_script
+from prepcli.launch.options import SlurmOptions
+from prepcli.launch.slurm import slurm_script
+from prepcli.option_spec import with_defaults
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 
 JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=3)
@@ -66,16 +68,19 @@ def test_slurm_script_has_every_option():
         setup=("source env/bin/activate",),
         env=(("XLA_PYTHON_CLIENT_MEM_FRACTION", ".90"),),
     )
-    options = SlurmOptions(
-        nodes=2,
-        devices_per_node=8,
-        cpus=96,
-        mem="1000G",
-        time="24:00:00",
-        partition="main",
-        account="lab",
-        modules=("cuda/12.3",),
-        directives=("--qos=long",),
+    options = with_defaults(
+        SlurmOptions,
+        {
+            "nodes": 2,
+            "devices_per_node": 8,
+            "cpus": 96,
+            "mem": "1000G",
+            "time": "24:00:00",
+            "partition": "main",
+            "account": "lab",
+            "module": ("cuda/12.3",),
+            "sbatch": ("--qos=long",),
+        },
     )
     assert slurm_script(job, options) == SCRIPT
 
@@ -98,7 +103,10 @@ def test_slurm_script_passes_on_every_value(
         recipe=recipe, name=name, train_words=tuple(train_words), env=tuple(env.items())
     )
     done = run_script(
-        slurm_script(job, SlurmOptions(partition=partition, modules=(module,))), recorders
+        slurm_script(
+            job, with_defaults(SlurmOptions, {"partition": partition, "module": (module,)})
+        ),
+        recorders,
     )
     assert done.code == 0
     assert done.words_of("prep") == [["train", recipe, *train_words]]
@@ -118,14 +126,16 @@ def test_slurm_script_requeues_stopped_and_killed_runs(
     recorders: Path, code: int, restarts: str, is_requeued: bool
 ):
     env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
-    done = run_script(slurm_script(JOB, SlurmOptions()), recorders, codes={"prep": [code]}, **env)
+    done = run_script(
+        slurm_script(JOB, with_defaults(SlurmOptions, {})), recorders, codes={"prep": [code]}, **env
+    )
     assert done.code == code
     assert done.words_of("scontrol") == [["requeue", "17"]] * is_requeued
 
 
 def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
     job = LaunchJob(recipe="r.toml", name="r", setup=("false",))
-    done = run_script(slurm_script(job, SlurmOptions()), recorders)
+    done = run_script(slurm_script(job, with_defaults(SlurmOptions, {})), recorders)
     assert (done.code, done.calls) == (1, [])
 
 
@@ -140,15 +150,17 @@ def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
     ],
 )
 def test_slurm_script_quotes_directives_as_sbatch_reads_them(value: str, text: str):
-    assert f"#SBATCH --account={text}\n" in slurm_script(JOB, SlurmOptions(account=value))
+    assert f"#SBATCH --account={text}\n" in slurm_script(
+        JOB, with_defaults(SlurmOptions, {"account": value})
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        SlurmOptions(mem="1G\n#"),
-        SlurmOptions(modules=("a\nb",)),
-        SlurmOptions(directives=("--qos=a\nrm",)),
+        with_defaults(SlurmOptions, {"mem": "1G\n#"}),
+        with_defaults(SlurmOptions, {"module": ("a\nb",)}),
+        with_defaults(SlurmOptions, {"sbatch": ("--qos=a\nrm",)}),
     ],
 )
 def test_slurm_script_rejects_line_breaks(options: SlurmOptions):

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from prepcli.errors import UsageError
 from prepcli.launch.job import LaunchJob
-from prepcli.launch.tpu import TpuOptions, tpu_script
+from prepcli.launch.options import TpuOptions
+from prepcli.launch.tpu import tpu_script
+from prepcli.option_spec import with_defaults
 from tests.helpers.scripts import install_recorders, lines, run_script, words
 
 JOB = LaunchJob(recipe="recipes/llama-7b.toml", name="llama-7b", max_restarts=2)
-OPTIONS = TpuOptions(accelerator="v5p-256", zone="us-east5-a")
+OPTIONS = with_defaults(TpuOptions, {"accelerator": "v5p-256", "zone": "us-east5-a"})
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,9 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tpu_script_creates_copies_and_trains(recorders: Path):
-    options = TpuOptions(accelerator="v5p-256", zone="us-east5-a", project="lab", spot=True)
+    options = with_defaults(
+        TpuOptions, {"accelerator": "v5p-256", "zone": "us-east5-a", "project": "lab", "spot": True}
+    )
     done = run_script(tpu_script(JOB, options), recorders, codes={"gcloud": [1]})
     place = ["--zone=us-east5-a", "--project=lab"]
     resources, vm = ["compute", "tpus", "queued-resources"], ["compute", "tpus", "tpu-vm"]
@@ -80,7 +84,7 @@ def test_tpu_host_starts_again_after_a_stop_or_a_kill(
 
 def test_tpu_script_suggests_a_type():
     with pytest.raises(UsageError, match="unknown TPU type") as caught:
-        tpu_script(JOB, TpuOptions(accelerator="v5pp-8", zone="a"))
+        tpu_script(JOB, with_defaults(TpuOptions, {"accelerator": "v5pp-8", "zone": "a"}))
     assert "v5p" in caught.value.hint
 
 

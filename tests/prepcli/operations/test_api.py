@@ -225,6 +225,17 @@ def test_api_invalid_mesh_or_dtype_is_a_usage_error(model: Path):
         prep.load_params(model, dtype="int8")  # pyright: ignore[reportArgumentType]
 
 
+def test_api_accepts_a_vocabulary_multiple_as_number(model: Path, tmp_path: Path):
+    from_number = prep.save_init(model, tmp_path / "number", pad_vocab=100)
+    from_text = prep.save_init(model, tmp_path / "text", pad_vocab="100")
+    first, second = (
+        json.loads((result.path / "prep-manifest.json").read_text())
+        for result in (from_number, from_text)
+    )
+    assert first["config"]["vocab_size"] == 300
+    assert first["request"] == second["request"]
+
+
 def test_api_accepts_one_rule_as_text(model: Path):
     plan = prep.save_init(model, mesh="1,2,1", rules="embed=none", dry_run=True).plan
     assert [*plan.settings["rules"]] == ["embed=none"]

@@ -11,7 +11,7 @@ from prepcli.errors import UsageError
 from prepcli.operations.compute_options import EvaluateOptions
 from prepcli.operations.evaluation_keys import EFFECTIVE_KEYS, KEYS_TEXT
 from prepcli.operations.evaluation_recipe import data_sources, evaluation_recipe
-from prepcli.operations.option_spec import option_specs
+from prepcli.option_spec import option_specs
 from trainer.recipe import Recipe
 from trainer.recipe.tables import KEY_SCHEMAS
 

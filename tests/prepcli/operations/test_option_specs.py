@@ -10,19 +10,19 @@ import pytest
 from prepcli.cli import root
 from prepcli.cli.operation_parameters import Omit, typer_parameters
 from prepcli.cli.root import COMMANDS, command_name
-from prepcli.operations.launch_options import LaunchTpuOptions
-from prepcli.operations.option_spec import (
-    OptionSpec,
-    format_command_line,
-    option_specs,
-    with_defaults,
-)
+from prepcli.launch.options import TpuOptions
 from prepcli.operations.options import (
     OPTIONS_BY_COMMAND,
     ExportOptions,
     PadVocabOptions,
     ReshardOptions,
     SaveInitOptions,
+)
+from prepcli.option_spec import (
+    OptionSpec,
+    format_command_line,
+    option_specs,
+    with_defaults,
 )
 
 COMMAND_FUNCTIONS = {command_name(command): command for command in COMMANDS}
@@ -112,7 +112,7 @@ def test_commands_define_no_options_of_their_own():
 
 def test_required_option_has_no_default():
     parameters = {
-        parameter.name: parameter for parameter in typer_parameters([(LaunchTpuOptions, Omit())])
+        parameter.name: parameter for parameter in typer_parameters([(TpuOptions, Omit())])
     }
     assert parameters["zone"].default is inspect.Parameter.empty
     assert parameters["project"].default is None

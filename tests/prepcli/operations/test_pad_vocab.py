@@ -13,9 +13,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, USAGE, PrepError
-from prepcli.operations.option_spec import with_defaults
 from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.pad_vocab import make_fill, padded_size
+from prepcli.option_spec import with_defaults
 from prepcli.planning.plan import Fill
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.vocabulary import Vocabulary

@@ -44,3 +44,9 @@ def test_plan_errors_name_arguments():
 def test_plan_checks_the_least_timeout():
     with pytest.raises(prep.UsageError, match=r"it must be at least 0\.01"):
         prep.plan("model", config="config.json", compile=True, compile_timeout=0.001)
+
+
+def test_plan_error_of_a_mesh_names_the_argument():
+    with pytest.raises(prep.UsageError) as caught:
+        prep.plan("model", config="config.json", mesh="9")
+    assert str(caught.value).startswith('`mesh="9"` has 1 axis')

@@ -231,3 +231,11 @@ def shared_experts(module: str, condition: rows.Condition = rows.ALWAYS) -> Para
             "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
         ),
     }
+
+
+# Experts of Qwen2-MoE: shared experts are scaled by the sigmoid of a gate.
+GATED_SHARED_EXPERTS: Parameters = {
+    **EXPERTS,
+    **shared_experts("mlp.shared_expert"),
+    **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
+}

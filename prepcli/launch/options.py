@@ -1,4 +1,4 @@
-"""The options of the targets of `prep launch`, each defined once. See `options.py`.
+"""The options of the targets of `prep launch`, each defined once. See `prepcli.operations.options`.
 
 This module imports no NumPy, jax or huggingface_hub: every start of `prep` reads it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
-from prepcli.operations.option_spec import (
+from prepcli.option_spec import (
     REQUIRED,
     NonNegativeInt,
     OptionSpec,
@@ -28,7 +28,7 @@ class JobOptions(TypedDict):
         Sequence[str],
         OptionSpec(
             "KEY=VALUE",
-            "Set an environment variable; repeatable.",
+            "Set an environment variable. Repeatable.",
             "Environment variables as `KEY=VALUE` texts.",
             default=(),
             position=_SCRIPT + 1,
@@ -43,8 +43,8 @@ class ScriptOptions(JobOptions):
         str | None,
         OptionSpec(
             "NAME",
-            "Name the job; default: the recipe's name.",
-            "Name of the job; default: the recipe's name.",
+            "Name the job. Default: the recipe's name.",
+            "Name of the job. Default: the recipe's name.",
             position=_SCRIPT,
         ),
     ]
@@ -52,7 +52,7 @@ class ScriptOptions(JobOptions):
         Sequence[str],
         OptionSpec(
             "LINE",
-            "Run LINE before training; repeatable.",
+            "Run LINE before training. Repeatable.",
             "Shell lines that run before the training.",
             default=(),
             position=_SCRIPT + 2,
@@ -72,8 +72,8 @@ class ScriptOptions(JobOptions):
         PathLike | None,
         OptionSpec(
             "FILE",
-            "Write to FILE; default: stdout.",
-            "File for the script; default: stdout.",
+            "Write to FILE. Default: stdout.",
+            "File for the script. Default: stdout.",
             position=_SCRIPT + 2,
         ),
     ]
@@ -82,7 +82,7 @@ class ScriptOptions(JobOptions):
         OptionSpec(
             None,
             "Submit the job.",
-            "Submit the script; default: False.",
+            "Submit the script. Default: False.",
             default=False,
             position=_SCRIPT + 2,
         ),
@@ -107,7 +107,7 @@ class NodeOptions(TypedDict):
         OptionSpec(
             "N",
             "Use N devices of each node.",
-            "Devices of each node; default: as the cluster gives them.",
+            "Devices of each node. Default: as the cluster gives them.",
             position=2,
         ),
     ]
@@ -136,8 +136,8 @@ class NodeOptions(TypedDict):
     ]
 
 
-class LaunchSlurmOptions(NodeOptions, ScriptOptions):
-    """Options of `launch_slurm`."""
+class SlurmOptions(NodeOptions, ScriptOptions):
+    """Options of a SLURM job. None means the default of the cluster."""
 
     time: Annotated[
         str | None,
@@ -158,7 +158,7 @@ class LaunchSlurmOptions(NodeOptions, ScriptOptions):
         Sequence[str],
         OptionSpec(
             "NAME",
-            "Load a module; repeatable.",
+            "Load a module. Repeatable.",
             "Environment modules to load.",
             default=(),
             position=5,
@@ -168,7 +168,7 @@ class LaunchSlurmOptions(NodeOptions, ScriptOptions):
         Sequence[str],
         OptionSpec(
             "OPTION",
-            "Add an sbatch option; repeatable.",
+            "Add an sbatch option. Repeatable.",
             'Further options of `sbatch`, such as "--qos=long".',
             default=(),
             position=5,
@@ -178,15 +178,15 @@ class LaunchSlurmOptions(NodeOptions, ScriptOptions):
         str | None,
         OptionSpec(
             "FILE",
-            "Log to FILE; default: NAME-%j.log.",
+            "Log to FILE. Default: NAME-%j.log.",
             "Log file, with the number of the job as `%j`.",
             position=5,
         ),
     ]
 
 
-class LaunchTpuOptions(ScriptOptions):
-    """Options of `launch_tpu`. `accelerator` and `zone` are required."""
+class TpuOptions(ScriptOptions):
+    """Options of a Cloud TPU. `accelerator` and `zone` are required."""
 
     accelerator: Annotated[
         str,
@@ -202,14 +202,14 @@ class LaunchTpuOptions(ScriptOptions):
     ]
     project: Annotated[
         str | None,
-        OptionSpec("NAME", "Use this project.", "Project; default: the one of `gcloud config`."),
+        OptionSpec("NAME", "Use this project.", "Project. Default: the one of `gcloud config`."),
     ]
     runtime_version: Annotated[
         str | None,
         OptionSpec(
             "NAME",
-            "Use this TPU software; default: by TYPE.",
-            "Software of the TPU VM; default: by the type.",
+            "Use this TPU software. Default: by TYPE.",
+            "Software of the TPU VM. Default: by the type.",
         ),
     ]
     spot: Annotated[
@@ -217,14 +217,14 @@ class LaunchTpuOptions(ScriptOptions):
         OptionSpec(
             None,
             "Use a TPU that may be preempted.",
-            "Create a TPU that may be preempted; default: False.",
+            "Create a TPU that may be preempted. Default: False.",
             default=False,
         ),
     ]
 
 
-class LaunchGkeOptions(NodeOptions, ScriptOptions):
-    """Options of `launch_gke`. `image` is required."""
+class GkeOptions(NodeOptions, ScriptOptions):
+    """Options of a JobSet. `image` is required."""
 
     image: Annotated[
         str,
@@ -266,8 +266,8 @@ class LaunchGkeOptions(NodeOptions, ScriptOptions):
     ]
 
 
-class LaunchLocalOptions(JobOptions):
-    """Options of `launch_local`."""
+class LocalOptions(JobOptions):
+    """Options of processes on this machine."""
 
     processes: Annotated[
         PositiveInt,

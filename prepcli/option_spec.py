@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 # Position of the fields that do not change the bytes of an output: manifests do not record them.
 NOT_RECORDED = None
@@ -16,6 +16,8 @@ NOT_RECORDED = None
 REQUIRED = ...
 
 PathLike = str | Path
+# The TypedDict of a group of options.
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def option_specs(options: type) -> dict[str, OptionSpec]:
     return specs
 
 
-def with_defaults(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(options: type[Options], values: Mapping[str, object]) -> Options:
     """Return the values of all options, with the default of each option that has no value.
 
     >>> from prepcli.operations.options import DropOptions
@@ -87,11 +89,12 @@ def with_defaults(options: type, values: Mapping[str, Any]) -> dict[str, Any]:
     {'drop': (), 'untie': True}
     """
     defaults = {name: spec.default for name, spec in option_specs(options).items()}
-    return {**defaults, **values}
+    # The values come from a call or a command, which checks their types.
+    return cast("Options", {**defaults, **values})
 
 
 def format_command_line(
-    command: str, source_name: str, options: type, values: Mapping[str, Any]
+    command: str, source_name: str, options: type, values: Mapping[str, object]
 ) -> str:
     """Return the command line of a request as manifests record it, without options at their defaults.
 
