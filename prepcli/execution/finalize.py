@@ -19,19 +19,18 @@ from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
-from prepcli.formats.file_records import FileRecord, record_file, record_files
+from prepcli.formats.file_records import record_file, record_files
 from prepcli.formats.manifest import (
     FILES_KEY,
     HEADER_KEY,
     MANIFEST_FILE,
     SIZE_KEY,
     XXH3_KEY,
-    LeafRecord,
-    TensorRecord,
     encode_manifest,
 )
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
+from prepcli.planning.manifest_fields import FileRecord, LeafRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from trainer.files.reading import not_regular_error

@@ -161,7 +161,7 @@ def read_contents(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         # Headers and index apart, only this file is read.
-        check_local_files(local_files, (CONFIG,))
+        check_local_files(local_files, located.manifest, (CONFIG,))
         contents = READERS[located.kind](local_files.path, display_name)
         if config_path is not None:
             hints = SourceHints(config_path)

@@ -33,6 +33,7 @@ from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
@@ -255,7 +256,9 @@ def plan_copy(
         ),
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
-    return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
+    return _planned_copy(
+        plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+    )
 
 
 def _planned_copy(
@@ -265,11 +268,11 @@ def _planned_copy(
     located: LocatedCheckpoint,
     *,
     vocabulary: Vocabulary,
+    vocab_rows: int,
 ) -> PlannedConversion:
     """Return the plan with its default name, its notes and the fields of its report."""
     layout = options["layout"]
     num_files = len(plan.files)
-    vocab_rows = plan.settings["vocab"]["padded"]
     line = _summary_line(
         options,
         source,
@@ -313,10 +316,10 @@ def _manifest_settings(
     vocabulary: Vocabulary,
     *,
     is_tied: bool,
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
+    config: HFConfig,
+) -> ManifestFields:
     """Return the fields of the output's manifest that describe the model."""
-    settings: dict[str, Any] = {
+    settings: ManifestFields = {
         "name": name,
         "kind": "hf",
         "family": source.family.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prepcli.errors import GET_AGAIN_HINT, PrepError
-from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
+from prepcli.formats.manifest import Manifest, adapter_fields
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.operations.conversion import OUT_PLACEHOLDER, PlannedConversion
 from prepcli.operations.options import ExportOptions
@@ -60,7 +60,6 @@ def plan_adapter_export(
         for t in tensors
     }
     manifest = source.tree_manifest
-    settings = {key: manifest.fields[key] for key in ADAPTER_KEYS if key in manifest.fields}
     plan = Plan(
         command="export",
         request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
@@ -76,7 +75,7 @@ def plan_adapter_export(
         ),
         dropped=tuple(dropped_state(source)),
         settings={
-            **settings,
+            **adapter_fields(manifest),
             "name": located.model_name,
             "kind": "adapter",
             "family": source.family.name,

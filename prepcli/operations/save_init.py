@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -19,12 +19,12 @@ from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
-    ADAPTER_KEYS,
-    PREP_KEYS,
     STATE_ITEM,
     Manifest,
+    adapter_fields,
     find_manifest_folder,
     read_manifest,
+    step_fields,
 )
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
@@ -43,6 +43,7 @@ from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
@@ -182,7 +183,7 @@ def plan_resharded_item(
 ) -> PlannedConversion:
     """Plan a copy of an Orbax checkpoint. See `plan_orbax_item`."""
     # `reshard` has none of the options of new rows and casts.
-    values: Any = with_defaults(SaveInitOptions, options)
+    values = with_defaults(SaveInitOptions, options)
     return plan_orbax_item(
         values, source, located, params_only=options["params_only"], command="reshard"
     )
@@ -300,6 +301,11 @@ def _item_plan(
         match.is_tied,
         options["dtype"],
     )
+    settings = _manifest_settings(source, name, layout)
+    if level:
+        settings["compress"] = f"{METHOD}:{level}"
+    settings["tied"] = match.is_tied
+    settings["config"] = config
     return Plan(
         command=command,
         request=request,
@@ -314,12 +320,7 @@ def _item_plan(
         leaves=item.leaves,
         dropped=dropped,
         checks=match.checks,
-        settings={
-            **_manifest_settings(source, name, layout),
-            **({"compress": f"{METHOD}:{level}"} if level else {}),
-            "tied": match.is_tied,
-            "config": config,
-        },
+        settings=settings,
         display_names=source.display_names(),
         item=STATE_ITEM if layout.is_training_step else "",
         zstd_level=level,
@@ -363,22 +364,17 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     )
 
 
-def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
-    # A step keeps the keys of the trainer, which a resumed run reads. prep writes its own keys again, except for the
-    # number of the step.
-    step_fields = {
-        key: value
-        for key, value in layout.source_manifest.fields.items()
-        if key not in PREP_KEYS or key == "step"
-    }
-    return {
-        **(step_fields if layout.is_training_step else {}),
-        **{
-            key: value
-            for key, value in layout.source_manifest.fields.items()
-            if key in ADAPTER_KEYS
-        },
-        **({"quantization": source.quantization} if source.quantization else {}),
+def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
+    kept: ManifestFields = {}
+    if layout.is_training_step:
+        kept = step_fields(layout.source_manifest)
+    quantization: ManifestFields = {}
+    if source.quantization:
+        quantization["quantization"] = source.quantization
+    fields: ManifestFields = {
+        **kept,
+        **adapter_fields(layout.source_manifest),
+        **quantization,
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -389,15 +385,11 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
-        **_stacked_manifest_entry(source, layout),
     }
-
-
-def _stacked_manifest_entry(source: Source, layout: _ItemLayout) -> dict[str, Any]:
-    """Return the manifest's list of the numbers in the names of stacked tensors, for verbatim leaves."""
-    if not source.family.is_verbatim:
-        return {}
-    return {"stacked": stacked_numbers(source.family, layout.scan)}
+    # The numbers in the names of stacked tensors.
+    if source.family.is_verbatim:
+        fields["stacked"] = stacked_numbers(source.family, layout.scan)
+    return fields
 
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:

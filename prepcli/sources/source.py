@@ -20,9 +20,10 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest, TensorRecords
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
+from prepcli.planning.manifest_fields import TensorRecords
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path

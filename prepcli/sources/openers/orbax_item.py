@@ -14,8 +14,8 @@ from prepcli.engine.digest import digest
 from prepcli.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
+    Manifest,
     find_manifest_folder,
-    read_manifest,
 )
 from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
@@ -72,13 +72,16 @@ MODEL_FILES = {
 }
 
 
-def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_orbax(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
     """Read the index, config and manifest of an Orbax item.
 
     Args:
         path: An item, a step folder or a run folder with steps.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: The item is broken or not supported.
@@ -86,7 +89,6 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
-    manifest = read_manifest(manifest_folder)
     if manifest is None:
         return _open_foreign(item, path, display_name, hints)
     if not manifest.is_tree:
