@@ -46,14 +46,17 @@ if TYPE_CHECKING:
     from prepcli.operations.plan import plan
     from prepcli.operations.report import report
     from prepcli.operations.results import (
+        AcceptedChange,
         Conversion,
         Evaluation,
         EvaluationScores,
         Generation,
         Inspection,
         NewTokens,
+        OldAndNew,
         RunsReport,
         StepPlan,
+        TensorDifference,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AcceptedChange",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -84,6 +88,7 @@ __all__ = [
     "NewRowOptions",
     "NewTokens",
     "Observer",
+    "OldAndNew",
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
@@ -95,6 +100,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "TensorDifference",
     "TensorSummary",
     "TrainOptions",
     "TrainingRun",
@@ -146,16 +152,18 @@ _MODULES = {
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
+            "AcceptedChange",
             "Conversion",
             "Evaluation",
             "EvaluationScores",
             "Generation",
             "Inspection",
             "NewTokens",
+            "OldAndNew",
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
 from trainer.models.chunk_sizes import chunk_length
@@ -46,7 +44,9 @@ def _policy_text(run: MemoryInputs) -> str:
     return run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
 
 
-def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, Any]:
+def memory_fields(
+    estimated: MemoryEstimate, available_nbytes: int | None
+) -> dict[str, int | bool | None]:
     """Return the estimate in bytes, for the JSON object."""
     names = (
         "parameters",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -57,6 +57,7 @@ from prepcli.targets.streams import (
     optimizer_nbytes,
     output_rows,
 )
+from trainer.files.json_values import JsonObject
 from trainer.models.parameters import HFConfig, TreeLayout
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
@@ -160,7 +161,7 @@ class _WeightFiles:
 
 def _config_for_layout(
     config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the config for a library that supports fewer fields, with `tie_word_embeddings` as stored.
 
     Raises:
@@ -300,7 +301,7 @@ def _planned_copy(
 
 def _written_config(
     options: ExportOptions, source: Source, vocabulary: Vocabulary, *, is_tied: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the config.json of the output."""
     config = output_config(source, vocabulary, is_tied, options["dtype"])
     layout = source.family.layouts.get(options["layout"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats.manifest import Manifest, adapter_fields
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
@@ -23,6 +21,7 @@ from prepcli.targets.streams import (
     output_rows,
 )
 from prepcli.targets.tokenizer_files import adapter_tokenizer
+from trainer.files.json_values import JsonObject
 from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
 from trainer.models.registry import family_of
 
@@ -95,7 +94,7 @@ def plan_adapter_export(
     )
 
 
-def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
+def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
     """Return the content of adapter_config.json."""
     family = family_of(source.config)
     config = source.config
@@ -111,7 +110,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         "bias": "none",
-        "target_modules": module_suffixes(family, config, lora),
+        "target_modules": [*module_suffixes(family, config, lora)],
         "modules_to_save": None,
         # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
         "fan_in_fan_out": any(

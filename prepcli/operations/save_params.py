@@ -32,6 +32,7 @@ from prepcli.targets.training_step import plan_training_step
 from prepcli.training_runs.start import start_manifest
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.param_tree import param_leaves
+from trainer.models.parameters import HFConfig
 
 COMMAND = "save-params"
 
@@ -144,7 +145,7 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
     )
 
 
-def _small_files(source: Source, config: Mapping[str, Any]) -> tuple[SmallFile, ...]:
+def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
     prefix = f"{HF_FOLDER}/"
     extra_files = copied_small_files(source, prefix)
     return settings_files(config, (), extra_files=extra_files, path_prefix=prefix)

@@ -101,7 +101,7 @@ class PrepFields(TypedDict, total=False):
     quantization: Mapping[str, object]
     # Its reader checks the type.
     checksums: object
-    files: Mapping[str, FileRecord]
+    files: dict[str, FileRecord]
     digest: str
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import GET_AGAIN_HINT, PrepError
-from prepcli.operations.results import Verification
+from prepcli.operations.results import TensorDifference, Verification
 from prepcli.sources.tensor_labels import TensorLabel
 
 
@@ -46,8 +43,8 @@ def _checked_text(verification: Verification) -> str:
     return f"{text} equal, no values read{padding}"
 
 
-def _equal_fields(verification: Verification) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tensors": verification.tensors, "values": verification.values}
+def _equal_fields(verification: Verification) -> dict[str, object]:
+    fields: dict[str, object] = {"tensors": verification.tensors, "values": verification.values}
     if verification.checked:
         fields["checked"] = list(verification.checked)
     else:
@@ -83,5 +80,5 @@ def _difference_error(verification: Verification) -> PrepError:
     return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}", hint)
 
 
-def _label(difference: Mapping[str, Any]) -> TensorLabel:
+def _label(difference: TensorDifference) -> TensorLabel:
     return TensorLabel(difference["leaf"], difference["tensor"])

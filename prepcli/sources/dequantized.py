@@ -35,6 +35,7 @@ from prepcli.quantized.find_weights import (
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
+from trainer.models.parameters import HFConfig
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -319,7 +320,7 @@ def _decoded_source(
     )
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_quantization(config: HFConfig) -> HFConfig:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from prepcli.formats.gguf import GgufMetadata
+from trainer.files.json_values import JsonValue
 
 # Tensors [experts, out, in] of all experts of a layer.
 EXPERT_TENSORS = (
@@ -41,7 +43,7 @@ class GgufArchitecture:
     class_name: str
     tensor_names: Mapping[str, str]
     config_keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
     interleaved: Collection[str] = ()
     transposed: Collection[str] = ()
     norm_offset: float = 0.0
@@ -228,7 +230,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 }
 
 
-def needs_config_reason(metadata: Mapping[str, Any], prefix: str, names: Collection[str]) -> str:
+def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
     """Return the fact that a config.json has and the metadata does not, or an empty string.
 
     Args:

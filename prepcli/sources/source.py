@@ -37,7 +37,7 @@ from prepcli.planning.tensor_match import (
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
-from trainer.files.json_values import load_json
+from trainer.files.json_values import JsonObject, load_json
 from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
@@ -201,7 +201,7 @@ def source_axis_maps(
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> HFConfig:
     """Read a config.json.
 
     Raises:
@@ -214,7 +214,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """Read a small file with a JSON object.
 
     Raises:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
@@ -21,6 +20,8 @@ from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
+from trainer.files.json_values import JsonObject
+from trainer.models.parameters import HFConfig
 
 # File name, entries in order, page offset of the first tensor
 FileGroup = tuple[str, Sequence[LayoutEntry], int | None]
@@ -108,7 +109,7 @@ def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile
 
 
 def settings_files(
-    config: Mapping[str, Any],
+    config: HFConfig,
     layouts: Sequence[SafetensorsLayout],
     *,
     extra_files: Iterable[SmallFile],
@@ -122,9 +123,7 @@ def settings_files(
     )
 
 
-def config_files(
-    source: Source, config: Mapping[str, Any], path_prefix: str = ""
-) -> tuple[SmallFile, ...]:
+def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the config.json of an output.
 
     A verbatim output has a byte-for-byte copy, as long as its content is the source's.
@@ -158,7 +157,7 @@ def json_bytes(content: object) -> bytes:
 
 def output_config(
     source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
     if source.family.is_verbatim:
         if source.config_path is None or dtype is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prepcli.errors import PrepError, usage_error
+from trainer.files.json_values import JsonObject
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
@@ -70,7 +71,7 @@ NUM_DENSE = "first_k_dense_replace"
 # The same as a repeated pattern, in configs of GPT-Neo.
 LAYER_PATTERN = "attention_types"
 # In place of defaults that suit only large models. The first that works is used.
-DEFAULT_CHANGES: tuple[dict[str, Any], ...] = (
+DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {},
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
@@ -81,7 +82,7 @@ FACTOR_LISTS = ("short_factor", "long_factor")
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
 
 
-def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
+def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     """Return the config of a tiny model with the choices of a published one.
 
     Sizes shrink. Flags, activations, rotations and the order of the kinds of layers stay. The sizes of an
@@ -127,7 +128,7 @@ def _num_elements(family: Family, config: HFConfig) -> int:
     )
 
 
-def _with_enough_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+def _with_enough_positions(family: Family, config: JsonObject) -> JsonObject:
     """Increase the number of learned positions to the length of the longest check.
 
     Other models are unchanged.
@@ -192,9 +193,9 @@ def _counts_dense_layers(family: Family, config: HFConfig) -> bool:
         return False
 
 
-def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> dict[str, Any]:
+def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> JsonObject:
     """Return the size fields set by the config, and the ones with a default from a large model."""
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for axis, names in SIZE_FIELDS.items():
         for name in names:
             if config.get(name):
@@ -208,8 +209,8 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
 
 
 def _replace_large_defaults(
-    family: Family, config: dict[str, Any], original: Mapping[str, int], wanted: Mapping[str, int]
-) -> dict[str, Any]:
+    family: Family, config: JsonObject, original: Mapping[str, int], wanted: Mapping[str, int]
+) -> JsonObject:
     """Set absent size fields to the tiny size if the default of the family is a constant, e.g. 8 KV heads.
 
     Defaults derived from other fields are small already.
@@ -276,7 +277,7 @@ def _layer_kinds(config: HFConfig) -> list[Any]:
     return list(distinct)
 
 
-def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+def _with_valid_defaults(family: Family, config: JsonObject) -> JsonObject:
     """Return the config with the first of DEFAULT_CHANGES that the family accepts."""
     for changes in DEFAULT_CHANGES:
         try:
@@ -287,9 +288,9 @@ def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, An
     return config
 
 
-def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> dict[str, Any]:
+def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> JsonObject:
     """Return the fields that list the layers, so that every kind occurs."""
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     listed = (kinds * num_layers)[:num_layers]
     fields |= {name: listed for name in LAYER_LISTS if isinstance(config.get(name), list)}
     if kinds and not fields:
@@ -303,12 +304,12 @@ def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> dict[s
     return fields
 
 
-def _token_ids(config: HFConfig) -> dict[str, Any]:
+def _token_ids(config: HFConfig) -> JsonObject:
     """Return the special tokens. Padding stays only in an encoder-decoder: its decoder starts with it.
 
     torch computes no gradient for the embedding of a padding token, and the checks use every token.
     """
-    fields: dict[str, Any] = {name: 0 for name in config if name.endswith("_token_id")}
+    fields: JsonObject = {name: 0 for name in config if name.endswith("_token_id")}
     if "pad_token_id" in config and "decoder_start_token_id" not in config:
         fields["pad_token_id"] = None
     return fields
@@ -316,9 +317,9 @@ def _token_ids(config: HFConfig) -> dict[str, Any]:
 
 def _feature_fields(
     config: HFConfig, original: Mapping[str, int], wanted: Mapping[str, int]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the fields that depend on other sizes: windows, rotations, and projected embeddings."""
-    fields: dict[str, Any] = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
+    fields: JsonObject = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
     if rotary_dim := config.get("rotary_dim"):
         fields["rotary_dim"] = rotary_dim * wanted["head_dim"] // original["head_dim"]
     if word_embed := config.get("word_embed_proj_dim"):
@@ -330,9 +331,9 @@ def _feature_fields(
     return fields | _scale_rope(rope, original["head_dim"], wanted["head_dim"])
 
 
-def _scale_rope(fields: Mapping[str, Any], head_dim: int, tiny_head_dim: int) -> dict[str, Any]:
+def _scale_rope(fields: HFConfig, head_dim: int, tiny_head_dim: int) -> JsonObject:
     """Return the fields of a rotation, nested or not, for another size of the heads."""
-    scaled: dict[str, Any] = {}
+    scaled: JsonObject = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
             scaled[name] = _scale_rope(value, head_dim, tiny_head_dim)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
@@ -46,6 +45,7 @@ from prepcli.sources.tree_tensors import (
 )
 from trainer.models.boxes import strides
 from trainer.models.lora import manifest_family
+from trainer.models.parameters import HFConfig
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
@@ -130,7 +130,7 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"{display_name} was not written by prep", why, hint)
     settings = b""
-    config: dict[str, Any] = {}
+    config: HFConfig = {}
     copied_files: tuple[Path, ...] = ()
     if config_path is not None:
         if config_path.is_dir():
