@@ -15,6 +15,7 @@ GPT2_TOKEN_IDS = {"bos_token_id": 50256, "eos_token_id": 50256}
 LLAMA_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 DEPTH_KEYS = {  # other model types: num_hidden_layers
     "gpt2": ("n_layer",), "gptj": ("n_layer",), "gpt_neo": ("num_layers",), "t5": ("num_layers", "num_decoder_layers"),
+    "mt5": ("num_layers", "num_decoder_layers"), "xglm": ("num_layers",),
 }  # fmt: skip
 
 
@@ -206,6 +207,90 @@ T5_11_SIZES = {
     "xxl": _t5(4096, 10240, 24, 64),
 }
 SMALL_QWEN = {"tie_word_embeddings": True}
+# Sources of the sizes below: litgpt 0.5.13 (OLMo 2, Phi, Falcon, StableLM), OLMo-core 3.0.0 (OLMo 2, OLMoE), Megatron
+# Bridge 0.3.1 (DeepSeek V2), and the defaults of the config classes of transformers 5.24 (all others). mT5 has the
+# sizes of T5 v1.1 (arXiv:2010.11934).
+OLMO_2 = _generation_fields("olmo2", "Olmo2", "float32", 4096, 1e-6, 5e5) | {
+    "bos_token_id": None, "eos_token_id": 100257, "pad_token_id": 100277, "attention_bias": False,
+}  # fmt: skip
+OLMOE = _generation_fields("olmoe", "Olmoe", "bfloat16", 4096, 1e-5, 1e4) | {
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "bos_token_id": None, "eos_token_id": 50279,
+    "pad_token_id": 1,
+}  # fmt: skip
+SMOLLM3 = _generation_fields("smollm3", "SmolLM3", "bfloat16", 65536, 1e-6, 5e6) | {
+    "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004,
+    "no_rope_layer_interval": 4,
+}  # fmt: skip
+QWEN15_MOE = _generation_fields("qwen2_moe", "Qwen2Moe", "bfloat16", 8192, 1e-6, 1e6) | QWEN_COMMON | {
+    "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False, "decoder_sparse_step": 1,
+}  # fmt: skip
+DEEPSEEK_V2 = _generation_fields("deepseek_v2", "DeepseekV2", "bfloat16", 163840, 1e-6, 1e4) | {
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "bos_token_id": 100000, "eos_token_id": 100001,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 0.707, "mscale_all_dim": 0.707,
+    },
+}  # fmt: skip
+GLM_4 = _generation_fields("glm", "Glm", "bfloat16", 131072, 1.5625e-07, 1e4) | {
+    "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "bos_token_id": None,
+    "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329,
+}  # fmt: skip
+ERNIE = _generation_fields("ernie4_5", "Ernie4_5", "bfloat16", 131072, 1e-5, 5e5) | {
+    "tie_word_embeddings": True, "use_bias": False, "pad_token_id": 0,
+}  # fmt: skip
+ERNIE_MOE = ERNIE | {
+    "model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_intermediate_size": 1536,
+    "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+}  # fmt: skip
+HELIUM = _generation_fields("helium", "Helium", "bfloat16", 4096, 1e-8, 1e5) | {
+    "head_dim": 128, "attention_bias": False, "mlp_bias": False, "pad_token_id": 3,
+}  # fmt: skip
+COMMAND_R = {
+    "model_type": "cohere", "architectures": ["CohereForCausalLM"], "torch_dtype": "float16",
+    "max_position_embeddings": 131072, "layer_norm_eps": 1e-5, "rope_theta": 8e6, "logit_scale": 0.0625,
+    "attention_bias": False, "use_qk_norm": False, "tie_word_embeddings": True, "bos_token_id": 5,
+    "eos_token_id": 255001, "pad_token_id": 0,
+}  # fmt: skip
+PHI_FIELDS = {
+    "model_type": "phi", "architectures": ["PhiForCausalLM"], "torch_dtype": "float16", "hidden_act": "gelu_new",
+    "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "qk_layernorm": False,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+STABLELM = {
+    "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "torch_dtype": "bfloat16",
+    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 0.25,
+    "use_qkv_bias": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+STARCODER_2 = {
+    "model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], "torch_dtype": "float32",
+    "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384, "norm_epsilon": 1e-5,
+    "rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True, "tie_word_embeddings": True,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+FALCON = {
+    "model_type": "falcon", "architectures": ["FalconForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 65024,
+    "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True, "parallel_attn": True,
+    "bias": False, "alibi": False, "new_decoder_architecture": False, "layer_norm_epsilon": 1e-5, "bos_token_id": 11,
+    "eos_token_id": 11,
+}  # fmt: skip
+BIOGPT = {
+    "model_type": "biogpt", "architectures": ["BioGptForCausalLM"], "torch_dtype": "float32", "vocab_size": 42384,
+    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+    "hidden_act": "gelu", "max_position_embeddings": 1024, "layer_norm_eps": 1e-12, "scale_embedding": True,
+    "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+XGLM = {
+    "model_type": "xglm", "architectures": ["XGLMForCausalLM"], "torch_dtype": "float16", "vocab_size": 256008,
+    "d_model": 1024, "ffn_dim": 4096, "num_layers": 24, "attention_heads": 16, "activation_function": "gelu",
+    "max_position_embeddings": 2048, "scale_embedding": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+MT5 = T5_11 | {
+    "model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"], "vocab_size": 250112,
+}  # fmt: skip
 
 PUBLISHED: Mapping[str, HFConfig] = {
     "gpt2": _gpt2(768, 12, 12),
@@ -303,6 +388,25 @@ PUBLISHED: Mapping[str, HFConfig] = {
     "t5-11b": _t5(1024, 65536, 24, 128, head_dim=128),
     **{f"t5-v1_1-{name}": {**config, **T5_11} for name, config in T5_11_SIZES.items()},
     **{f"flan-t5-{name}": {**config, **FLAN} for name, config in T5_11_SIZES.items()},
+    **{f"mt5-{name}": {**config, **MT5} for name, config in T5_11_SIZES.items()},
+    "olmo-2-7b": _llama_like(OLMO_2, 4096, 11008, 32, 32, 32, 100352),
+    "olmo-2-13b": _llama_like(OLMO_2, 5120, 13824, 40, 40, 40, 100352),
+    "olmoe-1b-7b": _llama_like(OLMOE, 2048, 1024, 16, 16, 16, 50304),
+    "smollm3-3b": _llama_like(SMOLLM3, 2048, 11008, 36, 16, 4, 128256),
+    "qwen1.5-moe-a2.7b": _llama_like(QWEN15_MOE, 2048, 5632, 24, 16, 16, 151936),
+    "deepseek-v2-lite": _llama_like(DEEPSEEK_V2, 2048, 10944, 27, 16, 16, 102400),
+    "glm-4-9b": _llama_like(GLM_4, 4096, 13696, 40, 32, 2, 151552),
+    "ernie-4.5-0.3b": _llama_like(ERNIE, 1024, 3072, 18, 16, 2, 103424, head_dim=128),
+    "ernie-4.5-21b-a3b": _llama_like(ERNIE_MOE, 2560, 12288, 28, 20, 4, 103424),
+    "helium-2b": _llama_like(HELIUM, 2560, 7040, 24, 20, 20, 48000),
+    "command-r": _llama_like(COMMAND_R, 8192, 22528, 40, 64, 64, 256000),
+    "phi-1.5": _llama_like(PHI_FIELDS, 2048, 8192, 24, 32, 32, 51200, partial_rotary_factor=0.5),
+    "phi-2": _llama_like(PHI_FIELDS, 2560, 10240, 32, 32, 32, 51200, partial_rotary_factor=0.4),
+    "stablelm-3b": _llama_like(STABLELM, 2560, 6912, 32, 32, 32, 50304),
+    "starcoder2-3b": _llama_like(STARCODER_2, 3072, 12288, 30, 24, 2, 49152),
+    "falcon-7b": FALCON,
+    "biogpt": BIOGPT,
+    "xglm-564m": XGLM,
 }
 
 

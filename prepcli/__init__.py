@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from prepcli.operations.generate import generate
     from prepcli.operations.harness_model import harness_model
     from prepcli.operations.inspect import inspect
-    from prepcli.operations.inspection_options import PlanOptions, VerifyOptions
+    from prepcli.operations.inspection_options import LockOptions, PlanOptions, VerifyOptions
     from prepcli.operations.load_params import load_params
+    from prepcli.operations.lock import lock
     from prepcli.operations.merge import merge
     from prepcli.operations.options import (
         ConversionOptions,
@@ -52,11 +53,13 @@ if TYPE_CHECKING:
         EvaluationScores,
         Generation,
         Inspection,
+        LockedModel,
         NewTokens,
         OldAndNew,
         RunsReport,
         StepPlan,
         TensorDifference,
+        TensorDistance,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -83,6 +86,8 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "LockOptions",
+    "LockedModel",
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
@@ -101,6 +106,7 @@ __all__ = [
     "SourceOptions",
     "StepPlan",
     "TensorDifference",
+    "TensorDistance",
     "TensorSummary",
     "TrainOptions",
     "TrainingRun",
@@ -117,6 +123,7 @@ __all__ = [
     "inspect",
     "linen_model",
     "load_params",
+    "lock",
     "merge",
     "nnx_model",
     "pad_vocab",
@@ -147,7 +154,7 @@ _MODULES = {
         "VerbatimOptions",
     ),
     "prepcli.operations.inspect": ("inspect",),
-    "prepcli.operations.inspection_options": ("PlanOptions", "VerifyOptions"),
+    "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
@@ -158,12 +165,13 @@ _MODULES = {
             "EvaluationScores",
             "Generation",
             "Inspection",
+            "LockedModel",
             "NewTokens",
             "OldAndNew",
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDifference", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),
@@ -173,6 +181,7 @@ _MODULES = {
     "prepcli.operations.generate": ("generate",),
     "prepcli.operations.harness_model": ("harness_model",),
     "prepcli.operations.load_params": ("load_params",),
+    "prepcli.operations.lock": ("lock",),
     "prepcli.operations.merge": ("merge",),
     "prepcli.operations.pad_vocab": ("pad_vocab",),
     "prepcli.operations.save_init": ("reshard", "save_init"),

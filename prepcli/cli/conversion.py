@@ -70,6 +70,7 @@ def save_init(
     Examples:
       prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
       prep save-init llama-13b --memory 128MiB
+      prep save-init llama-13b --lock llama-13b.lock.json
       prep save-init llama-13b --dtype bfloat16 --out llama-13b-bf16
       prep save-init gpt-neo-1.3B --mesh 1,64,4 --pad-vocab auto --dry-run
     """

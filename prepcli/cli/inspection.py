@@ -1,4 +1,4 @@
-"""Commands that write no checkpoint of their own: verify, inspect, check-family, demo, models, env."""
+"""Commands that write no checkpoint of their own: verify, lock, inspect, check-family, demo, models, env."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from prepcli.cli.options import (
     ProgressOption,
 )
 from prepcli.operations.command_options import CheckFamilyOptions, DemoOptions, EnvOptions
-from prepcli.operations.inspection_options import VerifyOptions, ViewOptions
+from prepcli.operations.inspection_options import (
+    LockArguments,
+    LockOptions,
+    VerifyOptions,
+    ViewOptions,
+)
 from prepcli.operations.options import DEFAULT_MEMORY, SourceOptions
 
 
@@ -37,6 +42,7 @@ def verify(
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+      prep verify gpt-neo-1.3B-bf16 gpt-neo-1.3B --tolerance 1e-2
       prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
     from prepcli.operations.verify import verify as run
@@ -45,6 +51,33 @@ def verify(
     ui = output_options.open_console("verify", progress)
     result = run(checkpoint, against, progress=ui, **options)
     return ui.finish(verification_report(result, ui))
+
+
+@expand_option_groups
+def lock(
+    checkpoint: CheckpointArgument,
+    *,
+    arguments: LockArguments,
+    options: Annotated[LockOptions, Omit("step", "lock")],
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Write the digests of a checkpoint to a file, which later commands require.
+
+    The file has the SHA-256 of each file and the XXH3-128 of each tensor. A command with --lock
+    refuses a checkpoint that differs from it in any byte.
+
+    Examples:
+      prep lock gpt-neo-1.3B
+      prep lock ./my-model --out approved.json
+    """
+    from prepcli.operations.lock import lock as run
+    from prepcli.rendering.lock import lock_line, lock_report
+
+    ui = output_options.open_console("lock", progress)
+    locked = run(checkpoint, arguments["out"], progress=ui, **options)
+    ui.note(lock_line(locked))
+    return ui.finish(lock_report(locked))
 
 
 @expand_option_groups
@@ -60,7 +93,7 @@ def inspect(
     ] = None,
     *,
     view: ViewOptions,
-    options: Annotated[SourceOptions, Omit("step", "memory")],
+    options: Annotated[SourceOptions, Omit("step", "memory", "lock")],
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from prepcli.cli.root import app
+from prepcli.cli.root import app, command_group
 from prepcli.cli.strict import is_from_variable, option_name
 from prepcli.console.bounded_text import SHORT_WORD_CHARS, shorten
 from prepcli.console.job_errors import process_of
@@ -58,7 +58,7 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         with raise_on_signal():
             # A signal that was blocked until now arrives here.
             die_with_parent()
-            code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
+            code = command_group()(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
         error = _stopped_error(
             f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)

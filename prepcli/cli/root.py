@@ -25,16 +25,18 @@ imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
 from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
-from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
+from prepcli.cli.inspection import check_family, demo, env, inspect, lock, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
@@ -47,7 +49,7 @@ from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
-    *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
+    *(pad_vocab, save_init, reshard, export, merge, verify, lock, inspect),
     *(plan, train, report, evaluate, generate),
     *(demo, docs, models, recipes, check_family, env),
 )
@@ -60,6 +62,7 @@ GUIDES = {  # page of `prep docs` about a command
     "export": "convert",
     "merge": "lora",
     "verify": "exactness",
+    "lock": "lock",
     "inspect": "convert",
     "plan": "plan",
     "train": "train",
@@ -154,3 +157,12 @@ for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
     app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")
+
+
+@cache
+def command_group() -> Any:
+    """Return the Click group of all commands.
+
+    Typer reads the signatures of all commands for each call of an app, in about 15 ms.
+    """
+    return get_command(app)

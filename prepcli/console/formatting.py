@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -100,8 +101,8 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a number with a fixed number of digits, or `not finite` for None."""
-    if value is None:
+    """Return a number with a fixed number of digits, or `not finite`. None is not finite."""
+    if value is None or not math.isfinite(value):
         return "not finite"
     return f"{value:.{digits}f}"
 

@@ -16,7 +16,7 @@ from prepcli.pages.html_page import write_html_page
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import device_boxes, partition_spec
 from trainer.models.rules import PARAM_RULES
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, line_step, read_metrics
 
 REPORT = "report.html"
 SHOWN_LEAF = "embed.tokens"
@@ -77,8 +77,12 @@ def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
 
 def _loss_points(path: Path) -> list[tuple[float, float]]:
     """Return step and loss of each line of the metrics with a loss."""
-    lines = [line for line in read_metrics(path) if line.get("loss") is not None]
-    return [(line["step"], line["loss"]) for line in lines]
+    points: list[tuple[float, float]] = []
+    for line in read_metrics(path):
+        loss = line.get("loss")
+        if isinstance(loss, float):
+            points.append((line_step(line), loss))
+    return points
 
 
 def _devices_section(out: Path) -> Iterator[str]:

@@ -130,7 +130,12 @@ def logged_losses(folder: Path, run: str) -> list[float]:
     """Return the loss of each logged step."""
     from trainer.training.metrics import METRICS_FILE, read_metrics
 
-    return [line["loss"] for line in read_metrics(folder / run / METRICS_FILE) if "loss" in line]
+    losses: list[float] = []
+    for line in read_metrics(folder / run / METRICS_FILE):
+        loss = line.get("loss")
+        if isinstance(loss, float):
+            losses.append(loss)
+    return losses
 
 
 def _last_step_nbytes(folder: Path, run: str) -> int:

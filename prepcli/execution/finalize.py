@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
@@ -24,6 +25,7 @@ from prepcli.formats.manifest import (
     FILES_KEY,
     HEADER_KEY,
     MANIFEST_FILE,
+    QUANTIZED_KEY,
     SIZE_KEY,
     XXH3_KEY,
     encode_manifest,
@@ -32,6 +34,7 @@ from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
 from prepcli.planning.manifest_fields import FileRecord, LeafRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
+from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 from trainer.files.reading import not_regular_error
 
@@ -247,6 +250,8 @@ def _build_manifest(
     if casts := report_casts(plan.streams, digests):
         manifest["casts"] = casts
     manifest |= _tensor_records(plan, digests)
+    if QUANTIZED_KEY in manifest:
+        manifest[QUANTIZED_KEY] = _quantized_records(manifest)
     leaves: dict[str, LeafRecord] = {}
     for leaf in plan.leaves:
         leaves[leaf.name] = {
@@ -256,6 +261,16 @@ def _build_manifest(
         }
     manifest["leaves"] = leaves
     return manifest
+
+
+def _quantized_records(manifest: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+    """Return the records of dequantised weights, with the digests of their values."""
+    records: dict[str, dict[str, object]] = {}
+    for name, record in manifest[QUANTIZED_KEY].items():
+        # A copy of an init keeps the digest. The first range of rows is the tensor without padding.
+        decoded_digest = record["digest"] or manifest["tensors"][name]["digests"][0][2]
+        records[name] = {**record, "digest": decoded_digest}
+    return records
 
 
 def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]:
@@ -271,7 +286,7 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
         if not stream.writes and stream.nbytes:
             continue
         slot = PARAMS
-        if plan.item:
+        if plan.item or (plan.settings.get(QUANTIZED_KEY) and is_quantization_tensor(stream.name)):
             slot, _ = split_name(stream.name)
         name = plan.display_names.get(stream.name, stream.name)
         if not slot:
@@ -291,5 +306,5 @@ def _tensor_records(plan: Plan, digests: Mapping[int, str]) -> dict[str, object]
             # the streams of a tensor come in the order of their rows: the last one has them all
             record["shape"] = (stream.rows[1], *stream.shape[1:])
     if not plan.item:
-        return {"tensors": tensors}
+        return {"tensors": tensors, **({"slots": slots} if slots else {})}
     return {"tensors": tensors, "slots": slots, "others": unslotted}

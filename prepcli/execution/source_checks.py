@@ -6,14 +6,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.engine.files import io_error
 from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, DamagedError, Option, PrepError, text
 from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
+from prepcli.planning.quantization_leaves import is_decoded_tensor
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import not_equal_error
 from prepcli.remote.remote_files import RemoteBlob
+from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
-from trainer.files.json_values import JsonValue
+from trainer.models.json_types import JsonValue
 
 # in the work folder: the state of the source when the run began
 SOURCE_STATE_FILE = "source.json"
@@ -121,16 +125,27 @@ class IntegrityChecker:
         self._check_overflow(stream, stream_digest.counts)
         expected = self._expected.get(number)
         if expected and expected != digest:
-            name = self._display_name(stream.name)
-            raise DamagedError(
-                f"{name} in {self._checkpoint_name(stream)} is damaged",
-                f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed",
-                GET_AGAIN_HINT,
-            )
+            raise self._digest_error(stream, digest, expected)
         self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:
             if stream.name in (check.name, check.duplicate_of):
                 self._compare(check, stream)
+
+    def _digest_error(self, stream: Stream, digest: str, expected: str) -> PrepError:
+        """Return the error for a stream with another digest than the recorded one."""
+        name = self._display_name(stream.name)
+        blob = self._byte_source(stream)
+        if isinstance(blob, DequantizedBlob) and is_decoded_tensor(stream.name):
+            return PrepError(
+                f"{name} of {blob.name} has other values than {self._source.display_name}",
+                f"its decoded values have the digest {digest}, the manifest records {expected}",
+                text("{}: the quantised model", Option("quantized_source", "SOURCE")),
+            )
+        return DamagedError(
+            f"{name} in {self._checkpoint_name(stream)} is damaged",
+            f"its bytes have the digest {digest}, its record has {expected}: the file has changed",
+            GET_AGAIN_HINT,
+        )
 
     def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:
         if not counts or not counts.overflowed or self._allow_overflow:
@@ -179,10 +194,16 @@ class IntegrityChecker:
 
     def _checkpoint_name(self, stream: Stream) -> str:
         """Return the name of a stream's checkpoint: the source, or the adapter of a merge."""
-        file = self._source.byte_sources[next(read_copies(stream, stream.box)).file]
+        file = self._byte_source(stream)
         if isinstance(file, Path) and not file.is_relative_to(self._source.root):
             return str(file.parent)
         return self._source.display_name
 
+    def _byte_source(self, stream: Stream) -> Path | Blob:
+        """Return the file or blob with the first byte of a stream."""
+        return self._source.byte_sources[next(read_copies(stream, stream.box)).file]
+
     def _display_name(self, name: str) -> str:
+        if is_decoded_tensor(name):
+            _, name = split_name(name)
         return self._plan.display_names.get(name, name)

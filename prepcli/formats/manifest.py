@@ -26,11 +26,12 @@ from prepcli.planning.manifest_fields import (
     FileRecord,
     LeafRecord,
     ManifestFields,
+    QuantizedRecord,
     TensorRecords,
 )
-from prepcli.planning.tensors import CastEntry
-from trainer.files.json_values import JsonObject, JsonValue, load_json
-from trainer.models.parameters import HFConfig
+from prepcli.planning.tensors import ITEM_BITS, CastEntry
+from trainer.files.json_values import load_json
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -41,6 +42,9 @@ FILES_KEY: Final = "files"
 DIGEST_KEY: Final = "digest"
 BASE_KEY: Final = "base"
 LORA_KEY: Final = "lora"
+QUANTIZATION_KEY: Final = "quantization"
+QUANTIZED_KEY: Final = "quantized"
+TOWERS_KEY: Final = "towers"
 SIZE_KEY: Final = "bytes"
 XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
@@ -61,7 +65,14 @@ LAYOUT_KEYS = {"scan": bool, "scan_axis": int, "rules": list}
 STATE_KEYS = {"step": int, "slots": dict, "others": dict}
 # The kinds of a manifest that describes an Orbax tree, with the keys that they add.
 KEYS_BY_KIND = {"init": LAYOUT_KEYS, "train": LAYOUT_KEYS | STATE_KEYS}
-OPTIONAL_KEYS = {BASE_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
+OPTIONAL_KEYS = {
+    BASE_KEY: dict,
+    TOWERS_KEY: dict,
+    FILES_KEY: dict,
+    DIGEST_KEY: str,
+    QUANTIZATION_KEY: dict,
+    QUANTIZED_KEY: dict,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,11 @@ class Manifest:
     def is_training_step(self) -> bool:
         """Return whether the checkpoint has a training state in addition to the parameters."""
         return self.kind == "train"
+
+    @property
+    def towers(self) -> Mapping[str, object] | None:
+        """Facts of the multimodal model around the parameters. None for other models."""
+        return self.fields.get(TOWERS_KEY)
 
     @property
     def is_adapter(self) -> bool:
@@ -235,6 +251,16 @@ class Manifest:
     def packed(self) -> Mapping[str, int]:
         """Stored size of each compressed data file. Empty without compression."""
         return self.fields.get("packed", {})
+
+    @property
+    def quantization(self) -> Mapping[str, object]:
+        """Quantisation config of the model whose weights were decoded. Empty if none were."""
+        return self.fields.get(QUANTIZATION_KEY, {})
+
+    @property
+    def quantized(self) -> Mapping[str, QuantizedRecord]:
+        """Records of the decoded weights, by name. Empty if their scales were not kept."""
+        return self.fields.get(QUANTIZED_KEY, {})
 
     @property
     def base(self) -> Mapping[str, object]:
@@ -411,12 +437,18 @@ def _check_manifest(path: Path, fields: JsonObject) -> None:
         if not _is_file_record(record):
             raise _broken_error(path, f"the record of {name!r:.60} has no size and digest")
     _check_records(path, fields["tensors"])
+    slots = fields.get("slots", {})
+    if not isinstance(slots, dict):
+        raise _broken_error(path, f"`slots` is {slots!r:.60}")
+    for records in slots.values():
+        _check_records(path, records)
     if fields["kind"] == "train":
         _check_records(path, fields["others"])
-        slots = fields["slots"]
-        assert isinstance(slots, dict)
-        for records in slots.values():
-            _check_records(path, records)
+    quantized = fields.get(QUANTIZED_KEY, {})
+    assert isinstance(quantized, dict)
+    for name, record in quantized.items():
+        if not _is_quantized_record(record):
+            raise _broken_error(path, f"the record of the quantised {name!r:.60} is invalid")
 
 
 def _check_records(path: Path, records: JsonValue) -> None:
@@ -444,6 +476,21 @@ def _are_row_digests(values: JsonValue) -> bool:
         if not isinstance(value, list) or [type(part) for part in value] != [int, int, str]:
             return False
     return True
+
+
+def _is_quantized_record(value: JsonValue) -> bool:
+    """Return whether a value is the record of a dequantised weight."""
+    match value:
+        case {
+            "format": str(),
+            "codes": str(),
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "digest": str(),
+        }:
+            are_extents = all(type(extent) is int and extent >= 0 for extent in shape)
+            return are_extents and dtype in ITEM_BITS
+    return False
 
 
 def _is_file_record(record: JsonValue) -> bool:

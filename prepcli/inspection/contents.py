@@ -26,6 +26,7 @@ from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.state_names import PARAMS
+from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
 from prepcli.quantized.decoder import Decoder
 from prepcli.quantized.find_weights import quantization_settings
@@ -33,6 +34,7 @@ from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.dequantized import find_stored_weights
 from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.multimodal import MULTIMODAL_KINDS, find_text_part
 from prepcli.sources.openers.dcp_folder import box_locations
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
@@ -44,8 +46,10 @@ from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
 from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.parameters import VERBATIM, Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import VERBATIM, Family, parameter_rows
 from trainer.models.registry import FAMILIES
+from trainer.models.text_part import TextPart
 
 MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
@@ -110,13 +114,15 @@ class CheckpointContents:
         folder: Folder or file.
         entries: Tensors, in the order of the files.
         files: Data files.
-        config: The model's config.json, empty if there is none.
+        config: The model's config.json, empty if there is none. Of a multimodal model, the config of its text part.
         manifest: The manifest that prep wrote, empty if there is none.
         non_arrays: Descriptions of entries other than arrays.
         blobs: Byte sources of the chunks, if these are not `files`.
         codecs: Names of the compression codecs.
         adapter: Settings of an adapter, None for a model.
         decoders: Decoders of quantised weights.
+        text_part: The text part of a multimodal model in a Hugging Face folder.
+        wrapper_type: `model_type` of a multimodal model, else empty.
     """
 
     display_name: str
@@ -131,6 +137,8 @@ class CheckpointContents:
     codecs: tuple[str, ...] = ()
     adapter: AdapterSummary | None = None
     decoders: tuple[Decoder, ...] = ()
+    text_part: TextPart | None = None
+    wrapper_type: str = ""
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -147,6 +155,8 @@ class CheckpointContents:
         """The model family. None if it is unknown, or if the names are kept as in the source."""
         if self.is_verbatim:
             return None
+        if self.text_part is not None:
+            return self.text_part.family
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property
@@ -180,7 +190,21 @@ def read_contents(
         if local_files.remote is not None:
             blobs = local_files.remote.blobs(contents.files, contents.blobs)
             contents = replace(contents, blobs=blobs)
-        return _with_decoders(contents)
+        return _with_text_part(_with_decoders(contents))
+
+
+def _with_text_part(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with the text part of a multimodal model, if it has a supported one."""
+    if contents.manifest.is_tree:
+        towers = contents.manifest.towers or {}
+        return replace(contents, wrapper_type=str(towers.get("model_type", "")))
+    if contents.kind not in MULTIMODAL_KINDS or contents.family or contents.is_verbatim:
+        return contents
+    part = find_text_part(contents.config, (entry.name for entry in contents.entries))
+    if part is None:
+        return contents
+    wrapper_type = str(contents.config.get("model_type"))
+    return replace(contents, config=part.config, text_part=part, wrapper_type=wrapper_type)
 
 
 def _with_decoders(contents: CheckpointContents) -> CheckpointContents:
@@ -528,7 +552,8 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     else:
         stored_shapes = {entry.name: entry.shape for entry in contents.entries}
         stored_shapes |= {decoder.name: decoder.shape for decoder in contents.decoders}
-        shapes = {name.removeprefix(family.prefix): stored_shapes[name] for name in stored_shapes}
+        names = TensorNames(family)
+        shapes = {names.bare_name(name): shape for name, shape in stored_shapes.items()}
     # A tied pair counts once, as the embedding. A file that has only the head keeps it.
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)

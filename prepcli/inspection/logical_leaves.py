@@ -19,7 +19,7 @@ from prepcli.sources.model_family import select_family
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import SizedAxis, bind_row
 from trainer.models.lora import manifest_family
-from trainer.models.parameters import parameter_rows
+from trainer.models.parameters import Family, parameter_rows
 from trainer.models.rule_text import with_default_preset
 from trainer.models.suggest import did_you_mean
 
@@ -68,9 +68,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = manifest_family({**contents.manifest.fields, "config": config})
         layout = contents.manifest
     else:
-        types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
-        hints = SourceHints(verbatim=None)
-        family = select_family(config, hints, types, contents.manifest)
+        family = _family_of_files(contents)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
@@ -104,6 +102,14 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
             if entry is not None:
                 _check_shape(contents, entry, shape)
                 yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
+
+
+def _family_of_files(contents: CheckpointContents) -> Family:
+    """Return the family of a checkpoint of files for `save-init`."""
+    if contents.text_part is not None:
+        return contents.text_part.family
+    types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}
+    return select_family(contents.config, SourceHints(verbatim=None), types, contents.manifest)
 
 
 def _atoms(dim: Sequence[SizedAxis]) -> tuple[str, ...]:

@@ -44,9 +44,7 @@ def _policy_text(run: MemoryInputs) -> str:
     return run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
 
 
-def memory_fields(
-    estimated: MemoryEstimate, available_nbytes: int | None
-) -> dict[str, int | bool | None]:
+def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, int | None]:
     """Return the estimate in bytes, for the JSON object."""
     names = (
         "parameters",

@@ -12,8 +12,9 @@ from typing import Any
 from prepcli.errors import Command, PrepError, text
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
-from trainer.files.json_values import JsonObject, load_json
+from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
+from trainer.models.json_types import JsonObject
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.toml_values import TomlTable, parse_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile

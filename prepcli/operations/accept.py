@@ -33,7 +33,7 @@ from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from trainer.files.writing import write_file
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 MODEL_CONFIGS = (
     CONFIG,

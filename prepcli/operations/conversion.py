@@ -25,6 +25,7 @@ from prepcli.execution.workers import (
     ProcessOptions,
     WorkerPool,
 )
+from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
@@ -49,11 +50,13 @@ from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.tensor_match import MatchOptions
+from prepcli.restore.digest_checks import check_partly_read
 from prepcli.restore.earlier_checkpoints import note_unrecorded
 from prepcli.sources.averages import use_averaged_params
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.folders import make_access
 from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.opening import open_source
 from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
@@ -87,7 +90,9 @@ class CommonOptions:
         ema: Take the moving average of a run's parameters.
         verbatim: Keep the names of the files. None for a checkpoint without a family of its model type.
         copied_files: Patterns of further small files to copy.
-        quantized: `keep` or `dequantize` quantised weights, or `refuse` them.
+        lock: Lock file of the checkpoint.
+        quantized: `keep` or `dequantize` quantised weights, or `refuse` them. `stored`: like `keep`, without a note,
+            or the decoded tensors of GGUF.
     """
 
     checkpoint: str | None
@@ -106,6 +111,7 @@ class CommonOptions:
     ema: bool = False
     verbatim: bool | None = False
     copied_files: tuple[str, ...] = ()
+    lock: Path | None = None
     quantized: str = "refuse"
 
 
@@ -140,6 +146,7 @@ def common_options(
 ) -> CommonOptions:
     """Return the options that converting operations share."""
     config = options.get("config")
+    lock = options.get("lock")
     return CommonOptions(
         checkpoint=None if checkpoint is None else str(checkpoint),
         out=Path(out) if out is not None else None,
@@ -158,6 +165,7 @@ def common_options(
         quantized=options.get("quantized", "refuse"),
         verbatim=options.get("verbatim", False),
         copied_files=as_tuple(options.get("copy", ())),
+        lock=Path(lock) if lock is not None else None,
     )
 
 
@@ -207,23 +215,29 @@ def open_checkpoint(
     access = make_access(observer, offline=common.offline, stream=common.stream, allow_urls=True)
     is_decoded = common.quantized == "dequantize"
     # Only the verbatim family has the names of codes and scales.
-    is_kept = common.quantized == "keep" and common.verbatim is not False
+    is_kept = common.quantized in ("keep", "stored") and common.verbatim is not False
     access = replace(
         access,
         allow_adapters=allow_adapters,
         allow_quantized=is_decoded or is_kept,
-        allow_gguf=is_decoded,
+        allow_gguf=is_decoded or common.quantized == "stored",
         copied_files=common.copied_files,
     )
-    located = locate(checkpoint, common.revision, step=common.step, access=access)
+    lock: Lock | None = None
+    revision = common.revision
+    if common.lock is not None:
+        lock = read_lock(common.lock)
+        revision = pinned_revision(checkpoint, revision, lock)
+    located = locate(checkpoint, revision, step=common.step, access=access)
     if located.local_files.remote is None:
         # A kill after the rename of a complete output leaves its work folder. It is removed at the next use.
         remove_leftover(find_manifest_folder(located.local_files.path))
     verbatim = common.verbatim
     if is_kept and is_quantized(located.local_files.path):
         verbatim = True
-        option = Option("quantized", "dequantize")
-        observer.note(text("quantised weights are kept; {} decodes them", option))
+        if common.quantized == "keep":
+            option = Option("quantized", "dequantize")
+            observer.note(text("quantised weights are kept; {} decodes them", option))
     source = open_source(
         located,
         common.config,
@@ -237,6 +251,8 @@ def open_checkpoint(
         hint = text("remove {}, or convert the original model", option)
         raise usage_error(text("{} has no effect", option), why, hint)
     note_unrecorded(source.display_name, source.manifest, observer)
+    if lock is not None:
+        source = apply_lock(source, lock, str(common.lock), located.local_files.commit)
     return located, use_averaged_params(source) if common.ema else source
 
 
@@ -351,6 +367,8 @@ def _convert_to_folder(
         share, launcher = requested_share(common.process_options.processes, os.environ)
         if launcher:
             observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        if source.is_locked:
+            check_partly_read(planned.source_view or source, planned.plan, observer.progress())
         with WorkerPool(
             common.process_options,
             share,
@@ -482,7 +500,7 @@ def _check_output_location(out: Path, source: Source) -> None:
 def source_line(source: Source) -> str:
     """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
     # Decoded weights count as they are written.
-    tensors = [tensor.cast(None) for tensor in source.tensors]
+    tensors = [tensor.cast(None) for tensor in (*source.tensors, *source.tower_tensors)]
     largest_nbytes = max((t.nbytes for t in tensors), default=0)
     # The scales of norms often stay float32 in a bfloat16 model. Their few bytes do not describe it: the
     # named dtypes have a tensor of at least 1/8 of the largest one.
@@ -490,8 +508,8 @@ def source_line(source: Source) -> str:
     size = format_bytes(sum(t.nbytes for t in tensors))
     parts = [
         source.display_name,
-        source.family.name,
-        f"{len(source.tensors)} tensors",
+        _family_text(source),
+        f"{len(tensors)} tensors",
         f"{size} {', '.join(dtypes)}",
     ]
     if source.quantization:
@@ -503,3 +521,10 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
+
+
+def _family_text(source: Source) -> str:
+    """Return the family of a source, e.g. `llama in llava` for the text part of a multimodal model."""
+    if source.wrapper is None:
+        return source.family.name
+    return f"{source.family.name} in {source.wrapper.config.get('model_type')!s:.60}"

@@ -263,7 +263,7 @@ def _open_dataset(
     return build_datasets(
         recipe,
         opened.model,
-        manifest=opened.reader.manifest,
+        model_config=opened.reader.manifest["config"],
         folders=folders,
         remote=DataFinder(access, observer.note),
         progress=tokenize_progress(observer),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
 
@@ -28,6 +28,8 @@ from prepcli.operations.conversion import (
     run_conversion,
 )
 from prepcli.operations.export_adapter import plan_adapter_export
+from prepcli.operations.export_quantized import open_original, writes_quantized
+from prepcli.operations.export_towers import select_parts
 from prepcli.operations.operation import public
 from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
@@ -35,17 +37,19 @@ from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
-from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.quantization_leaves import is_decoded_tensor
+from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.requantized import requantize_source
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
 from prepcli.targets.hf_folder import (
-    config_files,
-    copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
+    model_files,
     output_config,
 )
 from prepcli.targets.streams import (
@@ -57,8 +61,8 @@ from prepcli.targets.streams import (
     optimizer_nbytes,
     output_rows,
 )
-from trainer.files.json_values import JsonObject
-from trainer.models.parameters import HFConfig, TreeLayout
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import TreeLayout
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
 PAYLOAD_PAGE_OFFSET = 0
@@ -109,11 +113,16 @@ def export(
     common = common_options(
         checkpoint, out, options, dry_run=dry_run, process_options=process_options
     )
+    # The option is about the output. A model that is quantised itself is refused.
+    common = replace(common, quantized="refuse")
     observer = observer_of(progress)
     check_allow_overflow(options["allow_overflow"], options["dtype"])
 
     def convert() -> Conversion:
-        return run_conversion(common, observer, partial(plan_export, options))
+        original = open_original(options, common, observer)
+        # A plan reads only headers.
+        plan = partial(plan_export, options, original=original, check_towers=not dry_run)
+        return run_conversion(common, observer, plan)
 
     repository = options["push"]
     if repository is None:
@@ -186,7 +195,12 @@ def _config_for_layout(
 
 
 def plan_export(
-    options: ExportOptions, source: Source, located: LocatedCheckpoint
+    options: ExportOptions,
+    source: Source,
+    located: LocatedCheckpoint,
+    original: Source | None = None,
+    *,
+    check_towers: bool = True,
 ) -> PlannedConversion:
     """Plan the copy of every tensor to the files of the requested layout.
 
@@ -194,6 +208,8 @@ def plan_export(
         options: Layout, padding, dtype and maximum file size.
         source: Opened source.
         located: Located source. Its model name determines the output's default name.
+        original: Opened model of the option `quantized_source`.
+        check_towers: Whether to compare the towers of a multimodal model with a training step's record of them.
 
     Returns:
         Plan with the notes and fields of its report.
@@ -204,7 +220,10 @@ def plan_export(
     if source.tree_manifest.is_adapter:
         _check_adapter_request(options, source)
         return plan_adapter_export(source, located, options["dtype"])
+    source = select_parts(options, source, check_digest=check_towers)
     _check_request(options, source)
+    if writes_quantized(options, source):
+        source = requantize_source(source, original)
     return plan_copy(options, source, located)
 
 
@@ -220,7 +239,8 @@ def plan_copy(
     source = with_tied_head(source) if tied_head else source
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
-    tensors = [t.cast(dtype) for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    parameters = [t for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    tensors = [t.cast(dtype) for t in (*parameters, *source.tower_tensors)]
     row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     weight_files = _lay_out_weights(options, source, tensors, row_counts, vocab_rows=vocab_rows)
     targets = {
@@ -238,14 +258,10 @@ def plan_copy(
         source_name=source.display_name,
         source_files=source.file_stamps,
         streams=build_streams(
-            source, targets, resize=resize, compared={c.name for c in match.checks}
+            source, targets, resize=resize, compared=_compared_names(source, match)
         ),
         files=weight_files.files,
-        small_files=(
-            *config_files(source, config),
-            *copied_small_files(source),
-            *weight_files.index,
-        ),
+        small_files=model_files(source, config, weight_files.index),
         dropped=(
             *(d for d in match.dropped if d.name not in tied_head),
             *dropped_padding(source, targets, resize=resize),
@@ -255,11 +271,17 @@ def plan_copy(
         settings=_manifest_settings(
             source, base_name, layout_name, written_vocabulary, is_tied=match.is_tied, config=config
         ),
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names=source.display_names(),
     )
     return _planned_copy(
         plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
     )
+
+
+def _compared_names(source: Source, match: TensorMatch) -> set[str]:
+    """Return the names of tensors to read and not to write."""
+    decoded = {tensor.name for tensor in source.state_tensors if is_decoded_tensor(tensor.name)}
+    return decoded | {check.name for check in match.checks}
 
 
 def _planned_copy(
@@ -328,12 +350,12 @@ def _manifest_settings(
     }
     if layout != HF_LAYOUT:
         settings["layout"] = layout
-    return {
-        **settings,
-        "prefixed": source.names.is_prefixed,
-        "tied": is_tied,
-        "config": config,
-    }
+    settings["prefixed"] = source.names.is_prefixed
+    settings["tied"] = is_tied
+    settings["config"] = config
+    if source.wrapper is None:
+        return settings
+    return {**settings, **towers_entry(source)}
 
 
 def _check_request(options: ExportOptions, source: Source) -> None:
@@ -353,6 +375,12 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             "each layout has one format",
             text("one of {}", join_texts(", ", list(pairs))),
         )
+    if layout != HF_LAYOUT and source.wrapper is not None:
+        raise usage_error(
+            f"layout {layout} is not supported for multimodal models",
+            f"it has no names for the towers of {source.display_name}",
+            text("{} leaves them out", Option("text_only", True)),
+        )
     if layout not in (HF_LAYOUT, *source.family.layouts):
         known = ", ".join((HF_LAYOUT, *source.family.layouts))
         raise usage_error(
@@ -366,7 +394,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
             "an EasyLM stream is one file",
             text("remove {}", Option("shard_size")),
         )
-    is_unchanged = layout == HF_LAYOUT and not options["dtype"]
+    is_unchanged = layout == HF_LAYOUT and not options["dtype"] and not options["text_only"]
     if (
         is_unchanged
         and source.tensor_file_names
@@ -427,7 +455,7 @@ def _lay_out_weights(
         )
         return _WeightFiles(
             files,
-            {t.name: (locations[source.names.full_name(t.name)],) for t in tensors},
+            {t.name: (locations[source.file_name(t)],) for t in tensors},
             index_files(layouts),
         )
     output = lay_out_flax_folder(

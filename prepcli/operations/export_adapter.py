@@ -21,7 +21,7 @@ from prepcli.targets.streams import (
     output_rows,
 )
 from prepcli.targets.tokenizer_files import adapter_tokenizer
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
 from trainer.models.registry import family_of
 

@@ -39,7 +39,7 @@ from prepcli.operations.token_stream import TokenStream
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer

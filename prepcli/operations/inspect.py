@@ -20,6 +20,7 @@ from prepcli.inspection.contents import (
     nbytes_below,
     read_contents,
 )
+from prepcli.inspection.gguf_contents import read_gguf_contents
 from prepcli.inspection.logical_leaves import (
     LogicalLeaf,
     find_leaf,
@@ -357,10 +358,14 @@ def _read_checkpoint(
         stream=options.get("stream", False),
         allow_urls=True,
     )
-    access = replace(access, allow_adapters=True, allow_quantized=True)
+    access = replace(access, allow_adapters=True, allow_quantized=True, allow_gguf=True)
     located = locate(checkpoint, options.get("revision"), step=options.get("step"), access=access)
     config = options.get("config")
-    return located, read_contents(located, None if config is None else Path(config))
+    config_path = None if config is None else Path(config)
+    if located.kind == "gguf":
+        path = located.local_files.path
+        return located, read_gguf_contents(path, located.display_name, config_path)
+    return located, read_contents(located, config_path)
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
@@ -473,7 +478,7 @@ def _shapes_by_name(
     contents: CheckpointContents, *, as_hf_tensors: bool
 ) -> dict[str, ShapeAndDtype]:
     """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
-    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter", "gguf"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located, verbatim=None)

@@ -14,6 +14,7 @@ from prepcli.option_spec import NOT_RECORDED, Minimum, OptionSpec, PathLike
 
 SortKey = Literal["name", "size", "file"]
 Seconds = Annotated[float, Minimum(0.01)]
+NonNegative = Annotated[float, Minimum(0.0)]
 
 
 class VerifyOptions(SourceOptions, total=False):
@@ -31,6 +32,16 @@ class VerifyOptions(SourceOptions, total=False):
             position=21,
         ),
     ]
+    tolerance: Annotated[
+        NonNegative | None,
+        OptionSpec(
+            "NUMBER",
+            "Accept values that differ by at most NUMBER, in any dtype. List the differences of each tensor.",
+            "Largest accepted difference between two values, whose dtypes may differ. Default: none, all bits are"
+            " compared.",
+            position=21,
+        ),
+    ]
     accept: Annotated[
         Sequence[PathLike],
         OptionSpec(
@@ -40,6 +51,32 @@ class VerifyOptions(SourceOptions, total=False):
             " recorded if nothing else differs.",
             default=(),
             position=21,
+        ),
+    ]
+
+
+class LockOptions(SourceOptions, total=False):
+    """Options of `lock`."""
+
+    overwrite: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Replace a lock file that differs.",
+            "Replace a lock file that differs. Default: False.",
+            default=False,
+            position=43,
+        ),
+    ]
+
+
+class LockArguments(TypedDict):
+    """The argument of `lock` that is an option of its command."""
+
+    out: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE", "Write to FILE. Default: NAME.lock.json.", "The lock file.", position=40
         ),
     ]
 

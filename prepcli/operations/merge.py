@@ -42,6 +42,7 @@ from prepcli.sources.openers.peft_settings import (
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.tokenizer_files import with_adapter_tokenizer
 from trainer.models.lora import PEFT_PREFIX, projections
+from trainer.models.registry import FAMILIES
 
 
 @public
@@ -174,7 +175,11 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     header, _ = read_checked_header(path)
     check_settings(path, settings, header.tensors)
     # PEFT writes `base_model.model.` before the name of each module, also before names that have no prefix in the base.
-    family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
+    base_family = source.family
+    if source.wrapper is not None:
+        # An adapter of a multimodal model has the names of its text model.
+        base_family = FAMILIES[source.family.name]
+    family = replace(base_family, prefix=PEFT_PREFIX + base_family.prefix, unprefixed=())
     adapter = open_adapter(path, family, source.config)
     tensors = (
         replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors

@@ -132,6 +132,16 @@ class SourceOptions(TypedDict, total=False):
             record=NOT_RECORDED,
         ),
     ]
+    lock: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "FILE",
+            "Refuse any byte that differs from this lock file.",
+            "Lock file: any byte that differs from it is an error. Default: none.",
+            position=53,
+            record=NOT_RECORDED,
+        ),
+    ]
     memory: Annotated[
         int | str,
         OptionSpec(
@@ -454,6 +464,29 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
     ]
     dtype: Annotated[Dtype | None, replace(_DTYPE, position=5, record=1)]
     allow_overflow: Annotated[bool, replace(_ALLOW_OVERFLOW, position=5)]
+    quantized: Annotated[
+        Literal["keep", "dequantize"],
+        OptionSpec(
+            "keep|dequantize",
+            "Write decoded weights quantised as before, or as they are.",
+            '"keep" (the default) writes weights decoded by save-init as their quantised bytes,'
+            ' "dequantize" as their values.',
+            default="keep",
+            position=17,
+            record=53,
+        ),
+    ]
+    quantized_source: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "SOURCE",
+            "Take the quantised bytes from SOURCE.",
+            "Quantised model that the checkpoint was decoded from, for formats with codes that the values do not"
+            " determine.",
+            position=18,
+            record=54,
+        ),
+    ]
     ema: Annotated[
         bool,
         OptionSpec(
@@ -463,6 +496,30 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
             default=False,
             position=26,
             record=45,
+        ),
+    ]
+    text_only: Annotated[
+        bool,
+        OptionSpec(
+            None,
+            "Write the text model of a multimodal checkpoint alone.",
+            "Write the text model of a multimodal checkpoint without its towers. Default: False.",
+            default=False,
+            position=27,
+            record=63,
+        ),
+    ]
+    towers: Annotated[
+        PathLike | None,
+        OptionSpec(
+            "CHECKPOINT",
+            "Read the towers of a training step from CHECKPOINT. Default: the model that the run"
+            " started from.",
+            "Checkpoint with the towers of a training step. Default: the model that the run started"
+            " from.",
+            cli_type=str,
+            position=28,
+            record=64,
         ),
     ]
     push: Annotated[

@@ -32,14 +32,16 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import (
     FileGroup,
+    config_files,
     copied_small_files,
     header_entries,
+    index_files,
     lay_out_weight_files,
     output_config,
-    settings_files,
 )
 from prepcli.targets.streams import (
     TensorTarget,
@@ -181,12 +183,13 @@ def plan_pad_vocab(
     dropped_by_option = {d.name for d in match.dropped if d.rule == DROP_RULE}
     fill = make_fill(options["init"], options["seed"], source)
     resize = VocabResize(vocabulary, vocab_tensors(match), fill)
-    row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
-    named_files = zip(source.tensor_file_names, source.tensors)
+    model_tensors = (*source.tensors, *source.tower_tensors)
+    row_counts = output_rows(model_tensors, resize.tensors, vocab_size=size)
+    named_files = zip(source.tensor_file_names, model_tensors, strict=True)
     tensors = [(file, t) for file, t in named_files if t.name not in dropped_by_option]
     files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
     targets = {
-        t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name])
+        t.name: TensorTarget((locations[source.file_name(t)],), row_counts[t.name])
         for _, t in tensors
     }
     config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
@@ -198,7 +201,13 @@ def plan_pad_vocab(
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        small_files=settings_files(config, layouts, extra_files=copied_small_files(source)),
+        # The digest of the plan depends on the order of the files and keys. It is the one of earlier versions, so that
+        # their half-done outputs resume.
+        small_files=(
+            *config_files(source, config),
+            *index_files(layouts),
+            *copied_small_files(source),
+        ),
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),
@@ -212,8 +221,9 @@ def plan_pad_vocab(
             "prefixed": source.names.is_prefixed,
             "tied": match.is_tied,
             "config": config,
+            **towers_entry(source),
         },
-        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
+        display_names={t.name: source.file_name(t) for t in model_tensors},
     )
     note = _vocabulary_line(
         source,

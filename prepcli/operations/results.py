@@ -82,6 +82,25 @@ class AcceptedChange(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorDistance:
+    """The distance between the values a and b of one tensor in two checkpoints.
+
+    Attributes:
+        leaf: Path in the parameter tree. Empty for a tensor outside of it.
+        tensor: Name in the checkpoint's files.
+        max_abs: Largest |a - b|. Infinite if only one of two values is NaN.
+        mean_abs: Mean of |a - b|.
+        cosine: Cosine of the angle between the tensors as vectors.
+    """
+
+    leaf: str
+    tensor: str
+    max_abs: float
+    mean_abs: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """Result of a comparison with recorded digests or with another checkpoint.
 
@@ -99,6 +118,7 @@ class Verification:
         checkpoint: The checkpoint, as errors name it.
         against: The second checkpoint, as errors name it. None for a comparison with digests.
         total_tensors: Number of tensors of the checkpoint, equal or not.
+        distances: With a tolerance, the distance of each tensor that both checkpoints have in one shape.
     """
 
     is_equal: bool
@@ -112,9 +132,35 @@ class Verification:
     checkpoint: str = ""
     against: str | None = None
     total_tensors: int = 0
+    distances: tuple[TensorDistance, ...] = ()
 
     def __bool__(self) -> bool:
         return self.is_equal
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModel:
+    """A written lock file.
+
+    Attributes:
+        path: The lock file.
+        source: The checkpoint, as errors name it.
+        revision: Commit on the hub. None for any other checkpoint.
+        files: Number of files.
+        tensors: Number of tensors.
+        nbytes: Size of the files in bytes.
+        seconds: Duration of the call in seconds.
+        already_done: Whether an equal file existed, so that nothing was written.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+    already_done: bool
 
 
 @dataclass(frozen=True, slots=True)

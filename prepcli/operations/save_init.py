@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
+    QUANTIZATION_KEY,
+    QUANTIZED_KEY,
     STATE_ITEM,
     Manifest,
     adapter_fields,
@@ -45,19 +47,34 @@ from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan
+from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.dequantized import is_quantized
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import as_verbatim, truncate_layers
-from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_axis_maps
+from prepcli.sources.multimodal import towers_entry
+from prepcli.sources.source import (
+    HF_FOLDER,
+    Source,
+    SourceTensor,
+    match_source_tensors,
+    source_axis_maps,
+)
 from prepcli.targets.hf_folder import config_files, copied_small_files, output_config
-from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
+from prepcli.targets.orbax_item import (
+    OrbaxItemLayout,
+    Partitioning,
+    item_streams,
+    make_item,
+    tower_leaf,
+)
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from trainer.models.axis_map import ParsedAxisMap
 from trainer.models.mesh import folder_suffix, parse_mesh
 from trainer.models.partition import vocab_multiple
 from trainer.models.rule_text import merge_rules, with_default_preset
-from trainer.models.rules import check_leaf_rules
+from trainer.models.rules import LeafDims, check_leaf_rules
 from trainer.models.verbatim import CANNOT_TRAIN, stacked_numbers
 
 DEVICES_PER_HOST = (
@@ -213,9 +230,7 @@ def plan_orbax_item(
         PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
     """
     _check_source_kind(command, source)
-    keeps_state = not params_only and source.tree_manifest.is_training_step
-    dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
-    source = source if keeps_state else dataclasses.replace(source, state_tensors=())
+    source, dropped_state_tensors = _without_state(source, params_only)
     later_layers: tuple[DroppedTensor, ...] = ()
     if options["layers"] is not None:
         source, later_layers = truncate_layers(source, options["layers"])
@@ -226,10 +241,7 @@ def plan_orbax_item(
     layout = _resolve_layout(options, source, params_only=params_only)
     axis_maps = source_axis_maps(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, axis_maps, make_match_options(options))
-    # A tied head has no leaf in the output, so a rule for it would have no effect.
-    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
-    dims = {path: axis_map.leaf_dims for path, axis_map in axis_maps.items() if path != tied_leaf}
-    check_leaf_rules(layout.partitioning.rules, dims)
+    check_leaf_rules(layout.partitioning.rules, _leaf_dims(source, axis_maps, match))
     item = make_item(
         source,
         match,
@@ -264,6 +276,40 @@ def plan_orbax_item(
         fields=fields,
         next_command=next_command,
     )
+
+
+def _without_state(source: Source, params_only: bool) -> tuple[Source, tuple[DroppedTensor, ...]]:
+    """Return a source with the kept state, and the dropped state.
+
+    A copy keeps the state of a training step, and the scales of dequantised weights.
+    """
+    if params_only:
+        dropped = tuple(dropped_state(source))
+        return dataclasses.replace(source, state_tensors=(), quantized={}), dropped
+    if source.tree_manifest.is_training_step:
+        return source, ()
+    scales: list[SourceTensor] = []
+    others: list[SourceTensor] = []
+    for tensor in source.state_tensors:
+        kind = scales if is_quantization_tensor(tensor.name) else others
+        kind.append(tensor)
+    dropped = tuple(dropped_state(dataclasses.replace(source, state_tensors=tuple(others))))
+    return dataclasses.replace(source, state_tensors=tuple(scales)), dropped
+
+
+def _leaf_dims(
+    source: Source, axis_maps: Mapping[str, ParsedAxisMap], match: TensorMatch
+) -> dict[str, LeafDims]:
+    """Return the dims of each leaf of the output, by path."""
+    # A tied head has no leaf in the output, so a rule for it would have no effect.
+    tied_leaf = source.family.tying.head_leaf if match.is_tied else None
+    dims: dict[str, LeafDims] = {}
+    for path, axis_map in axis_maps.items():
+        if path != tied_leaf:
+            dims[path] = axis_map.leaf_dims
+    for tensor in source.tower_tensors:
+        dims[tower_leaf(tensor)] = tuple((f"d{axis}",) for axis in range(len(tensor.shape)))
+    return dims
 
 
 def _check_index_size(plan: Plan) -> None:
@@ -368,13 +414,10 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> Manife
     kept: ManifestFields = {}
     if layout.is_training_step:
         kept = step_fields(layout.source_manifest)
-    quantization: ManifestFields = {}
-    if source.quantization:
-        quantization["quantization"] = source.quantization
     fields: ManifestFields = {
         **kept,
         **adapter_fields(layout.source_manifest),
-        **quantization,
+        **_quantization_entries(source),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
@@ -389,7 +432,18 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> Manife
     # The numbers in the names of stacked tensors.
     if source.family.is_verbatim:
         fields["stacked"] = stacked_numbers(source.family, layout.scan)
-    return fields
+    return {**fields, **towers_entry(source)}
+
+
+def _quantization_entries(source: Source) -> ManifestFields:
+    """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
+    entries: ManifestFields = {}
+    settings = source.quantization or source.tree_manifest.quantization
+    if settings:
+        entries[QUANTIZATION_KEY] = settings
+    if source.quantized:
+        entries[QUANTIZED_KEY] = source.quantized
+    return entries
 
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:

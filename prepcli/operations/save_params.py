@@ -31,8 +31,8 @@ from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
 from prepcli.training_runs.start import start_manifest
 from trainer.models.checkpoint_store import LeafSpec
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import param_leaves
-from trainer.models.parameters import HFConfig
 
 COMMAND = "save-params"
 

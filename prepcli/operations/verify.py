@@ -16,11 +16,10 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import make_budget
 from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import Command, PrepError, text, usage_error
+from prepcli.engine.distance import Distance, measure_distance
+from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.formats.manifest import unwritten_manifest
 from prepcli.operations.accept import accept_files
@@ -33,10 +32,12 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.results import TensorDifference, Verification
+from prepcli.operations.results import TensorDifference, TensorDistance, Verification
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
+from prepcli.restore.digest_checks import tensor_digests
+from prepcli.sources.dequantized import decode_alike
 from prepcli.sources.locate import check_stream
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
@@ -102,10 +103,12 @@ def verify(
     started_s = time.monotonic()
     observer = observer_of(progress)
     request = _Request(
-        common_options(checkpoint, None, options),
+        replace(common_options(checkpoint, None, options), quantized="stored"),
         against=None if against is None else str(against),
         quick=options["quick"],
+        tolerance=options["tolerance"],
     )
+    _check_tolerance(request)
     accept = [str(path) for path in options["accept"]]
     if not accept:
         result = _verify(request, observer)
@@ -121,6 +124,21 @@ class _Request:
     common: CommonOptions
     against: str | None  # other checkpoint; None: compare with the manifest
     quick: bool  # read no values
+    tolerance: float | None  # largest accepted difference of two values; None: compare bits
+
+
+def _check_tolerance(request: _Request) -> None:
+    """Raise UsageError for a tolerance without two checkpoints whose values are read."""
+    option = Option("tolerance")
+    if request.tolerance is None:
+        return
+    if request.against is None:
+        why = "a checkpoint and its digests are equal or not"
+        what = text("{} requires a second checkpoint", option)
+        raise usage_error(what, why, text("remove {}, or name the second checkpoint", option))
+    if request.quick:
+        what = text("{} and {} exclude each other", option, Option("quick", True))
+        raise usage_error(what, "a quick check reads no values", "remove one of them")
 
 
 def _verify_and_accept(request: _Request, files: Sequence[str], observer: Observer) -> Verification:
@@ -151,6 +169,7 @@ def _verify(request: _Request, observer: Observer) -> Verification:
     check_stream(request.common.stream, located, against_located)
     _check_contents(source, against_source)
     observer.note(source_line(against_source))
+    source, against_source = decode_alike(source, against_source)
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
             observer.note(line)
@@ -203,6 +222,7 @@ def _against_options(request: _Request) -> CommonOptions:
         offline=common.offline,
         stream=common.stream,
         config=common.config,
+        quantized=common.quantized,
         # One checkpoint with the names of its file is enough: the other one is then compared by them.
         verbatim=None if common.verbatim else common.verbatim,
     )
@@ -214,7 +234,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
         return _collect_adapter(source)
     match = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
-    tensors = {t.name: t for t in (*matched, *source.state_tensors)}
+    tensors = {t.name: t for t in (*matched, *source.tower_tensors, *source.state_tensors)}
     vocab_tensors = frozenset(vocab_tensor_names(source, match))
     return _VerifiedModel(
         source,
@@ -254,7 +274,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
         raise usage_error(f"nothing to verify {name} against", why, hint)
     # A padded tensor has two digests: one of its true rows, and one of its padding.
     pieces = [(t, (low, high), digest) for t in tensors for low, high, digest in t.digests]
-    digests = _compute_digests(
+    digests = tensor_digests(
         source,
         [(t, rows) for t, rows, _ in pieces],
         request.common.memory_nbytes,
@@ -264,7 +284,7 @@ def _verify_digests(model: _VerifiedModel, request: _Request, observer: Observer
     findings: list[Finding] = []
     for (tensor, rows, expected), actual in zip(pieces, digests):
         if expected != actual:
-            predicate = f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest"
+            predicate = f"rows {rows[0]}:{rows[1]} do not match their recorded digest"
             findings.append(Finding(model.labels[tensor.name], predicate))
     for tensor in model.tensors.values():
         if not tensor.digests:
@@ -280,7 +300,7 @@ def _tie_findings(
     for check in model.match.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
-        head, embedding = _compute_digests(
+        head, embedding = tensor_digests(
             model.source,
             pieces,
             memory_nbytes,
@@ -303,13 +323,21 @@ def _verify_pair(
         why = f"{a.source.family.name} and {b.source.family.name}"
         names = f"{a.source.display_name} and {b.source.display_name}"
         raise PrepError(f"{names} are of different families", why, "two checkpoints of one family")
-    findings = list(_shape_findings(a, b))
+    findings = list(_shape_findings(a, b, has_tolerance=request.tolerance is not None))
     if request.quick and not findings:
         return _quick_result(a, SHAPE_CHECKS, against=b)
     memory_nbytes = request.common.memory_nbytes
     # Tensors of different shapes or dtypes have no values to compare.
     mismatched = {finding.label for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
+    if request.tolerance is not None:
+        distances = list(_tensor_distances(a, b, names, observer.progress()))
+        for label, distance in distances:
+            if not distance.max_abs <= request.tolerance:
+                why = f"differs by up to {distance.max_abs:.3g}, the tolerance is {request.tolerance:g}"
+                findings.append(Finding(label, why))
+        fields = tuple(_distance_fields(label, distance) for label, distance in distances)
+        return replace(_result(a, findings, against=b), distances=fields)
     if not request.quick:
         findings += _tie_findings(a, memory_nbytes, observer)
         findings += _tie_findings(b, memory_nbytes, observer)
@@ -321,8 +349,13 @@ def _verify_pair(
     return _result(a, findings, against=b)
 
 
-def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
-    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary."""
+def _shape_findings(
+    a: _VerifiedModel, b: _VerifiedModel, *, has_tolerance: bool
+) -> Iterator[Finding]:
+    """Yield tensors missing in one checkpoint, and tensors that differ in dtype, shape or true vocabulary.
+
+    With a tolerance the dtypes may differ.
+    """
     for name in sorted({*a.tensors, *b.tensors}):
         label = a.labels[name] if name in a.labels else b.labels[name]
         a_tensor = a.tensors.get(name)
@@ -330,7 +363,7 @@ def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
         if a_tensor is None or b_tensor is None:
             lacking = a.source.display_name if a_tensor is None else b.source.display_name
             yield Finding(label, f"is not in {lacking}")
-        elif a_tensor.dtype != b_tensor.dtype:
+        elif a_tensor.dtype != b_tensor.dtype and not has_tolerance:
             yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
             yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
@@ -361,7 +394,7 @@ def _value_findings(
     compared = {*names}
     for model in (a, b):
         pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in compared]
-        digests = _compute_digests(
+        digests = tensor_digests(
             model.source,
             pieces,
             memory_nbytes,
@@ -387,6 +420,33 @@ def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     return Finding(a.labels[name], predicate, difference)
 
 
+def _tensor_distances(
+    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], progress: Progress
+) -> Iterator[tuple[TensorLabel, Distance]]:
+    """Yield the distance between the true rows of each tensor. Both checkpoints are read side by side."""
+    progress.begin("compare", sum(a.tensors[name].nbytes for name in names))
+    try:
+        with (
+            open_blobs(a.source.byte_sources) as files_a,
+            open_blobs(b.source.byte_sources) as files_b,
+        ):
+            for name in names:
+                stream_a = _row_stream(a.tensors[name], _true_rows(a, a.tensors[name]))
+                stream_b = _row_stream(b.tensors[name], _true_rows(b, b.tensors[name]))
+                distance = measure_distance(files_a, stream_a, reader_b=files_b, stream_b=stream_b)
+                progress.advance(a.tensors[name].nbytes)
+                yield a.labels[name], distance
+    finally:
+        progress.end()
+
+
+def _distance_fields(label: TensorLabel, distance: Distance) -> TensorDistance:
+    """Return the entry of a tensor in `Verification.distances`."""
+    return TensorDistance(
+        label.leaf, label.tensor, distance.max_abs, distance.mean_abs, distance.cosine
+    )
+
+
 def _padding_lines(
     a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], *, memory_nbytes: int
 ) -> Iterator[str]:
@@ -402,7 +462,7 @@ def _padding_lines(
 
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
-    (digest,) = _compute_digests(
+    (digest,) = tensor_digests(
         model.source, [(tensor, rows)], memory_nbytes, progress=NullProgress(), task="padding"
     )
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
@@ -419,27 +479,6 @@ def _padding_rows(*models: _VerifiedModel) -> int:
 
 def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-
-
-def _compute_digests(
-    source: Source,
-    pieces: Sequence[tuple[SourceTensor, Range]],
-    memory_nbytes: int,
-    *,
-    progress: Progress,
-    task: str,
-) -> list[str]:
-    """Return the digest of each range of rows, read within the memory limit."""
-    streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
-    progress.begin(task, sum(stream.nbytes for stream in streams))
-    try:
-        budget = make_budget(memory_nbytes)
-        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            # Without a sink the pipeline computes digests and writes nothing.
-            outcome = Pipeline(streams, files, sink=None, budget=budget, progress=progress).run()
-    finally:
-        progress.end()
-    return [outcome.digests[i] for i in range(len(streams))]
 
 
 def _result(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from prepcli.planning.tensors import CastEntry
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 
 class TensorRecord(TypedDict):
@@ -38,6 +38,20 @@ class LeafRecord(TypedDict):
     shape: Sequence[int]
     dtype: str
     chunk: Sequence[int]
+
+
+class QuantizedRecord(TypedDict):
+    """Record of a dequantised weight.
+
+    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
+    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
+    """
+
+    format: str
+    codes: str
+    dtype: str
+    shape: list[int]
+    digest: str
 
 
 class VocabularyRecord(TypedDict):
@@ -99,6 +113,9 @@ class PrepFields(TypedDict, total=False):
     casts: Sequence[CastEntry]
     packed: Mapping[str, int]
     quantization: Mapping[str, object]
+    quantized: Mapping[str, QuantizedRecord]
+    # Facts of the multimodal model that the parameters are the text part of.
+    towers: Mapping[str, object]
     # Its reader checks the type.
     checksums: object
     files: dict[str, FileRecord]

@@ -2,6 +2,7 @@
 
 A slot is a subtree of the optimizer state with one leaf per parameter, such as `opt_state.adam.mu`. Its tensors are
 named `SLOT/TENSOR` after the parameters' tensors. A leaf that belongs to no parameter is a tensor named `/LEAF`.
+Tensors of a multimodal model's towers are named `towers/TENSOR`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from trainer.models.axis_map import AxisMap, SizedAxis, TensorDim
 
 PARAMS = "params"
 OPT_STATE = "opt_state"
+# Tree of the tensors of a multimodal model outside of its text part.
+TOWERS = "towers"
 # Rules that drop such leaves
 OPT_STATE_RULE = "optimizer state"
 TRAINING_STATE_RULE = "training state"

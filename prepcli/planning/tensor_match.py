@@ -24,7 +24,8 @@ from prepcli.errors import (
 )
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
-from trainer.models.parameters import Family, HFConfig
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family, dropped_patterns
 
 VOCAB_ATOM = "vocab"
 # Rule of the tensors that a user drops, as plans and JSON objects name it.
@@ -78,8 +79,11 @@ class TensorNames:
 
     def full_name(self, bare: str) -> str:
         """Return a tensor's name as prep writes it to files, with the base prefix if the source has it."""
-        with_prefix = self.is_prefixed and bare not in self.family.unprefixed
-        return self.family.prefix + bare if with_prefix else bare
+        if not self.is_prefixed:
+            return bare
+        if bare in self.family.unprefixed:
+            return self.family.head_prefix + bare
+        return self.family.prefix + bare
 
     def stored_name(self, bare: str) -> str:
         """Return a tensor's name as the source spells it."""
@@ -93,7 +97,10 @@ class TensorNames:
     def bare_name(self, full: str) -> str:
         """Return a tensor's name without the base prefix, as the family's table spells it."""
         name = full
-        if self.is_prefixed:
+        unprefixed = full.removeprefix(self.family.head_prefix)
+        if self.is_prefixed and unprefixed in self.family.unprefixed:
+            name = unprefixed
+        elif self.is_prefixed:
             name = full.removeprefix(self.family.prefix)
         if name and name == self.embedding_alias:
             return self.family.tying.embedding_tensor
@@ -345,12 +352,7 @@ def _find_dropped(
     duplicates: Mapping[str, str],
 ) -> Iterable[DroppedTensor]:
     """Yield the unused tensors dropped by a rule of the family, as a duplicate, or by `--drop`."""
-    rules: dict[str, str] = {}
-    for pattern, rule in family.dropped.items():
-        # `{i}` in a pattern is the number of a layer
-        rules[re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern))] = rule
-    for number in family.prediction_layers(config):
-        rules[rf"layers\.{number}\..*"] = PREDICTION_RULE
+    rules = dropped_patterns(family, config)
     drop_patterns = [pattern.removeprefix(family.prefix) for pattern in options.drop]
     for name, tensor in tensors.items():
         if name in used_names:
@@ -443,7 +445,6 @@ def _mismatch_error(mismatches: _Mismatches, family: Family, source_name: str) -
     )
 
 
-PREDICTION_RULE = "layer of multi-token prediction, which the model does not run"
 _MISMATCH_HINT = "check that config.json and the weights belong to the same model"
 _VERBATIM_HINT = text("{} keeps the names of the file", Option("verbatim", True))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.errors import Option, PrepError, text, usage_error
-from trainer.files.json_values import JsonObject
-from trainer.models.parameters import HFConfig, read_size
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
 TRUE_VOCAB_SIZE_KEY = "true_vocab_size"

@@ -52,7 +52,7 @@ class Decoder(ABC):
         name: Name of the decoded tensor.
         shape: Shape of the decoded tensor.
         dtype: Dtype of the decoded values.
-        stored: The stored tensors that the values are computed from.
+        stored: The stored tensors that the values are computed from. The first one has the codes.
         block_values: Number of values to decode at a time.
         row_multiple: Number of rows that are decoded together, so that a block should have a multiple of it.
     """

@@ -17,6 +17,7 @@ from prepcli.quantized.bitsandbytes import QUANT_TYPES, Bits4Decoder, parse_quan
 from prepcli.quantized.decoder import Decoder, check_dims
 from prepcli.quantized.gptq import GptqDecoder
 from prepcli.quantized.mxfp4 import Mxfp4Decoder
+from prepcli.quantized.nvfp4 import GROUP_VALUES, Nvfp4Decoder
 from prepcli.quantized.packed_ints import MAX_BITS, PackedIntDecoder, word_count
 from prepcli.quantized.scaled import (
     CODE_DTYPES,
@@ -33,16 +34,18 @@ from prepcli.quantized.stored_weights import (
     setting,
 )
 
-# Settings of earlier versions of AutoGPTQ and AutoAWQ, which config.json does not have.
+# Settings of earlier versions of AutoGPTQ, AutoAWQ and ModelOpt, which config.json does not have.
 GPTQ_FILE = "quantize_config.json"
 AWQ_FILE = "quant_config.json"
-QUANTIZATION_FILES = (GPTQ_FILE, AWQ_FILE)
+MODELOPT_FILE = "hf_quant_config.json"
+QUANTIZATION_FILES = (GPTQ_FILE, AWQ_FILE, MODELOPT_FILE)
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 COMPRESSED_FORMATS = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "nvfp4-pack-quantized",
     "mixed-precision",
     "dense",
 )
@@ -55,12 +58,12 @@ class QuantizedWeights:
     Attributes:
         decoders: One decoder per weight.
         stored_names: Names of the stored tensors of all weights.
-        dropped: Rule by the name of each stored tensor without effect on weights.
+        activation_scales: Names of the stored scales without effect on weights.
     """
 
     decoders: tuple[Decoder, ...]
     stored_names: frozenset[str]
-    dropped: Mapping[str, str]
+    activation_scales: frozenset[str]
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,6 +85,9 @@ def quantization_config_of_file(name: str, document: Mapping[str, Any]) -> Mappi
     """Return the quantisation config of one of QUANTIZATION_FILES, with the keys of config.json."""
     if name == GPTQ_FILE:
         return {"quant_method": "gptq", **document}
+    if name == MODELOPT_FILE:
+        section = document.get("quantization")
+        return {"quant_method": "modelopt", **(section if isinstance(section, Mapping) else {})}
     return {
         "quant_method": "awq",
         "bits": document.get("w_bit"),
@@ -114,7 +120,7 @@ def find_weights(
     stored = StoredWeights(tensors, read_payload)
     decoders = tuple(FINDERS[method](settings, stored))
     stored.check_all_decoded(f"quantization_config: {method}")
-    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scale_rules())
+    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scales())
 
 
 def _find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
@@ -189,10 +195,13 @@ def _weight_schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _packed_weight(
     schemes: Sequence[Mapping[str, Any]], stored: StoredWeights, name: str, prefix: str
 ) -> Decoder:
-    """Return the decoder of packed integers of compressed-tensors."""
+    """Return the decoder of packed codes of compressed-tensors."""
     weight_name = f"{prefix}weight"
     packed = stored.take(name, weight_name)
     scale = stored.take(f"{weight_name}_scale", weight_name)
+    if packed.dtype == "uint8":
+        tensor_scale = stored.take(f"{weight_name}_global_scale", weight_name)
+        return Nvfp4Decoder(weight_name, packed, scale, tensor_scale, is_divisor=True)
     shape = stored.take(f"{weight_name}_shape", weight_name)
     if shape.dtype not in ("int32", "int64") or shape.shape != (2,) or len(packed.shape) != 2:
         raise DamagedError(
@@ -301,6 +310,16 @@ def _find_awq(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[De
         yield AwqDecoder(weight_name, weight, stored.take(f"{prefix}qzeros", weight_name), scales)
 
 
+def _find_modelopt(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
+    setting(settings, "quant_algo", ("NVFP4",), "NVFP4")
+    setting(settings, "group_size", (GROUP_VALUES,), GROUP_VALUES)
+    for name, weight_name in [*stored.names_ending("_scale_2")]:
+        tensor_scale = stored.take(name, weight_name)
+        weight = stored.take(weight_name, weight_name)
+        scales = stored.take(f"{weight_name}_scale", weight_name)
+        yield Nvfp4Decoder(weight_name, weight, scales, tensor_scale, is_divisor=False)
+
+
 def _find_bitsandbytes(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:
     for name, prefix in [*stored.names_ending("SCB")]:
         weight_name = f"{prefix}weight"
@@ -349,5 +368,6 @@ FINDERS: Mapping[str, Finder] = {
     "compressed-tensors": _find_compressed,
     "gptq": _find_gptq,
     "awq": _find_awq,
+    "modelopt": _find_modelopt,
     "bitsandbytes": _find_bitsandbytes,
 }

@@ -251,7 +251,11 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 
 class GgufDecoder(Decoder):
-    """Rows of blocks, with the changes that llama.cpp makes to some tensors undone."""
+    """Rows of blocks, with the changes that llama.cpp makes to some tensors undone.
+
+    Attributes:
+        type_name: Type of the blocks, a key of BLOCK_TYPES.
+    """
 
     def __init__(
         self,
@@ -279,6 +283,7 @@ class GgufDecoder(Decoder):
         """
         dtype = FLOAT_TYPES.get(type_name, "float32")
         super().__init__(stored.name, shape, "float32" if offset else dtype, (stored,))
+        self.type_name = type_name
         self._type = BLOCK_TYPES[type_name]
         self._is_transposed = is_transposed
         self._interleaved_rows = interleaved_rows

@@ -19,7 +19,6 @@ import numpy as np
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
     CodeArray,
-    Decoder,
     FloatArray,
     MatrixReader,
     StoredMatrix,
@@ -29,6 +28,7 @@ from prepcli.quantized.decoder import (
     lookup_nibbles,
     nibble_pairs,
 )
+from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
 from trainer.models.boxes import Range
 
 BLOCK_VALUES = 32
@@ -39,13 +39,16 @@ EXPONENT_BIAS = 127
 # The exponent 255 is the power 2^128, which overflows float32. The decoder therefore multiplies doubled codes by halved
 # powers.
 _PAIRS = nibble_pairs([2 * value for value in E2M1])
+# Code of each magnitude by its double: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are 0, 1, 2, 3, 4, 6, 8 and 12.
+CODES_BY_DOUBLE = np.array([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], np.uint8)
 
 
-class Mxfp4Decoder(Decoder):
+class Mxfp4Decoder(InvertibleDecoder):
     """Blocks of E2M1 codes with E8M0 scales, transposed."""
 
     # Blocks have 32 values of the input dim, which is the row dim after the transpose.
     row_multiple = 32
+    are_codes_transposed = True
 
     def __init__(self, name: str, blocks: FileTensor, scales: FileTensor) -> None:
         """Check the stored tensors.
@@ -88,12 +91,46 @@ class Mxfp4Decoder(Decoder):
         stored_rows = (matrix * self.columns, (matrix + 1) * self.columns)
         groups = (columns[0] // BLOCK_VALUES, -(-columns[1] // BLOCK_VALUES))
         block_bytes = (groups[0] * BLOCK_NBYTES, groups[1] * BLOCK_NBYTES)
-        values = lookup_nibbles(_PAIRS, read(self._blocks, stored_rows, block_bytes))
         exponents = read(self._scales, stored_rows, groups).view(np.uint8)
-        blocks = values.reshape(len(values), -1, BLOCK_VALUES)
-        blocks *= half_powers(exponents)[:, :, None]
+        values = _decode_blocks(read(self._blocks, stored_rows, block_bytes), exponents)
         start = groups[0] * BLOCK_VALUES
         return values[:, columns[0] - start : columns[1] - start]
+
+    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
+        """Return the bytes [R, 16 G] of decoded rows [32 G, R]. See `InvertibleDecoder`."""
+        matrix, first = divmod(rows[0], self.shape[-2])
+        stored_rows = (matrix * self.columns, (matrix + 1) * self.columns)
+        groups = (first // BLOCK_VALUES, (first + rows[1] - rows[0]) // BLOCK_VALUES)
+        exponents = read(self._scales, stored_rows, groups).view(np.uint8)
+        # bfloat16 has the upper half of the bits of float32.
+        bits = np.left_shift(values.T, 16, dtype=np.uint32)
+        blocks = bits.view(np.float32).reshape(len(bits), -1, BLOCK_VALUES)
+        with np.errstate(all="ignore"):
+            doubles = np.abs(blocks * _inverse_powers(exponents)[:, :, None]) * 2
+            numbers = np.minimum(doubles, CODES_BY_DOUBLE.size - 1).astype(np.uint8)
+        # Several codes are infinite with a large exponent.
+        if np.isinf(blocks).any():
+            raise not_invertible_error(self.name, "several of its codes are infinite in bfloat16")
+        signs = np.signbit(blocks).view(np.uint8) << 3
+        nibbles = signs | CODES_BY_DOUBLE[numbers]
+        octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        codes: CodeArray = octets.reshape(len(bits), -1).astype(np.uint8, copy=False)
+        if not np.array_equal(_decode_blocks(codes, exponents).view(np.uint32), bits):
+            raise not_invertible_error(self.name, "one of its values is not that of a code")
+        return codes
+
+
+def _decode_blocks(octets: CodeArray, exponents: CodeArray) -> FloatArray:
+    """Return the values [R, 32 G] of blocks [R, 16 G] with exponents [R, G]."""
+    values = lookup_nibbles(_PAIRS, octets)
+    blocks = values.reshape(len(values), -1, BLOCK_VALUES)
+    blocks *= half_powers(exponents)[:, :, None]
+    return values
+
+
+def _inverse_powers(exponents: CodeArray) -> FloatArray:
+    """Return 2^(127 - e) for each E8M0 exponent e."""
+    return np.ldexp(np.float32(1), EXPONENT_BIAS - exponents.astype(np.int32))
 
 
 def half_powers(exponents: CodeArray) -> FloatArray:

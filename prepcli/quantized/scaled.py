@@ -15,13 +15,14 @@ import functools
 import math
 
 import numpy as np
+import numpy.typing as npt
 
-from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.untrusted import quote_name
 from prepcli.planning.tensors import FileTensor
 from prepcli.quantized.decoder import (
-    Decoder,
+    CodeArray,
     FloatArray,
     MatrixReader,
     PairTable,
@@ -31,6 +32,7 @@ from prepcli.quantized.decoder import (
     code_pairs,
     lookup,
 )
+from prepcli.quantized.encoder import CODES, BitArray, InvertibleDecoder, find_codes
 from prepcli.quantized.mxfp4 import EXPONENT_BIAS
 from trainer.models.boxes import Range
 
@@ -43,7 +45,7 @@ EXPONENT_DTYPES = ("uint8", "float8_e8m0fnu")
 INT8_STEP = np.float32(7.874015718698502e-3)
 
 
-class ScaledDecoder(Decoder):
+class ScaledDecoder(InvertibleDecoder):
     """Codes of 8 bits with a grid of scales."""
 
     def __init__(
@@ -100,10 +102,7 @@ class ScaledDecoder(Decoder):
             values = codes.astype(np.float32)
         else:
             values = lookup(fp8_pairs(self._weight.tensor.dtype), codes.view(np.uint8))
-        # e.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5
-        row_numbers = np.arange(*rows)
-        matrices, matrix_rows = np.divmod(row_numbers, self._matrix_rows)
-        grid_rows = matrices * self._grid_rows + matrix_rows // self._block[0]
+        grid_rows = self._grid_rows_of(rows)
         first = int(grid_rows[0])
         grid_range = (first, int(grid_rows[-1]) + 1)
         if self._zero_point is not None:
@@ -112,6 +111,40 @@ class ScaledDecoder(Decoder):
         scales = read_scales(read(self._scale, grid_range))
         self._combine(values, scales[grid_rows - first], np.multiply)
         return values
+
+    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
+        """Return the codes of decoded rows. See `InvertibleDecoder`."""
+        codes = np.empty(values.shape, np.uint8)
+        grid_rows = self._grid_rows_of(rows)
+        for grid_row in range(int(grid_rows[0]), int(grid_rows[-1]) + 1):
+            first, stop = np.searchsorted(grid_rows, (grid_row, grid_row + 1))
+            for number, decoded in enumerate(self._decoded_codes(grid_row, read)):
+                start = number * self._block[1]
+                block = np.s_[first:stop, start : start + self._block[1]]
+                codes[block] = find_codes(self.name, decoded, values[block])
+        return codes
+
+    def _grid_rows_of(self, rows: Range) -> npt.NDArray[np.int64]:
+        """Return the row of the grid of scales for each row of the tensor."""
+        # e.g. 3 matrices of 130 rows in blocks of 128 have the grid rows 0 0 ... 1 1, 2 2 ... 3 3, 4 4 ... 5 5
+        matrices, matrix_rows = np.divmod(np.arange(*rows), self._matrix_rows)
+        return matrices * self._grid_rows + matrix_rows // self._block[0]
+
+    def _decoded_codes(self, grid_row: int, read: MatrixReader) -> BitArray:
+        """Return the bfloat16 values of all codes [G, 256] with each scale of a row of the grid."""
+        grid_range = (grid_row, grid_row + 1)
+        codes = CODES.view(numpy_dtype(self._weight.tensor.dtype)).astype(np.float32)
+        with np.errstate(all="ignore"):
+            values = np.tile(codes, (self._scale.columns, 1))
+            if self._zero_point is not None:
+                values -= read(self._zero_point, grid_range).astype(np.float32).T
+            values *= read_scales(read(self._scale, grid_range)).T
+            return self._to_bfloat16(values)
+
+    def _to_bfloat16(self, values: FloatArray) -> BitArray:
+        """Return the bits of values after the roundings to `dtype` and to bfloat16."""
+        rounded = round_to_dtype(values, numpy_dtype(self.dtype)).astype(np.float32)
+        return round_to_dtype(rounded, numpy_dtype("bfloat16")).view(np.uint16)
 
     def _combine(self, values: FloatArray, grid: FloatArray, operation: np.ufunc) -> None:
         """Combine the values of each row [R, C] with those of its blocks [R, G], in place."""
@@ -132,6 +165,9 @@ class Int8Decoder(ScaledDecoder):
 
     def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
         return super()._decode(rows, read) * INT8_STEP
+
+    def _to_bfloat16(self, values: FloatArray) -> BitArray:
+        return super()._to_bfloat16(values * INT8_STEP)
 
 
 def block_of_grid(weight: FileTensor, scale: FileTensor) -> tuple[int, int]:

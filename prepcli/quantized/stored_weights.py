@@ -24,7 +24,6 @@ ACTIVATION_SUFFIXES = (
     ".v_scale",
     ".q_scale",
 )
-ACTIVATION_RULE = "scale of quantised activations"
 # A tensor with one of these endings holds values of a weight.
 WEIGHT_SUFFIXES = (".weight", ".weight_packed", ".qweight", "_blocks")
 
@@ -89,13 +88,12 @@ class StoredWeights:
             )
         return self._read_payload(tensor)
 
-    def activation_scale_rules(self) -> dict[str, str]:
-        """Return the rule that drops each scale of activations, by name."""
-        rules: dict[str, str] = {}
-        for name in self._tensors:
-            if name not in self._taken and name.endswith(ACTIVATION_SUFFIXES):
-                rules[name] = ACTIVATION_RULE
-        return rules
+    def activation_scales(self) -> frozenset[str]:
+        """Return the names of the scales of activations."""
+        suffixes = ACTIVATION_SUFFIXES
+        return frozenset(
+            name for name in self._tensors.keys() - self._taken if name.endswith(suffixes)
+        )
 
     def check_all_decoded(self, declared: str) -> None:
         """Raise DamagedError if no weight is quantised, or one is in another way than declared.

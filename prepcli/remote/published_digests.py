@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prepcli.engine.files import io_error
 from prepcli.errors import RERUN_HINT, DamagedError
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ def check_download(path: Path, digest: str, display_name: str) -> None:
             why = f"the hub lists {digest}, the downloaded bytes have {prefix}{computed}"
             what = f"{path.name} of {display_name} is damaged"
             raise DamagedError(what, why, f"{RERUN_HINT}: the file is downloaded again")
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits. Raise PrepError if it cannot be read."""
+    try:
+        return _hash_file(path, hashlib.sha256())
+    except OSError as error:
+        raise io_error(path, error) from error
 
 
 def _start_git_blob(nbytes: int) -> _Hash:

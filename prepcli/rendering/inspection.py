@@ -44,6 +44,7 @@ FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
     "adapter": "adapter of PEFT",
+    "gguf": "GGUF",
 }
 
 
@@ -286,6 +287,8 @@ def _adapter_text(adapter: AdapterSummary) -> str:
 def _family_text(contents: CheckpointContents) -> str:
     if contents.kind == "adapter":
         return "adapter"
+    if contents.family is not None and contents.wrapper_type:
+        return f"{contents.family.name} in {contents.wrapper_type:.60}"
     if contents.family is not None:
         return contents.family.name
     if contents.is_verbatim:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
-from prepcli.console.ui import Report, Ui
+from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.operations.results import TensorDifference, Verification
 from prepcli.sources.tensor_labels import TensorLabel
@@ -17,13 +20,16 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
         verification: Result of the operation.
         ui: Receives one line per difference.
     """
+    if verification.distances:
+        ui.note(_distance_table(verification, ui))
     if verification.is_equal:
         text = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
         return Report(text, _equal_fields(verification))
     _note_differences(verification, ui)
-    fields = {
+    fields: dict[str, object] = {
         "differences": verification.differences,
         "ignored_padding_rows": verification.ignored_padding_rows,
+        **_distance_fields(verification),
     }
     return Report(fields=fields, error=_difference_error(verification))
 
@@ -32,6 +38,9 @@ def _checked_text(verification: Verification) -> str:
     """Describe what was compared and is equal."""
     padding_rows = verification.ignored_padding_rows
     padding = f"; {padding_rows:,} padding rows ignored" if padding_rows else ""
+    if verification.distances:
+        largest = max(distance.max_abs for distance in verification.distances)
+        return f"{verification.tensors} tensors, largest difference {largest:.3g}{padding}"
     if not verification.checked:
         return (
             f"{verification.tensors} tensors, {verification.values:,} values, 0 different{padding}"
@@ -54,7 +63,37 @@ def _equal_fields(verification: Verification) -> dict[str, object]:
         fields["ignored_padding_rows"] = verification.ignored_padding_rows
     if verification.accepted:
         fields["accepted"] = verification.accepted
-    return fields
+    return fields | _distance_fields(verification)
+
+
+def _distance_fields(verification: Verification) -> dict[str, object]:
+    """Return the distances for JSON. Infinity is no JSON number: it becomes null."""
+    if not verification.distances:
+        return {}
+    entries: list[dict[str, object]] = []
+    for distance in verification.distances:
+        entry = asdict(distance)
+        for name in ("max_abs", "mean_abs", "cosine"):
+            entry[name] = entry[name] if math.isfinite(entry[name]) else None
+        entries.append(entry)
+    return {"distances": entries}
+
+
+def _distance_table(verification: Verification, ui: Ui) -> str:
+    """Return a table of the tensors with the largest differences, at the higher verbosity of all tensors."""
+    ordered = sorted(verification.distances, key=lambda distance: -distance.max_abs)
+    num_shown = len(ordered) if ui.level >= LEAVES else MAX_NAMES
+    rows: list[tuple[str, ...]] = []
+    for distance in ordered[:num_shown]:
+        numbers = (distance.max_abs, distance.mean_abs, distance.cosine)
+        rows.append((distance.tensor, *(f"{number:.6g}" for number in numbers)))
+    header = ("tensor", "max", "mean", "cosine")
+    table = format_table(
+        rows, header, right_aligned=header[1:], width=ui.columns, wrapped=["tensor"]
+    )
+    if len(ordered) > num_shown:
+        table += f"\nand {len(ordered) - num_shown:,} more; `-v` or `--json` lists all"
+    return table
 
 
 def _note_differences(verification: Verification, ui: Ui) -> None:

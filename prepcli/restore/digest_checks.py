@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -11,8 +11,8 @@ from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.pipeline import Pipeline
-from prepcli.errors import DamagedError
-from prepcli.planning.plan import Stream, read_copies
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.planning.plan import Plan, Stream, read_copies
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 from prepcli.sources.tensor_labels import label_tensor
@@ -34,7 +34,7 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
     for number in sorted(_file_numbers(tensor)):
         item = source.byte_sources[number]
         names.append(str(item) if isinstance(item, Path) else item.name)
-    why = f"its bytes in {', '.join(names)} differ from the digest that the manifest records"
+    why = f"its bytes in {', '.join(names)} differ from their recorded digest"
     return DamagedError(
         f"{label_tensor(source, tensor)} in {source.display_name} is damaged", why, hint
     )
@@ -42,11 +42,11 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedErr
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
     """Return the numbers of a tensor's files and blobs."""
-    stream = _stream(tensor, (0, _num_rows(tensor)))
+    stream = _stream(tensor, (0, num_rows(tensor)))
     return {copy.file for copy in read_copies(stream, stream.box)}
 
 
-def _num_rows(tensor: SourceTensor) -> int:
+def num_rows(tensor: SourceTensor) -> int:
     """Return the rows of a tensor, or 1 for a 0-d tensor."""
     return tensor.shape[0] if tensor.shape else 1
 
@@ -89,6 +89,53 @@ def check_tensors(
         progress.end()
 
 
+def check_partly_read(source: Source, plan: Plan, progress: Progress) -> None:
+    """Check the tensors of a plan with a stream of other rows than those of their digests.
+
+    E.g. a plan without padding reads rows 0 to 5 of a tensor [8, 4], and the digest of a lock covers rows 0 to 8. The
+    digest of the stream cannot be compared with it, so that the tensor is read once more.
+
+    Raises:
+        PrepError: A tensor differs from a digest.
+    """
+    digested_rows: dict[str, set[Range]] = {}
+    for tensor in source.all_tensors:
+        digested_rows[tensor.name] = {(first, stop) for first, stop, _ in tensor.digests}
+    partly_read: set[str] = set()
+    for stream in plan.streams:
+        if stream.reads and stream.rows not in digested_rows.get(stream.name, ()):
+            partly_read.add(stream.name)
+    if partly_read:
+        tensors = [tensor for tensor in source.all_tensors if tensor.name in partly_read]
+        check_tensors(source, tensors, progress, GET_AGAIN_HINT)
+
+
+def tensor_digests(
+    source: Source,
+    pieces: Sequence[tuple[SourceTensor, Range]],
+    memory_nbytes: int,
+    *,
+    progress: Progress,
+    task: str,
+) -> list[str]:
+    """Return the digest of each range of rows, read within the memory limit.
+
+    Args:
+        source: The checkpoint.
+        pieces: Tensors, each with a range of its rows.
+        memory_nbytes: Memory limit.
+        progress: Receives the bytes read.
+        task: Name of the task in the progress.
+    """
+    streams = [_stream(tensor, rows) for tensor, rows in pieces]
+    progress.begin(task, sum(stream.nbytes for stream in streams))
+    try:
+        digests = _digest(source, streams, memory_nbytes, progress=progress)
+    finally:
+        progress.end()
+    return [digests[number] for number in range(len(streams))]
+
+
 def sample_digest(source: Source) -> str:
     """Return a digest of the first rows of each parameter, within SAMPLE_MEMORY_NBYTES.
 
@@ -99,10 +146,18 @@ def sample_digest(source: Source) -> str:
         PrepError: A parameter is missing, or the source cannot be read.
     """
     used = match_source_tensors(source, stored_axis_maps(source), DEFAULT_MATCH_OPTIONS).uses
-    tensors = [tensor for tensor in source.tensors if tensor.name in used]
+    return _sample_digest(source, [t for t in source.tensors if t.name in used])
+
+
+def towers_digest(source: Source) -> str:
+    """Return a digest of the first rows of each tensor of a multimodal model's towers. See `sample_digest`."""
+    return _sample_digest(source, source.tower_tensors)
+
+
+def _sample_digest(source: Source, tensors: Iterable[SourceTensor]) -> str:
     # The order of the files must not change the digest.
-    tensors.sort(key=lambda tensor: tensor.name)
-    streams = [_stream(tensor, (0, min(_num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
+    streams = [_stream(tensor, (0, min(num_rows(tensor), SAMPLE_ROWS))) for tensor in tensors]
     digests = _digest(source, streams, SAMPLE_MEMORY_NBYTES)
     state = xxhash.xxh3_128()
     for number, tensor in enumerate(tensors):

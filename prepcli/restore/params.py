@@ -112,6 +112,7 @@ def open_checked_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader | AverageReader:
     """Open the fastest reader of a source. See `open_model` for the arguments."""
+    check_lock_verified(source, verify)
     manifest = source.tree_manifest
     if manifest and manifest.scan and manifest.scan_axis == 0:
         reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
@@ -122,6 +123,14 @@ def open_checked_reader(
         reader.close()
     sharding = make_sharding(mesh, manifest.rules)
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
+
+
+def check_lock_verified(source: Source, verify: bool) -> None:
+    """Raise UsageError if a locked source is read without its digests."""
+    if source.is_locked and not verify:
+        what = text("{} has no effect without the check of digests", Option("lock"))
+        why = "the digests of the lock are compared while the tensors are read"
+        raise usage_error(what, why, text("remove {}", Option("verify", False)))
 
 
 def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:

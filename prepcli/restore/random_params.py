@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.restore.params import make_sharding
-from trainer.models.parameters import HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import parameter_rows
 from trainer.models.partition import vocab_multiple
 from trainer.models.registry import family_of
 

@@ -19,9 +19,12 @@ import numpy as np
 from prepcli.engine.blobs import Blob, FilesAndBlobs, open_blobs
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
-from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.planning.plan import Contiguous, DroppedTensor
+from prepcli.planning.manifest_fields import QuantizedRecord
+from prepcli.planning.plan import Contiguous
+from prepcli.planning.quantization_leaves import QUANTIZATION
+from prepcli.planning.state_names import qualify
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
@@ -35,7 +38,7 @@ from prepcli.quantized.find_weights import (
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -51,15 +54,21 @@ class DequantizedBlob:
         name: Name in messages.
         decoders: Decoders of the weights.
         stored: Files and blobs of the stored tensors.
+        dtype: Dtype of the values, or empty for the one of each decoder.
     """
 
     name: str
     decoders: tuple[Decoder, ...]
     stored: tuple[Path | Blob, ...]
+    dtype: str = ""
+
+    def dtype_of(self, decoder: Decoder) -> str:
+        """Return the dtype of the values of a weight."""
+        return self.dtype or decoder.dtype
 
     def starts(self) -> list[int]:
         """Return the offset of each weight, and the size of the blob."""
-        sizes = [math.prod(each.shape) * itemsize(each.dtype) for each in self.decoders]
+        sizes = [math.prod(each.shape) * itemsize(self.dtype_of(each)) for each in self.decoders]
         return [*itertools.accumulate(sizes, initial=0)]
 
     def open(self) -> DequantizedReader:
@@ -89,6 +98,7 @@ class DequantizedReader:
     """Reader of decoded weights, for one thread."""
 
     def __init__(self, blob: DequantizedBlob, max_nbytes: int) -> None:
+        self._blob = blob
         self._decoders = blob.decoders
         self._starts = blob.starts()
         self._max_values = max_nbytes // (2 * DECODING_NBYTES)
@@ -120,7 +130,8 @@ class DequantizedReader:
     def _read_weight(self, number: int, start: int, into: ByteArray) -> None:
         """Fill `into` with bytes of one weight."""
         decoder = self._decoders[number]
-        row_nbytes = decoder.columns * itemsize(decoder.dtype)
+        dtype = self._blob.dtype_of(decoder)
+        row_nbytes = decoder.columns * itemsize(dtype)
         block_rows = self._block_rows(decoder)
         block_nbytes = block_rows * row_nbytes
         done = 0
@@ -131,7 +142,11 @@ class DequantizedReader:
                     self._panels.clear()
                 first = block_number * block_rows
                 rows = (first, min(first + block_rows, decoder.rows))
-                self._block = decoder.decode(rows, self._read_matrix).reshape(-1).view(np.uint8)
+                values = decoder.decode(rows, self._read_matrix).reshape(-1)
+                if dtype != decoder.dtype:
+                    # As in a cast: values with another rounding of a decoder are rounded once more.
+                    values = round_to_dtype(values.astype(np.float32), numpy_dtype(dtype))
+                self._block = values.view(np.uint8)
                 self._block_key = (number, block_number)
             part = self._block[block_start : block_start + into.size - done]
             into[done : done + part.size] = part
@@ -203,18 +218,12 @@ def dequantize_source(source: Source) -> Source:
         PrepError: The format is not supported.
         DamagedError: A tensor is missing, does not fit, or contradicts the config.
     """
-    settings = quantization_settings(source.config) or _read_settings_file(source.root)
-    if not settings:
-        option = Option("quantized", "dequantize")
-        raise usage_error(
-            text("{} has no effect", option),
-            f"{source.display_name} is not quantised",
-            text("remove {}", option),
-        )
+    settings = _settings_of(source)
     stored = [_file_tensor(source, tensor) for tensor in source.tensors]
     weights = find_stored_weights(settings, stored, source.byte_sources)
     blob = DequantizedBlob(source.display_name, weights.decoders, source.byte_sources)
     decoded = _decoded_source(source, stored, weights, blob)
+    method = str(settings.get("quant_method"))
     decoded = replace(
         decoded,
         config=_without_quantization(source.config),
@@ -225,10 +234,94 @@ def dequantize_source(source: Source) -> Source:
         # The config of the output is another one than the file.
         config_path=None,
         quantization=settings,
+        quantized={each.name: quantized_record(each, method) for each in weights.decoders},
     )
     if decoded.family.is_verbatim:
         return as_verbatim(decoded)
     return decoded
+
+
+def decode_alike(source: Source, other: Source) -> tuple[Source, Source]:
+    """Return two sources to compare, both with the values of quantised weights.
+
+    Args:
+        source: A source.
+        other: Another one. If it has decoded weights, the weights of the first one are decoded to their dtype, and
+            the other way round.
+    """
+    return _decode_like(source, other), _decode_like(other, source)
+
+
+def _decode_like(source: Source, decoded: Source) -> Source:
+    """Return a quantised source with values like those of another one."""
+    if decoded.quantized and quantization_settings(source.config) and not source.quantized:
+        source = dequantize_source(source)
+    if not source.quantization or not decoded.tree_manifest:
+        return source
+    return cast_decoded(source, _parameter_dtype(source, decoded))
+
+
+def _parameter_dtype(source: Source, other: Source) -> str:
+    """Return the dtype of a decoded tensor in another source."""
+    dtypes = {other.names.stored_name(tensor.name): tensor.dtype for tensor in other.tensors}
+    for tensor in source.tensors:
+        name = source.names.stored_name(tensor.name)
+        if tensor.default_dtype and name in dtypes:
+            return dtypes[name]
+    return DECODED_DTYPE
+
+
+def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
+    """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
+    blob = _decoded_blob(source)
+    location = tensor.placement[0]
+    assert isinstance(location, Contiguous)
+    return blob.decoders[bisect.bisect_right(blob.starts(), location.offset) - 1]
+
+
+def _decoded_blob(source: Source) -> DequantizedBlob:
+    """Return the decoded weights of a source. They are its last byte source."""
+    blob = source.blobs[-1]
+    assert isinstance(blob, DequantizedBlob)
+    return blob
+
+
+def cast_decoded(source: Source, dtype: str) -> Source:
+    """Return a source with decoded tensors in a dtype."""
+    blob = _decoded_blob(source)
+    cast_blob = replace(blob, dtype=dtype)
+    starts = blob.starts()
+    cast_starts = cast_blob.starts()
+    tensors: list[SourceTensor] = []
+    for tensor in source.tensors:
+        location = tensor.placement[0]
+        if tensor.default_dtype and isinstance(location, Contiguous):
+            number = bisect.bisect_right(starts, location.offset) - 1
+            values = (location.offset - starts[number]) // itemsize(tensor.dtype)
+            offset = cast_starts[number] + values * itemsize(dtype)
+            cast_location = Contiguous(location.file, offset)
+            tensor = replace(tensor, dtype=dtype, placement=(cast_location,), default_dtype="")
+        tensors.append(tensor)
+    return replace(source, tensors=tuple(tensors), blobs=(*source.blobs[:-1], cast_blob))
+
+
+def find_source_weights(source: Source) -> QuantizedWeights:
+    """Return the decoders of the quantised weights of a source. See `dequantize_source`."""
+    stored = [_file_tensor(source, tensor) for tensor in source.tensors]
+    return find_stored_weights(_settings_of(source), stored, source.byte_sources)
+
+
+def _settings_of(source: Source) -> Mapping[str, Any]:
+    """Return the quantisation config of a model. Raise UsageError if it has none."""
+    settings = quantization_settings(source.config) or _read_settings_file(source.root)
+    if not settings:
+        option = Option("quantized", "dequantize")
+        raise usage_error(
+            text("{} has no effect", option),
+            f"{source.display_name} is not quantised",
+            text("remove {}", option),
+        )
+    return settings
 
 
 def find_stored_weights(
@@ -286,7 +379,7 @@ def _decoded_source(
     weights: QuantizedWeights,
     blob: DequantizedBlob,
 ) -> Source:
-    """Return the source with decoded tensors in place of the first stored tensor of each weight."""
+    """Return the source with a decoded tensor in place of the codes of each weight, and with scales as its state."""
     blob_number = len(source.byte_sources)
     decoded: dict[str, SourceTensor] = {}
     for decoder, start in zip(weights.decoders, blob.starts()):
@@ -299,28 +392,44 @@ def _decoded_source(
         )
     tensors: list[SourceTensor] = []
     file_names: list[str] = []
-    dropped: list[DroppedTensor] = []
+    scales: list[SourceTensor] = []
     for tensor, file_tensor, file_name in zip(
         source.tensors, stored, source.tensor_file_names, strict=True
     ):
         if file_tensor.name in decoded:
             tensors.append(decoded[file_tensor.name])
             file_names.append(file_name)
-        elif file_tensor.name in weights.dropped:
-            rule = weights.dropped[file_tensor.name]
-            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, rule))
-        elif file_tensor.name not in weights.stored_names:
+        elif file_tensor.name in weights.stored_names | weights.activation_scales:
+            scales.append(replace(tensor, name=qualify(QUANTIZATION, file_tensor.name)))
+        else:
             tensors.append(tensor)
             file_names.append(file_name)
     return replace(
         source,
         tensors=tuple(tensors),
         tensor_file_names=tuple(file_names),
-        extra_entries=(*source.extra_entries, *dropped),
+        state_tensors=(*source.state_tensors, *scales),
     )
 
 
-def _without_quantization(config: HFConfig) -> HFConfig:
+def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
+    """Return the record of a weight, without the digest of its values.
+
+    Args:
+        decoder: Decoder of the weight.
+        method: `quant_method` of the quantisation config.
+    """
+    codes = decoder.stored[0]
+    return {
+        "format": method,
+        "codes": codes.name,
+        "dtype": codes.dtype,
+        "shape": [*codes.shape],
+        "digest": "",
+    }
+
+
+def _without_quantization(config: HFConfig) -> JsonObject:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")

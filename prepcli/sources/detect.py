@@ -84,7 +84,9 @@ ADAPTER = Refusal(
     "it has {names}: adapters hold only changes to a base model",
     ADAPTER_HINT,
 )
-GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("GPTQ", "AWQ"))
+GPTQ, AWQ, MODELOPT = (
+    _quantised(f"found {{names}}, which {tool} writes") for tool in ("GPTQ", "AWQ", "ModelOpt")
+)
 GGUF = Refusal(
     "is in GGUF format",
     "found {names}; GGUF is an inference format: its weights are quantised or reordered",
@@ -155,6 +157,7 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (_adapter_config, ADAPTER),
     (_names_matching("quantize_config.json"), GPTQ),
     (_names_matching("quant_config.json"), AWQ),
+    (_names_matching("hf_quant_config.json"), MODELOPT),
     (select_safetensors_files, "safetensors"),
     (_all_names_if(lambda names: detect_torch_kind(names) == "torch"), "torch"),
     (_all_names_if(lambda names: detect_torch_kind(names) == "meta"), "meta"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prepcli.sources.source import read_config
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 

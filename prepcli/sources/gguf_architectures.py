@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from prepcli.formats.gguf import GgufMetadata
-from trainer.files.json_values import JsonValue
+from trainer.models.json_types import JsonValue
 
 # Tensors [experts, out, in] of all experts of a layer.
 EXPERT_TENSORS = (
@@ -18,6 +18,8 @@ EXPERT_TENSORS = (
     "blk.ffn_up_exps.weight",
     "blk.ffn_down_exps.weight",
 )
+# Matrices [1, in] that llama.cpp stores without the dim of size 1.
+VECTORS_OF_MATRICES = ("blk.ffn_gate_inp_shexp.weight",)
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # A larger Gemma divides queries by a number that the metadata does not have.
 GEMMA2_27B_LAYERS = 46
@@ -105,6 +107,22 @@ _EXPERTS = _modules(
         "blk.ffn_down_exps": _LAYER + "mlp.experts.{expert}.down_proj",
     }
 )
+_MIXTRAL_EXPERTS = _modules(
+    {
+        "blk.ffn_gate_inp": _LAYER + "block_sparse_moe.gate",
+        "blk.ffn_gate_exps": _LAYER + "block_sparse_moe.experts.{expert}.w1",
+        "blk.ffn_up_exps": _LAYER + "block_sparse_moe.experts.{expert}.w3",
+        "blk.ffn_down_exps": _LAYER + "block_sparse_moe.experts.{expert}.w2",
+    }
+)
+_SHARED_EXPERT = _modules(
+    {
+        "blk.ffn_gate_inp_shexp": _LAYER + "mlp.shared_expert_gate",
+        "blk.ffn_gate_shexp": _LAYER + "mlp.shared_expert.gate_proj",
+        "blk.ffn_up_shexp": _LAYER + "mlp.shared_expert.up_proj",
+        "blk.ffn_down_shexp": _LAYER + "mlp.shared_expert.down_proj",
+    }
+)
 _PHI3_FUSED = _modules(
     {
         "blk.attn_qkv": _LAYER + "self_attn.qkv_proj",
@@ -145,21 +163,50 @@ _SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
+_INTERLEAVED = (
+    "blk.attn_q.weight",
+    "blk.attn_q.bias",
+    "blk.attn_k.weight",
+    "blk.attn_k.bias",
+)
+# The architecture `llama` with experts.
+MIXTRAL = GgufArchitecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MIXTRAL_EXPERTS,
+    _CONFIG_KEYS
+    | {
+        "rope.dimension_count": "head_dim",
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    interleaved=_INTERLEAVED,
+)
+
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
         "llama",
         "LlamaForCausalLM",
         _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP,
         _CONFIG_KEYS | {"rope.dimension_count": "head_dim"},
-        interleaved=(
-            "blk.attn_q.weight",
-            "blk.attn_q.bias",
-            "blk.attn_k.weight",
-            "blk.attn_k.bias",
-        ),
+        interleaved=_INTERLEAVED,
     ),
     "qwen2": GgufArchitecture(
         "qwen2", "Qwen2ForCausalLM", _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _MLP, _CONFIG_KEYS
+    ),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _EMBEDDINGS | _ATTENTION | _PRE_NORMS | _EXPERTS | _SHARED_EXPERT,
+        _CONFIG_KEYS
+        | {
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        # llama.cpp does not normalize the weights of the selected experts of this model.
+        defaults={"norm_topk_prob": False},
     ),
     "qwen3": GgufArchitecture(
         "qwen3",
@@ -243,8 +290,6 @@ def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[s
             return f"it has `{name}`, the factors of a scaled rotary embedding without its settings"
     if metadata.get(f"{prefix}.rope.scaling.type", "none") != "none":
         return "its rotary embedding is scaled"
-    if metadata.get(f"{prefix}.expert_count") and prefix == "llama":
-        return "it has experts, and their family is not known"
     if prefix == "gemma2" and metadata.get("gemma2.block_count") == GEMMA2_27B_LAYERS:
         return "it does not contain its query scale, which differs from smaller models"
     head_dim = metadata.get("gemma3.attention.key_length", GEMMA3_HEAD_DIM)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text, usage_error
 from prepcli.formats.manifest import Manifest
+from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
+from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.sources.source import Source, SourceTensor, read_config, side_files
 from prepcli.sources.source_hints import CONFIG, SourceHints
-from trainer.models.parameters import VERBATIM, Family, HFConfig
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES, family_of
+from trainer.models.text_part import read_text_part, text_section
 from trainer.models.truncation import later_layers, truncate_config
-from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, verbatim_family
+from trainer.models.verbatim import CANNOT_TRAIN, TensorTypes, split_numbers, verbatim_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def select_family(
 ) -> Family:
     """Return the family of a checkpoint.
 
+    A multimodal checkpoint is opened with the names of its file, before `split_text_part` finds its text part.
+
     Args:
         config: Content of its config.json. Empty without one.
         hints: Whether the verbatim family is required, allowed or excluded.
@@ -81,12 +87,16 @@ def select_family(
         manifest: Manifest of a folder that prep wrote. The family that it records is used again.
 
     Raises:
-        PrepError: No family has the model_type, and the verbatim family is excluded.
+        PrepError: No family has the model_type, and the verbatim family is excluded. Or the text part of a multimodal
+            checkpoint is not supported.
     """
     model_type = config.get("model_type")
     is_unknown = model_type is None or (isinstance(model_type, str) and model_type not in FAMILIES)
     was_verbatim = manifest is not None and manifest.family == VERBATIM
     if hints.verbatim or (hints.verbatim is None and (was_verbatim or is_unknown)):
+        return verbatim_family(tensors)
+    if is_unknown and text_section(config) is not None:
+        read_text_part(config, tensors.keys())
         return verbatim_family(tensors)
     return family_of(config)
 
@@ -151,10 +161,49 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
             dropped.append(DroppedTensor(tensor.name, tensor.nbytes, "--layers"))
         else:
             kept.append(tensor)
-    truncated = replace(source, tensors=tuple(kept), config=config, config_path=None)
+    scales, dropped_scales, records = _truncate_scales(source, later)
+    dropped += dropped_scales
+    truncated = replace(
+        source,
+        tensors=tuple(kept),
+        state_tensors=scales,
+        quantized=records,
+        config=config,
+        config_path=None,
+    )
     if source.family.is_verbatim:
         truncated = as_verbatim(truncated)
     return truncated, tuple(dropped)
+
+
+def _truncate_scales(
+    source: Source, later: Collection[str]
+) -> tuple[tuple[SourceTensor, ...], list[DroppedTensor], dict[str, QuantizedRecord]]:
+    """Return the scales of the first layers, the scales of the other ones, and the records of the first layers.
+
+    Args:
+        source: The source.
+        later: Names of the tensors of the other layers.
+    """
+    later_names = {source.names.full_name(name) for name in later}
+    later_numbers = {_up_to_number(name) for name in later_names}
+    kept: list[SourceTensor] = []
+    dropped: list[DroppedTensor] = []
+    for tensor in source.state_tensors:
+        if _up_to_number(split_name(tensor.name)[1]) in later_numbers:
+            dropped.append(DroppedTensor(tensor.name, tensor.nbytes, "--layers"))
+        else:
+            kept.append(tensor)
+    records = {name: record for name, record in source.quantized.items() if name not in later_names}
+    return tuple(kept), dropped, records
+
+
+def _up_to_number(name: str) -> str:
+    """Return a name up to its first number: `model.layers.3.mlp.1.w` -> `model.layers.3`."""
+    pieces, numbers = split_numbers(name)
+    if not numbers:
+        return name
+    return f"{pieces[0]}{numbers[0]}"
 
 
 def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], layers: int) -> bool:

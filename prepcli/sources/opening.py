@@ -15,6 +15,7 @@ from prepcli.sources.dequantized import dequantize_source
 from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.multimodal import MULTIMODAL_KINDS, split_text_part
 from prepcli.sources.openers.dcp_folder import open_dcp
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.gguf_file import open_gguf
@@ -25,6 +26,7 @@ from prepcli.sources.openers.safetensors_folder import open_safetensors
 from prepcli.sources.openers.torch_folder import open_torch
 from prepcli.sources.source import Source
 from prepcli.sources.source_hints import SourceHints
+from trainer.models.parameters import VERBATIM
 
 # Openers of the formats that prep writes. The manifest names the family, and has the digests of the tensors.
 OUTPUT_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints, Manifest | None], Source]] = {
@@ -74,15 +76,25 @@ def open_source(
             source = open_output(local_files.path, display_name, hints, located.manifest)
         else:
             source = FOREIGN_OPENERS[located.kind](local_files.path, display_name, hints)
-        if verbatim is False and source.family.is_verbatim:
-            raise verbatim_error(display_name)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
         # The opener of GGUF decodes.
         if dequantize and located.kind != "gguf":
-            return dequantize_source(source)
+            source = dequantize_source(source)
+        if source.family.is_verbatim and located.kind in MULTIMODAL_KINDS:
+            source = _split_unless_verbatim(source, verbatim)
+        if verbatim is False and source.family.is_verbatim:
+            raise verbatim_error(display_name)
         return source
+
+
+def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
+    """Return a multimodal source with its text part as parameters, unless its names are kept."""
+    was_verbatim = source.manifest is not None and source.manifest.family == VERBATIM
+    if verbatim or (verbatim is None and was_verbatim):
+        return source
+    return split_text_part(source)
 
 
 def check_local_files(

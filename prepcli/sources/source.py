@@ -23,10 +23,14 @@ from prepcli.formats import safetensors
 from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
-from prepcli.planning.manifest_fields import TensorRecords
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
-from prepcli.planning.state_names import qualify, split_name
+from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
+from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
+from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import (
     MatchOptions,
     TensorInfo,
@@ -37,9 +41,10 @@ from prepcli.planning.tensor_match import (
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
-from trainer.files.json_values import JsonObject, load_json
+from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import Family, parameter_rows
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
@@ -70,6 +75,32 @@ class SourceTensor:
         return replace(self, dtype=cast_dtype(self.dtype, dtype or self.default_dtype or None))
 
 
+def file_position(tensor: SourceTensor) -> tuple[int, int]:
+    """Return file number and offset of the first chunk of a tensor."""
+    region = tensor.placement[0]
+    if isinstance(region, GappedRegion):
+        region = region.region
+    if not isinstance(region, ChunkedLocation):
+        return region.file, region.offset
+    placement = region.placement
+    if isinstance(placement, StridedPlacement):
+        return placement.file, placement.offset
+    return min(placement.chunks.values(), default=(0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """The config of the multimodal model around a text part.
+
+    Attributes:
+        config: Its config.json.
+        text_config: The text config in it, as the family reads it.
+    """
+
+    config: HFConfig
+    text_config: HFConfig
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """An opened checkpoint.
@@ -78,21 +109,26 @@ class Source:
         display_name: Name of the checkpoint in messages.
         root: Folder or file of the checkpoint.
         family: Model family.
-        config: The model's config.json.
+        config: The model's config.json. Of a multimodal model, the config of its text part.
         names: Naming scheme of the tensors in the source.
         tensors: Parameters, in the order of their bytes in the files.
         files: Data files, by file number.
         file_stamps: Size, time and digest of each data file, to detect changes.
         small_files: Tokenizer, generation config and other files that belong to the model.
         manifest: The manifest of a checkpoint that prep wrote.
-        tensor_file_names: For each parameter, the file name for a Hugging Face folder.
-        state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
+        tensor_file_names: For each parameter, then each tensor of the towers, the file name for a Hugging Face folder.
+        state_tensors: The other tensors of a training checkpoint, and the scales of dequantised weights, named as in
+            `planning.state_names`.
         blobs: Byte sources by the file numbers of placements. Empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
         has_averages: Whether the parameters are the averages of a run. See `sources.averages`.
         quantization: Settings of quantised weights that are decoded. Empty if there are none.
+        quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
+        wrapper: The multimodal model around the parameters, if any.
+        tower_tensors: Its other tensors, named `towers/TENSOR`.
     """
 
     display_name: str
@@ -111,8 +147,12 @@ class Source:
     extra_entries: tuple[DroppedTensor, ...] = ()
     has_averages: bool = False
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    is_locked: bool = False
+    wrapper: Wrapper | None = None
+    tower_tensors: tuple[SourceTensor, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -126,8 +166,12 @@ class Source:
 
     @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
-        """Parameters, then the other tensors of a training checkpoint."""
-        return *self.tensors, *self.state_tensors
+        """Parameters and tensors of towers in the order of the files, then the rest of a training checkpoint."""
+        if not self.tower_tensors:
+            return *self.tensors, *self.state_tensors
+        # A file on a server is read once, from its begin to its end.
+        model = sorted((*self.tensors, *self.tower_tensors), key=file_position)
+        return *model, *self.state_tensors
 
     @property
     def tree_manifest(self) -> Manifest:
@@ -138,17 +182,33 @@ class Source:
 
     def display_names(self) -> dict[str, str]:
         """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
-        names = {t.name: self.names.full_name(t.name) for t in self.tensors}
+        names = {t.name: self.file_name(t) for t in (*self.tensors, *self.tower_tensors)}
         for tensor in self.state_tensors:
             slot, name = split_name(tensor.name)
             if not slot:
                 names[tensor.name] = name
-            # Its name is the path of a leaf, which is the same in every naming scheme.
-            elif is_leaf_path(name):
+            # Its name is the path of a leaf, or the name in the quantised files. It is the same in every naming scheme.
+            elif is_leaf_path(name) or slot in (QUANTIZATION, DECODED):
                 names[tensor.name] = tensor.name
             else:
                 names[tensor.name] = qualify(slot, self.names.full_name(name))
         return names
+
+    def cast(self, dtype: str | None) -> Source:
+        """Return the source with the output dtypes of its model for a requested `dtype`."""
+        return replace(
+            self,
+            tensors=tuple(tensor.cast(dtype) for tensor in self.tensors),
+            tower_tensors=tuple(tensor.cast(dtype) for tensor in self.tower_tensors),
+        )
+
+    def file_name(self, tensor: SourceTensor) -> str:
+        """Return the name of a parameter or of a tower's tensor in files."""
+        slot, name = split_name(tensor.name)
+        # Names of the verbatim family may have a slash of their own.
+        if self.wrapper is not None and slot == TOWERS:
+            return name
+        return self.names.full_name(tensor.name)
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
         """Return the true and the stored vocabulary size. `true_size` overrides the config's true size."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prepcli.planning.state_names import split_name
+from prepcli.planning.state_names import TOWERS, split_name
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorUse
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_axis_maps
 
@@ -33,7 +33,7 @@ class TensorLabel:
 def label_tensors(
     source: Source, uses: Mapping[str, tuple[TensorUse, ...]]
 ) -> dict[str, TensorLabel]:
-    """Return the label of each tensor of a source, by its name in `source.tensors` and `source.state_tensors`.
+    """Return the label of each tensor of a source, by its name in `source.all_tensors`.
 
     Args:
         source: The checkpoint.
@@ -42,12 +42,14 @@ def label_tensors(
     labels: dict[str, TensorLabel] = {}
     for name, display_name in source.display_names().items():
         slot, parameter = split_name(name)
-        if slot:
+        if source.wrapper is not None and slot == TOWERS:
+            leaf = f"{TOWERS}.{parameter}"
+        elif slot:
             leaf = ", ".join(f"{slot}.{use.path}" for use in uses.get(parameter, ()))
         else:
             leaf = ""
         # The path of the leaf begins with the slot. Do not repeat it in the name of the tensor.
-        if leaf:
+        if leaf and slot != TOWERS:
             display_name = source.names.full_name(parameter)
         labels[name] = TensorLabel(leaf, display_name)
     return labels

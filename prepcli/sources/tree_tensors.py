@@ -12,10 +12,16 @@ from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
 from prepcli.planning.manifest_fields import TensorRecords
 from prepcli.planning.plan import Contiguous, DroppedTensor
+from prepcli.planning.quantization_leaves import (
+    QUANTIZATION,
+    is_quantization_leaf,
+    quantization_leaves,
+)
 from prepcli.planning.state_names import (
     OPT_STATE,
     OPT_STATE_RULE,
     PARAMS,
+    TOWERS,
     TRAINING_STATE_RULE,
     find_slots,
     identity_axis_map,
@@ -148,10 +154,36 @@ def tensors_from_manifest(
         row = rows_by_path[state_leaf.path]
         leaf = leaves[state_leaf.name]
         state.extend(_state_leaf_tensors(state_leaf, leaf, row, manifest.slots))
+    state.extend(_quantization_tensors(leaves, manifest, folder))
     for name, leaf in leaves.items():
-        if name not in matched:
+        if name not in matched and not is_quantization_leaf(name):
             state.append(_leaf_as_tensor(name, leaf, manifest.others))
     return (*slot_tensors(PARAMS), *_empty_tensors(names, manifest)), tuple(state)
+
+
+def split_tower_leaves(leaves: Leaves, manifest: Manifest) -> tuple[Leaves, Leaves]:
+    """Return the leaves of the text part of a multimodal model with its state, and the leaves of its towers."""
+    if manifest.towers is None:
+        return leaves, {}
+    towers = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{TOWERS}.")}
+    others = {name: leaf for name, leaf in leaves.items() if name not in towers}
+    return others, towers
+
+
+def tower_tensors(leaves: Leaves, manifest: Manifest) -> tuple[SourceTensor, ...]:
+    """Return the tensors of the towers of a multimodal model.
+
+    Args:
+        leaves: Leaves of the towers, by dotted name.
+        manifest: Manifest of the checkpoint.
+    """
+    tensors: list[SourceTensor] = []
+    for leaf_name, leaf in leaves.items():
+        name = leaf_name.removeprefix(f"{TOWERS}.")
+        tensor = _leaf_as_tensor(leaf_name, leaf, {})
+        digests = recorded_digests(manifest.tensors, name)
+        tensors.append(replace(tensor, name=qualify(TOWERS, name), digests=digests))
+    return tuple(tensors)
 
 
 def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTensor]:
@@ -168,6 +200,33 @@ def _empty_tensors(names: TensorNames, manifest: Manifest) -> Iterator[SourceTen
                 raise DamagedError(what, f"its dtype is {dtype!r:.40}", GET_AGAIN_HINT)
             digests = recorded_digests(manifest.tensors, name)
             yield SourceTensor(name, dtype, shape, NO_BYTES, digests)
+
+
+def _quantization_tensors(
+    leaves: Leaves, manifest: Manifest, folder: object
+) -> Iterator[SourceTensor]:
+    """Yield the scales of dequantised weights."""
+    records = manifest.slots.get(QUANTIZATION, {})
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, record in records.items():
+        dtype = record.get("dtype", "")
+        if dtype not in ITEM_BITS:
+            what = f"the manifest of {folder} is invalid"
+            raise DamagedError(what, f"the dtype of {name!r:.60} is {dtype!r:.40}", GET_AGAIN_HINT)
+        types[name] = (dtype, tuple(record.get("shape", ())))
+    for name, (dtype, shape) in types.items():
+        if 0 in shape:
+            digests = recorded_digests(records, name)
+            yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, NO_BYTES, digests)
+    for name, leaf_name, axis_map, indices in quantization_leaves(types):
+        dtype, shape = types[name]
+        leaf = leaves.get(leaf_name)
+        if leaf is None or (leaf.dtype, leaf.shape) != (dtype, axis_map.leaf_shape):
+            what = f"{folder} lacks the leaf {leaf_name} of {dtype} {[*axis_map.leaf_shape]}"
+            raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
+        region = leaf.region(leaf_name, axis_map, indices)
+        digests = recorded_digests(records, name)
+        yield SourceTensor(qualify(QUANTIZATION, name), dtype, shape, (region,), digests)
 
 
 def verbatim_tensors(leaves: Leaves) -> tuple[SourceTensor, ...]:

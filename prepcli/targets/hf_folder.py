@@ -20,8 +20,8 @@ from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
-from trainer.files.json_values import JsonObject
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.text_part import with_text_config
 
 # File name, entries in order, page offset of the first tensor
 FileGroup = tuple[str, Sequence[LayoutEntry], int | None]
@@ -42,7 +42,7 @@ def header_entries(
     """Return the header entries of the tensors, each with its rows in the output."""
     entries: list[LayoutEntry] = []
     for tensor in tensors:
-        name = source.names.full_name(tensor.name)
+        name = source.file_name(tensor)
         shape, nbytes = resized_shape_and_nbytes(tensor, rows[tensor.name])
         entries.append((name, tensor.dtype, shape, nbytes))
     return entries
@@ -126,17 +126,46 @@ def settings_files(
 def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the config.json of an output.
 
-    A verbatim output has a byte-for-byte copy, as long as its content is the source's.
+    A verbatim output has a byte-for-byte copy, as long as its content is the source's. So does a multimodal one, with
+    the config of the whole model.
 
     Args:
         source: The opened source.
-        config: Content of the output's config.json.
+        config: Content of the output's config.json. Of a multimodal model, its text config.
         path_prefix: Put before the name in the output.
     """
     path = source.config_path
+    if source.wrapper is not None:
+        wrapper = source.wrapper
+        whole_config = with_text_config(wrapper.config, wrapper.text_config, config)
+        return _config_file(
+            source, whole_config, path_prefix, is_equal=whole_config == wrapper.config
+        )
     if source.family.is_verbatim and path is None and not config:
         return ()
-    if not source.family.is_verbatim or path is None or config != source.config:
+    is_equal = source.family.is_verbatim and config == source.config
+    return _config_file(source, config, path_prefix, is_equal=is_equal)
+
+
+def model_files(
+    source: Source, config: HFConfig, index: Iterable[SmallFile]
+) -> tuple[SmallFile, ...]:
+    """Return the files of a Hugging Face folder beside the weights: config.json, side files and the index.
+
+    Args:
+        source: The opened source.
+        config: Content of the output's config.json. See `config_files`.
+        index: The index of the weights, if they need one.
+    """
+    return *config_files(source, config), *copied_small_files(source), *index
+
+
+def _config_file(
+    source: Source, config: HFConfig, path_prefix: str, *, is_equal: bool
+) -> tuple[SmallFile, ...]:
+    """Return a config.json: a copy of the source's file if the content is equal and the file exists."""
+    path = source.config_path
+    if path is None or not is_equal:
         return (SmallFile(path_prefix + CONFIG, json_bytes(config)),)
     (copy,) = copied_files([path], source.root, manifest=source.manifest)
     return (replace(copy, path=path_prefix + CONFIG),)

@@ -12,7 +12,18 @@ from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text
 from prepcli.planning.chunk_placement import LeafPiece, place_chunks
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
-from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
+from prepcli.planning.quantization_leaves import (
+    QUANTIZATION,
+    is_quantization_leaf,
+    is_quantization_tensor,
+    quantization_leaves,
+)
+from prepcli.planning.state_names import (
+    PARAMS,
+    TOWERS,
+    identity_axis_map,
+    split_name,
+)
 from prepcli.planning.state_rows import (
     StackedIndices,
     index_state_tensors,
@@ -30,7 +41,7 @@ from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
-from trainer.models.partition import Spec, leaf_spec
+from trainer.models.partition import Spec, leaf_spec, partition_spec
 from trainer.models.rules import Rules
 
 
@@ -145,7 +156,7 @@ def make_item(
     pieces: list[tuple[str, LeafPiece]] = []
     # The cast comes first: sizes of chunks and offsets follow from the dtype of the output.
     # Moments and other state keep their dtypes.
-    source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
+    source = source.cast(dtype)
     for use in _leaf_uses(source, match, axis_maps, vocab_size):
         tensor = use.tensor
         name = use.name
@@ -183,9 +194,11 @@ def make_item(
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
     output_leaves: list[OutputLeaf] = []
-    # In the flat tree of a verbatim family, the path below `params` is one key.
-    max_splits = 1 if source.family.is_verbatim else -1
+    tower_leaves = {tower_leaf(tensor) for tensor in source.tower_tensors}
     for name, leaf in leaves.items():
+        # In the flat trees of a verbatim family, of scales and of towers, the path below the first key is one key.
+        is_flat = source.family.is_verbatim or is_quantization_leaf(name) or name in tower_leaves
+        max_splits = 1 if is_flat else -1
         placed_chunks = tuple(layout.placed_chunks[name])
         path = tuple(name.split(".", max_splits))
         output_leaves.append(OutputLeaf(path, leaf.dtype, leaf.grid, placed_chunks))
@@ -205,15 +218,29 @@ def item_streams(
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets: dict[str, TensorTarget] = {}
     # A tensor without elements has no region, and its record in the manifest is all that is written.
-    for name in (*item.regions, *_unplaced_tensors(match)):
+    for name in (*item.regions, *_unplaced_tensors(source, match)):
         targets[name] = TensorTarget(item.regions.get(name, ()), sizes[name], item.dtypes[name])
     compared = {check.name for check in match.checks}
     return build_streams(source, targets, resize=resize, compared=compared)
 
 
-def _unplaced_tensors(match: TensorMatch) -> list[str]:
-    """Return the names of the tensors that are kept without a leaf."""
-    return [name for name, uses in match.uses.items() if not uses]
+def _unplaced_tensors(source: Source, match: TensorMatch) -> Iterator[str]:
+    """Yield the names of the tensors without elements. They have no leaf."""
+    for name, uses in match.uses.items():
+        if not uses:
+            yield name
+    for tensor in source.state_tensors:
+        if is_quantization_tensor(tensor.name) and not tensor.nbytes:
+            yield tensor.name
+    for tensor in source.tower_tensors:
+        if not tensor.nbytes:
+            yield tensor.name
+
+
+def tower_leaf(tensor: SourceTensor) -> str:
+    """Return the name of the leaf of a tower's tensor."""
+    _, name = split_name(tensor.name)
+    return f"{TOWERS}.{name}"
 
 
 def _mixed_dtypes_error(
@@ -244,8 +271,10 @@ class _LeafUse:
         name: Name of the leaf.
         axis_map: Maps elements of the leaf to elements of its tensors.
         stacked_indices: Name of each stacked dim of the leaf, with the index of the tensor in it.
-        path: Path of the parameter that the leaf belongs to. None for other state, e.g. the step count.
+        path: Path of the parameter that the leaf belongs to, or name of the leaf of a tower. None for other state,
+            e.g. the step count.
         parameter_map: Axis map of the parameter. Only for leaves with some of its axes, e.g. factored moments.
+        is_tower: Whether the tensor belongs to a tower of a multimodal model.
     """
 
     tensor: SourceTensor
@@ -254,6 +283,7 @@ class _LeafUse:
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
     parameter_map: AxisMap | None = None
+    is_tower: bool = False
 
 
 def _leaf_uses(
@@ -265,12 +295,20 @@ def _leaf_uses(
     """Yield each tensor with its leaf. Moments use the axis maps of their parameters, other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(axis_map, sizes) for path, axis_map in axis_maps.items()}
+    for tensor in source.tower_tensors:
+        if 0 not in tensor.shape:
+            leaf = tower_leaf(tensor)
+            axis_map = identity_axis_map(leaf, tensor.shape)
+            yield _LeafUse(tensor, leaf, axis_map, path=leaf, is_tower=True)
     tensors = [(tensor, PARAMS, tensor.name) for tensor in source.tensors]
     tensors += [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     leaf_by_name: dict[str, tuple[str, AxisMap, StackedIndices]] = {}
     if any(slot != PARAMS and is_leaf_path(name) for _, slot, name in tensors):
         leaf_by_name = index_state_tensors(bound)
+    yield from _quantization_uses(source)
     for tensor, slot, name in tensors:
+        if slot == QUANTIZATION:
+            continue
         # State outside of slots, e.g. the step count, belongs to no parameter and is one leaf as it is.
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
@@ -285,6 +323,17 @@ def _leaf_uses(
             yield _LeafUse(tensor, leaf, bound[use.parameter], use.stacked_indices, use.path)
 
 
+def _quantization_uses(source: Source) -> Iterator[_LeafUse]:
+    """Yield the scales of dequantised weights with their leaves."""
+    tensors: dict[str, SourceTensor] = {}
+    for tensor in source.state_tensors:
+        if is_quantization_tensor(tensor.name):
+            tensors[split_name(tensor.name)[1]] = tensor
+    types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    for name, leaf, axis_map, indices in quantization_leaves(types):
+        yield _LeafUse(tensors[name], leaf, axis_map, indices)
+
+
 def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
     axis_map = use.axis_map
     dtype = use.tensor.dtype
@@ -295,15 +344,28 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
             "use a checkpoint of the model in bfloat16",
         )
     spec = None
-    if partitioning.mesh:
+    if partitioning.mesh and is_quantization_leaf(use.name):
+        # Every device may need all scales. They are small.
+        spec = partition_spec(
+            _dim_names(axis_map),
+            axis_map.leaf_shape,
+            partitioning.mesh,
+            {},
+            source.display_name,
+        )
+    elif partitioning.mesh:
         # A leaf with some axes of a parameter is split like the parameter along these axes.
         parameter = use.parameter_map or axis_map
+        rules = partitioning.rules
+        if use.is_tower:
+            # The dims of a tower have no names, so that no rule of a dim is for them.
+            rules = replace(rules, by_size=True)
         parameter_spec = leaf_spec(
             use.path,
             _dim_names(parameter),
             parameter.leaf_shape,
             mesh=partitioning.mesh,
-            rules=partitioning.rules,
+            rules=rules,
             checkpoint=source.display_name,
         )
         # E.g. a row mean [12, 1, 64] of a parameter [12, 32, 64]: axis 1 has extent 1 and stays whole,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.planning.plan import DroppedTensor, Fill, Locations, Stream
+from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION, QUANTIZATION_RULE
 from prepcli.planning.state_names import OPT_STATE, OPT_STATE_RULE, TRAINING_STATE_RULE, split_name
 from prepcli.planning.tensor_match import TensorMatch, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary
@@ -174,9 +175,13 @@ def dropped_state(source: Source) -> Iterator[DroppedTensor]:
     groups: dict[str, int] = {}
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)
+        if slot == DECODED:
+            continue
         groups[slot or name] = groups.get(slot or name, 0) + tensor.nbytes
     for name, nbytes in groups.items():
         rule = TRAINING_STATE_RULE
+        if name == QUANTIZATION:
+            rule = QUANTIZATION_RULE
         if name.split(".")[0] == OPT_STATE:
             rule = OPT_STATE_RULE
         yield DroppedTensor(name, nbytes, rule)

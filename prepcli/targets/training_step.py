@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, Manifest
+from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, TOWERS_KEY, Manifest
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
@@ -25,9 +25,9 @@ from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
-from trainer.models.parameters import HFConfig
 from trainer.models.rule_text import merge_rules
 
 # keys of config.json in different versions of transformers
@@ -105,6 +105,8 @@ def plan_training_step(
     }
     if LORA_KEY in start_manifest:
         settings[LORA_KEY] = start_manifest[LORA_KEY]
+    elif TOWERS_KEY in start_manifest:
+        settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
     settings["kind"] = "train"
     settings["config"] = source.config
     plan = Plan(

@@ -269,12 +269,14 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
 
     Parameters change and keep their sharding.
     """
-    vocab = subject.mesh_config["vocab_size"]
+    vocab = family_of(subject.mesh_config).sizes(subject.mesh_config)["vocab"]
     # Rounded up to a multiple of 8: 29 + (-29 % 8) = 29 + 3 = 32.
     config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
     tiny_model = tiny_transformer(config)
     batch = random_batch(vocab, 4, 12, has_source=has_encoder(config))
-    mesh = "1,2,4" if family_of(config).sizes(config)["heads"] % 4 == 0 else "1,2,1"
+    # A model without attention has no heads.
+    num_heads = family_of(config).sizes(config).get("heads", 1)
+    mesh = "1,2,4" if num_heads % 4 == 0 else "1,2,1"
     sharding = _mesh_sharding(parse_mesh(mesh))
     leaves = tiny_model.model.leaves
     before = flatten_tree(tiny_model.params_from_tensors(random_tensors(config)))

@@ -16,7 +16,7 @@ from prepcli.testing.checks import CHECKS, Check
 from prepcli.testing.kit import NUM_HEADS, CheckResult, check_family
 from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import missing_reference_packages
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
 
@@ -85,7 +85,7 @@ def _note_sizes(tiny: HFConfig, ui: Ui) -> None:
 
 
 def _build_report(tiny: HFConfig, results: Sequence[CheckResult], ui: Ui) -> Report:
-    name = tiny["model_type"]
+    name = family_of(tiny).name
     rows = [(result.check, result.outcome, result.text) for result in results]
     text = format_table(rows, (name, "", ""), width=ui.columns)
     fields = {"family": name, "config": tiny, "checks": [asdict(result) for result in results]}

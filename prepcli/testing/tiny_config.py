@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from prepcli.errors import PrepError, usage_error
-from trainer.files.json_values import JsonObject
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import bind_row
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.parameters import Family, parameter_rows, read_size
 from trainer.models.registry import family_of, fields_read
+from trainer.models.truncation import is_layer_pattern
 
 # A config with at most this many elements is used as it is.
 MAX_TINY_ELEMENTS = 300_000
@@ -265,16 +265,29 @@ def _has_shrunk(
     return size <= wanted[axis] or size < original[axis]
 
 
-def _layer_kinds(config: HFConfig) -> list[Any]:
+def _layer_kinds(config: HFConfig) -> list[JsonValue]:
     """Return the distinct kinds of layers in the config, in the order of the layers."""
     for name in LAYER_LISTS:
-        if isinstance(config.get(name), list):
-            return list(dict.fromkeys(config[name]))
+        kinds = config.get(name)
+        if isinstance(kinds, list):
+            return _distinct(kinds)
     # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
-    distinct: dict[Any, None] = {}
-    for kinds, _ in config.get(LAYER_PATTERN) or ():
-        distinct |= dict.fromkeys(kinds)
-    return list(distinct)
+    pattern = config.get(LAYER_PATTERN)
+    if not is_layer_pattern(pattern):
+        return []
+    all_kinds: list[JsonValue] = []
+    for kinds, _ in pattern:
+        all_kinds += kinds
+    return _distinct(all_kinds)
+
+
+def _distinct(values: Sequence[JsonValue]) -> list[JsonValue]:
+    """Return the values without repetition, in order."""
+    distinct: list[JsonValue] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct
 
 
 def _with_valid_defaults(family: Family, config: JsonObject) -> JsonObject:
@@ -288,7 +301,7 @@ def _with_valid_defaults(family: Family, config: JsonObject) -> JsonObject:
     return config
 
 
-def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> JsonObject:
+def _layer_fields(config: HFConfig, kinds: list[JsonValue], num_layers: int) -> JsonObject:
     """Return the fields that list the layers, so that every kind occurs."""
     fields: JsonObject = {}
     listed = (kinds * num_layers)[:num_layers]
@@ -320,7 +333,8 @@ def _feature_fields(
 ) -> JsonObject:
     """Return the fields that depend on other sizes: windows, rotations, and projected embeddings."""
     fields: JsonObject = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
-    if rotary_dim := config.get("rotary_dim"):
+    if config.get("rotary_dim"):
+        rotary_dim = read_size(config, "rotary_dim", 0)
         fields["rotary_dim"] = rotary_dim * wanted["head_dim"] // original["head_dim"]
     if word_embed := config.get("word_embed_proj_dim"):
         fields["word_embed_proj_dim"] = (
@@ -337,7 +351,7 @@ def _scale_rope(fields: HFConfig, head_dim: int, tiny_head_dim: int) -> JsonObje
     for name, value in fields.items():
         if isinstance(value, Mapping):
             scaled[name] = _scale_rope(value, head_dim, tiny_head_dim)
-        elif name in FACTOR_LISTS:
+        elif name in FACTOR_LISTS and isinstance(value, list):
             scaled[name] = value[: len(value) * tiny_head_dim // head_dim]
         else:
             scaled[name] = (

@@ -13,7 +13,7 @@ import numpy as np
 
 from prepcli.errors import PrepError
 from prepcli.testing.tiny_transformers import Tensors
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 REFERENCE_PACKAGES = ("torch", "transformers")
 INSTALL_HINT = "pip install 'prepcli[hf]' torch"
@@ -49,11 +49,12 @@ def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
     torch_config = _torch_config(config)
     with torch.device("meta"):
         model = torch_class(torch_config).from_config(torch_config)
-    named = to_file_tensors(model, dict(model.named_parameters()) | _stored_buffers(model))
+    named = dict(model.named_parameters()) | _stored_buffers(model)
     # transformers 5 ties the head of T5 regardless of the config. The files store the head.
     if config.get("tie_word_embeddings") is False:
         named["lm_head.weight"] = model.lm_head.weight
-    return {name: list(tensor.shape) for name, tensor in named.items()}
+    tensors = to_file_tensors(model, named)
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _stored_buffers(model: Any) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _torch_config(config: HFConfig) -> Any:
 
     # copied, because transformers modifies nested fields
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
-    return AutoConfig.for_model(config["model_type"], **fields)
+    return AutoConfig.for_model(str(config["model_type"]), **fields)
 
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:

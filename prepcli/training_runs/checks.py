@@ -17,6 +17,7 @@ from prepcli.inspection.memory_report import memory_fields, memory_table
 from prepcli.planning.tensors import itemsize
 from prepcli.training_runs.run import Run
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.rules import Rules
 from trainer.planning.memory_changes import find_memory_change
@@ -37,7 +38,7 @@ def check_machine(
     sharding: ShardingContext,
     *,
     processes_per_host: int,
-) -> dict[str, Any]:
+) -> dict[str, int | None]:
     """Check memory and disk for a run, print warnings, and print the memory estimate of a dry run.
 
     Args:
@@ -77,7 +78,7 @@ def check_machine(
 
 
 def check_config(
-    config: Mapping[str, Any],
+    config: HFConfig,
     *,
     recipe: Recipe,
     sharding: ShardingContext,

@@ -10,19 +10,20 @@ import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 from prepcli.engine.machine import package_versions
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.training_runs.run import PreparedRun
 from prepcli.training_runs.storage import write_run_file
+from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.models.param_tree import ParamLeaf
 
 # Key of a step's manifest. Its values decide how sums are rounded, as the recipe and the mesh do.
-ENVIRONMENT_KEY = "environment"
+ENVIRONMENT_KEY: Final = "environment"
 # Left out of the recorded flags: the mesh has the number of devices already.
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 NAME_BY_KEY = {
@@ -43,7 +44,7 @@ def write_environment(prepared: PreparedRun) -> None:
     write_run_file(prepared.run, ENVIRONMENT_FILE, text)
 
 
-def environment_fields(prepared: PreparedRun) -> dict[str, Any]:
+def environment_fields(prepared: PreparedRun) -> JsonObject:
     """Return the environment of a run, for JSON."""
     loop = prepared.loop
     sharding = loop.setup.forward_config.sharding
@@ -65,7 +66,7 @@ def environment_fields(prepared: PreparedRun) -> dict[str, Any]:
             "eval_sequences": loop.evaluation.n_rows if loop.evaluation else 0,
             "batch_sequences": loop.order.batch_size,
             "tokens_per_step": loop.tokens_per_step,
-            "digest": loop.manifest_fields["data"],
+            "digest": loop.manifest_fields.get("data"),
         },
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -96,7 +97,7 @@ def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     return environment
 
 
-def environment_warning(before: object, now: Mapping[str, Any], *, step: int) -> str:
+def environment_warning(before: object, now: Mapping[str, str | int], *, step: int) -> str:
     """Return a warning about the differences between two environments.
 
     Empty without a difference.

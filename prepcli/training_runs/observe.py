@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prepcli.console.bounded_text import shorten
 from prepcli.console.formatting import (
@@ -22,6 +22,8 @@ from prepcli.console.ui import printable
 from prepcli.training_runs.run import PreparedRun
 
 if TYPE_CHECKING:
+    from trainer.training.evaluation import EvaluationResult
+    from trainer.training.log_lines import StepLine
     from trainer.training.samples import Sample
 
 # Characters of a sample, which is shown on one line
@@ -51,12 +53,12 @@ class RunDisplay(Protocol):
         """Show a finished step."""
         ...
 
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Show a log line, and the estimated remaining seconds."""
         ...
 
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """Show the log line of an evaluation."""
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Show an evaluation after a step."""
         ...
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -108,7 +110,7 @@ class LineDisplay:
     def on_step(self, step: int) -> None:
         """Print nothing."""
 
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
         # The step is padded to the width of the last one, e.g. ` 40/480`, so that the lines of a log align.
         progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
@@ -116,17 +118,18 @@ class LineDisplay:
         if "z_loss" in line:
             text += f"  z-loss {format_number(line['z_loss'])}"
         text += f"  lr {line['lr']:.2e}"
-        if remaining_s is not None:
+        # Absent in the line of the first step, which has no lap before it
+        if remaining_s is not None and "seconds" in line and "tokens_per_s" in line:
             rate = format_token_rate(line["tokens_per_s"])
             text += f"  {rate}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
         if line["skipped"]:
             text += f"  {line['skipped']} skipped"
         self.observer.note(text)
 
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
         """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
         self.observer.note(
-            f"evaluated at step {line['step']}: {_evaluation_text(line)}  tokens {line['eval_tokens']:,}"
+            f"evaluated at step {step}: {_evaluation_text(result)}  tokens {result.num_tokens:,}"
         )
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -175,7 +178,7 @@ class LiveDisplay:
         if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
             self.draw()
 
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Show the values of the line."""
         status = self.status
         status.losses.append(line["loss"])
@@ -192,9 +195,9 @@ class LiveDisplay:
         status.memory_nbytes = line.get("memory_bytes")
         self.draw()
 
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
         """Show the evaluation and its step."""
-        self.status.evaluation = f"{_evaluation_text(line)}  at step {line['step']:,}"
+        self.status.evaluation = f"{_evaluation_text(result)}  at step {step:,}"
         self.draw()
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -225,9 +228,9 @@ class LiveDisplay:
         self.block.draw(status_lines(self.status, self.block.width))
 
 
-def _evaluation_text(line: Mapping[str, Any]) -> str:
-    loss = format_number(line["eval_loss"])
-    perplexity = format_number(line["eval_perplexity"], 2)
+def _evaluation_text(result: EvaluationResult) -> str:
+    loss = format_number(result.mean_loss)
+    perplexity = format_number(result.perplexity, 2)
     return f"loss {loss}  perplexity {perplexity}"
 
 

@@ -23,6 +23,8 @@ from prepcli.training_runs.remote_data import DataFinder
 from prepcli.training_runs.run import PreparedRun, Run
 from prepcli.training_runs.start import StartCheckpoint, choose_base_dtypes
 from prepcli.training_runs.storage import changed_keys
+from trainer.models.json_types import HFConfig
+from trainer.models.manifest_fields import StepFields
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_overrides
@@ -70,7 +72,9 @@ def prepare_run(
     sampler = build_sampler(
         recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding
     )
-    datasets = _tokenize(run, start, model, manifest=manifest, scratch_dir=scratch_dir)
+    datasets = _tokenize(
+        run, start, model, model_config=manifest["config"], scratch_dir=scratch_dir
+    )
     base_dtypes: Mapping[str, str] = {}
     if start.lora is not None:
         base_dtypes = choose_base_dtypes(start, model, recipe.lora.base_dtype)
@@ -124,7 +128,7 @@ def _start_model(
 def build_sampler(
     recipe: Recipe,
     model: ModelSpec,
-    config: Mapping[str, Any],
+    config: HFConfig,
     *,
     files: Path,
     sharding: ShardingContext,
@@ -176,7 +180,7 @@ def build_sampler(
     )
 
 
-def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> dict[str, Any]:
+def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> StepFields:
     """Return the entries of the manifests of steps that do not depend on the step."""
     text = recipe_to_toml(loaded.recipe, loaded.origins)
     return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
@@ -187,7 +191,7 @@ def _tokenize(
     start: StartCheckpoint,
     model: ModelSpec,
     *,
-    manifest: Mapping[str, Any],
+    model_config: HFConfig,
     scratch_dir: Path | None,
 ) -> Datasets:
     """Tokenize the data with progress, or map the tokens of an earlier run."""
@@ -200,7 +204,7 @@ def _tokenize(
     return build_datasets(
         run.recipe,
         model,
-        manifest=manifest,
+        model_config=model_config,
         folders=folders,
         group=run.group,
         remote=DataFinder(make_access(observer, offline=run.request.offline), observer.note),
@@ -224,7 +228,7 @@ def _check_loop(prepared: PreparedRun, model: ModelSpec) -> None:
         check_resumable(manifest, loop, changed=changed_keys(recipe_file, run.recipe), step=step)
     if 0 < step < loop.steps:
         before = manifest.get(ENVIRONMENT_KEY)
-        now = loop.manifest_fields[ENVIRONMENT_KEY]
+        now = loop.manifest_fields.get(ENVIRONMENT_KEY, {})
         if warning := environment_warning(before, now, step=step):
             run.observer.warn(warning)
     for warning in run_warnings(run.recipe, loop, last_step=step):

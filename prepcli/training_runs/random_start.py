@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.targets.tokenizer_files import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.config_overrides import override_fields
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import read_size
 from trainer.models.presets import find_preset
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -54,7 +56,7 @@ class RandomReader:
         """Do nothing: no file is open."""
 
 
-def random_config(table: Model) -> dict[str, Any]:
+def random_config(table: Model) -> JsonObject:
     """Return the config.json of a random start, with the overrides of the recipe.
 
     Raises:
@@ -100,7 +102,7 @@ def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> Ma
         "kind": "init",
         "family": family.name,
         "vocab": {
-            "true": config.get("true_vocab_size", padded_size),
+            "true": read_size(config, TRUE_VOCAB_SIZE_KEY, padded_size),
             "padded": padded_size,
         },
         "layout": "native",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prepcli.console.observer import RunObserver
 from prepcli.errors import PrepError
 from prepcli.execution.run_storage import RunStorage
+from trainer.models.json_types import HFConfig
 from trainer.recipe import LoadedRecipe, Recipe
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
 
@@ -121,10 +122,10 @@ class PreparedRun:
 
     run: Run
     start: StartCheckpoint
-    model_config: Mapping[str, Any]
+    model_config: HFConfig
     loop: LoopConfig
     kernel: KernelChoice
-    memory: Mapping[str, Any]
+    memory: Mapping[str, int | None]
     processes_per_host: int
 
     @property
@@ -159,8 +160,8 @@ class TrainResult:
     resumed_at: int
     mesh: str
     attention_kernel: str
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    memory: Mapping[str, Any] | None = None
+    metrics: Mapping[str, object] = field(default_factory=dict[str, object])
+    memory: Mapping[str, int | None] | None = None
     pushed: Mapping[str, str] | None = None
     error: PrepError | None = None
     process: int | None = None

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.observer import Observer
 from prepcli.errors import Command, Key, Option, PrepError, text, usage_error
 from prepcli.execution.run_storage import RunStorage
+from prepcli.formats.lock_file import Lock, read_lock
 from prepcli.formats.manifest import (
     BASE_KEY,
     LORA_KEY,
     SAMPLE_DIGEST_KEY,
     STATE_ITEM,
+    TOWERS_KEY,
     Manifest,
     find_manifest_folder,
     read_manifest,
@@ -30,14 +32,16 @@ from prepcli.formats.orbax import find_item
 from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
-from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest
+from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest, towers_digest
 from prepcli.restore.earlier_checkpoints import check_without_checksums, note_unrecorded
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.params import open_weights
+from prepcli.restore.params import check_lock_verified, open_weights
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
-from prepcli.sources.locate import check_stream, locate
+from prepcli.sources.locate import LocatedCheckpoint, check_stream, locate
+from prepcli.sources.locked import apply_lock, pinned_revision
 from prepcli.sources.model_family import verbatim_error
+from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
 from prepcli.sources.opening import open_source
@@ -46,10 +50,12 @@ from prepcli.targets.hf_folder import copied_files, copied_small_files, output_c
 from prepcli.targets.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.targets.training_step import StartModel
 from prepcli.training_runs.random_start import RandomReader, random_config, random_start
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.lora import lora_family, lora_from_manifest
 from trainer.models.parameters import VERBATIM
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
+from trainer.models.text_part import text_section
 from trainer.planning.model_shapes import recipe_config
 from trainer.recipe import Recipe
 from trainer.recipe.lora_table import Lora
@@ -120,7 +126,7 @@ class StartCheckpoint:
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
-    lora: Mapping[str, Any] | None = None
+    lora: JsonObject | None = None
     adapter_reader: ItemReader | WeightsReader | None = None
 
     def rename_in_errors(self) -> AbstractContextManager[None]:
@@ -183,6 +189,29 @@ class StartCheckpoint:
         assert isinstance(self.model_reader, WeightsReader)
         return sample_digest(self.model_reader.source)
 
+    def towers_facts(self, path: str) -> dict[str, Any] | None:
+        """Return the manifest's entry for the towers of a multimodal model. A step has none of them.
+
+        Args:
+            path: Path of the model.
+
+        Returns:
+            The entry with the path and the digest of the towers. None for other models, for adapters, and for an entry
+            with a digest.
+        """
+        entry = self.manifest.get(TOWERS_KEY)
+        if entry is None or self.lora is not None or "digest" in entry:
+            return None
+        if isinstance(self.model_reader, ItemReader):
+            source = self._open_source(self.model_reader)
+        else:
+            assert isinstance(self.model_reader, WeightsReader)
+            source = self.model_reader.source
+        local_path = Path(path).expanduser()
+        if local_path.exists():
+            path = str(local_path.absolute())
+        return {**entry, "path": path, "digest": towers_digest(source)}
+
     def _open_source(self, reader: ItemReader) -> Source:
         """Open the checkpoint of a reader as a source."""
         return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
@@ -238,7 +267,7 @@ def open_model_start(
     sharding: ShardingContext,
     access: Access,
     verify: bool,
-    check_config: Callable[[Mapping[str, Any]], None],
+    check_config: Callable[[HFConfig], None],
 ) -> StartCheckpoint:
     """Open the recipe's model: a checkpoint of any format, converted while it is read, or a random start.
 
@@ -257,19 +286,34 @@ def open_model_start(
 
     if recipe.model.path is None:
         return _open_random_start(recipe, sharding, check_config)
-    located = locate(recipe.model.path, access=access)
+    lock: Lock | None = None
+    revision: str | None = None
+    if recipe.model.lock is not None:
+        lock = read_lock(Path(recipe.model.lock).expanduser())
+        revision = pinned_revision(recipe.model.path, None, lock)
+    located = locate(recipe.model.path, revision, access=access)
     check_stream(access.stream, located)
     # A checkpoint of prep on this machine is read as it is: each device reads the chunks of its own
     # shards. Every other source is converted while it is read, without a copy on the disk.
     path = located.local_files.path
     is_local = located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+        if lock is not None:
+            # The digests of its manifest, which the lock approves, are checked while the chunks are read.
+            _apply_lock(open_source(located), lock, recipe, located, verify=verify)
         return _open_orbax_start(path, recipe, verify=verify)
     # The batch and config.json are checked first: `open_source` reads the header of every weight file.
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
-        check_config(recipe_config(read_config(path / CONFIG), recipe.model))
+        config = read_config(path / CONFIG)
+        # The text part of a multimodal model is known only with the names of its tensors.
+        if text_section(config) is None:
+            check_config(recipe_config(config, recipe.model))
     source = open_source(located)
+    if lock is not None:
+        source = _apply_lock(source, lock, recipe, located, verify=verify)
+    if source.wrapper is not None:
+        check_config(recipe_config(source.config, recipe.model))
     # None means that the recipe has no rules, and [] that all dims have the default rules.
     rules = recipe.rules
     if rules is None:
@@ -288,8 +332,17 @@ def open_model_start(
     )
 
 
+def _apply_lock(
+    source: Source, lock: Lock, recipe: Recipe, located: LocatedCheckpoint, *, verify: bool
+) -> Source:
+    """Return the source with the digests of the recipe's lock. Raise PrepError if they differ."""
+    locked = apply_lock(source, lock, str(recipe.model.lock), located.local_files.commit)
+    check_lock_verified(locked, verify)
+    return locked
+
+
 def _open_random_start(
-    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[Mapping[str, Any]], None]
+    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[HFConfig], None]
 ) -> StartCheckpoint:
     """Return the start of a run with random parameters.
 
@@ -313,6 +366,7 @@ def start_manifest(source: Source, reader: WeightsReader, name: str) -> Manifest
         "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
         "layout": "native",
         "prefixed": source.names.is_prefixed,
+        **towers_entry(source),
     }
 
 
@@ -400,7 +454,7 @@ def choose_base_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str
 
 def base_facts(
     state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str
-) -> dict[str, Any]:
+) -> dict[str, str]:
     """Return the manifest's entry for the frozen parameters.
 
     Args:
@@ -418,17 +472,16 @@ def base_facts(
 
     leaves = flatten_tree(state["params"])
     digest = digest_base_params({path: leaves[path] for path in model.base_paths})
-    return {BASE_KEY: {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}}
+    return {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}
 
 
-def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def check_base(manifest: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise PrepError if the frozen parameters differ from the ones that the adapters were trained with."""
     # The names are not compared: a copy of the base at another path resumes the run.
     before = manifest.get(BASE_KEY, {})
-    now = facts[BASE_KEY]
-    if before.get("digest") == now["digest"]:
+    if before.get("digest") == base["digest"]:
         return
-    what = f"{now['name']} differs from the checkpoint that the run began with"
-    why = f"its parameters have the digest {now['digest']}, {before.get('name')} had {before.get('digest')}"
+    what = f"{base['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {base['digest']}, {before.get('name')} had {before.get('digest')}"
     hint = text("{} of the checkpoint that the run began with", Key("model.path"))
     raise PrepError(what, why, hint)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.training_runs.run import PreparedRun
@@ -12,6 +12,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
 from trainer.models.chunk_sizes import WHOLE
 from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
+from trainer.models.manifest_fields import CastCounts
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
 
@@ -95,7 +96,7 @@ def adapters_text(model: ModelSpec) -> str:
     return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
 
 
-def rounding_text(counts: Mapping[str, Any]) -> str:
+def rounding_text(counts: CastCounts) -> str:
     """Return the numbers of rounded and of changed parameters as text."""
     change = f"{counts['changed']:,} of {counts['values']:,} values changed"
     return f"parameters {counts['from']} -> {counts['to']}: {change}"
@@ -123,7 +124,7 @@ def rope_text(arch_config: ArchConfig) -> str:
     """
     if not arch_config.ropes:
         return ""
-    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes)
+    ropes = " and ".join(_describe_rope(rope) for rope in arch_config.ropes if rope.rotary_dim)
     return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions"
 
 

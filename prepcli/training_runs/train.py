@@ -235,7 +235,7 @@ def _prepare(run: Run, stack: ExitStack) -> PreparedRun:
         run.group,
         start.manifest,
         step=prepared.step,
-        data_identity=prepared.loop.manifest_fields["data"],
+        data_identity=prepared.loop.manifest_fields.get("data", ""),
         kernel=prepared.kernel.name,
     )
     for line in run_summary_lines(prepared):
@@ -404,10 +404,10 @@ def _with_base_facts(prepared: PreparedRun, state: TrainState) -> PreparedRun:
     loop = prepared.loop
     base_path = prepared.run.recipe.model.path
     assert base_path is not None
-    facts = base_facts(state, loop.setup.model, start, name=base_path)
+    base = base_facts(state, loop.setup.model, start, name=base_path)
     if prepared.step:
-        check_base(start.step_reader.manifest, facts)
-    loop = replace(loop, manifest_fields={**loop.manifest_fields, **facts})
+        check_base(start.step_reader.manifest, base)
+    loop = replace(loop, manifest_fields={**loop.manifest_fields, "base": base})
     return replace(prepared, loop=loop)
 
 
@@ -422,6 +422,9 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
         changes["rules"] = run.recipe.rules
     if prepared.start.lora is not None:
         changes["lora"] = prepared.start.lora
+    towers = prepared.start.towers_facts(run.recipe.model.path or "")
+    if towers is not None:
+        changes["towers"] = towers
 
     def free_nbytes_per_process() -> int | None:
         free_nbytes = free_memory()

@@ -13,10 +13,12 @@ import pytest
 
 from bench.models import BLOCK_NBYTES, FREE_BITS, main, tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
+from bench.sizes import largest_aliases
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
+from prepcli.testing.torch_transformers import tensor_shapes
 from tests.helpers.tiny_checkpoints import read_tensors
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
@@ -56,6 +58,15 @@ def test_published_config_sizes_match_aliases(name: str) -> None:
     assert sum(math.prod(shape) for _, _, shape, _ in tensor_entries(config)) == alias.parameters
     assert sum(nbytes for *_, nbytes in tensor_entries(config)) == alias.nbytes
     assert (config["model_type"], config["vocab_size"]) == (alias.family, alias.vocab)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", largest_aliases())
+def test_published_config_sizes_match_transformers(name: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    shapes = tensor_shapes(published_config(name))
+    assert sum(map(math.prod, shapes.values())) == ALIASES_BY_NAME[name].parameters
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,22 @@ PLAIN = (
     "gemma3_text",
     "phi3",
 )
-# Fields without which a model of transformers with only default values cannot be built.
+# Fields without which a model of transformers with only default values cannot be built, or has many experts.
 WITHOUT_DEFAULT: Mapping[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "exaone_moe": {"num_hidden_layers": 2, "num_experts": 4},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "llama4_text": {"num_local_experts": 4},
+    "mellum": {"num_experts": 4},
+    "minimax_m2": {"num_local_experts": 4},
+    "sarvam_mla": {"num_hidden_layers": 2, "n_routed_experts": 4},
+    "sarvam_moe": {"num_hidden_layers": 2, "n_routed_experts": 4},
+    "solar_open": {"n_routed_experts": 4},
+    "lfm2_moe": {"layer_types": ["conv"], "num_dense_layers": 0, "num_experts": 4},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gpt2-tied": GPT2,

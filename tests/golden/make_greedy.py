@@ -15,7 +15,7 @@ from pathlib import Path
 from prepcli.testing.greedy import greedy_samples, greedy_tokens, with_small_embeddings
 from prepcli.testing.tiny_transformers import Tensors
 from tests.golden.make_decoders import load
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, read_size
 
 FILE = Path(__file__).parent / "greedy.json"
 
@@ -40,7 +40,7 @@ def greedy_entry(name: str) -> dict[str, list[list[int]]]:
     from prepcli.testing.torch_transformers import torch_model
 
     config, tensors = greedy_model(name)
-    return greedy_samples(torch_model(config, tensors), config["vocab_size"])
+    return greedy_samples(torch_model(config, tensors), read_size(config, "vocab_size", 1))
 
 
 def main() -> None:

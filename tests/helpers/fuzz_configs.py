@@ -36,7 +36,7 @@ from prepcli.testing.torch_transformers import (
 )
 from tests.helpers.fuzz_samples import BASE_CONFIGS, SEQ_LENGTH, Sample, make_sample
 from trainer.models.errors import PrepError
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, read_size
 
 ATOL = 2e-5
 MAX_ROUNDING_ERRORS = (
@@ -126,7 +126,11 @@ def _torch_computes(config: HFConfig) -> bool:
     try:
         model = torch_random_model(config)
         batch = random_batch(
-            int(config["vocab_size"]), BATCH_SIZE, SEQ_LENGTH, 1, model.config.is_encoder_decoder
+            read_size(config, "vocab_size", 1),
+            BATCH_SIZE,
+            SEQ_LENGTH,
+            1,
+            model.config.is_encoder_decoder,
         )
         return bool(np.isfinite(_torch_logits(model, batch)).all())
     except Exception:

@@ -103,9 +103,29 @@ def random_attn_config(rng: random.Random, config: Mapping[str, Any]) -> Any:
     return rng.choice(({key: rng.choice(optional[key]) for key in keys}, None))
 
 
+def family_layer_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return a list with one layer type per layer, of the types in the config if it lists any."""
+    listed = config.get("layer_types")
+    names = LAYER_TYPES
+    if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        names = (*dict.fromkeys((*listed, "full_attention")),)
+    return layer_types(*names)(rng, config)
+
+
+def random_layers(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return a list of the numbers of some layers."""
+    numbers = range(layer_count(config))
+    return rng.choice(([number for number in numbers if rng.random() < 0.5], [], None))
+
+
 def random_flags(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """Return a list with 0 or 1 for each layer."""
     return rng.choice(([rng.randrange(2) for _ in range(layer_count(config))], None))
+
+
+def random_thetas(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """Return a rotary base for each layer, 0 for a layer without rotation."""
+    return rng.choice(([rng.choice((0, 0, 300.0, 5000)) for _ in range(layer_count(config))], None))
 
 
 def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
@@ -223,7 +243,26 @@ VALUES: Mapping[str, ValueSampler] = {
         ("output_attentions", "output_hidden_states", "is_encoder_decoder"), one_of(False)
     ),
     "eos_token_id": one_of(0, 1, [0, 1], None),
-    "layer_types": layer_types(*LAYER_TYPES),
+    **dict.fromkeys(("layer_types", "layers_block_type"), family_layer_types),
+    **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), random_layers),
+    **dict.fromkeys(("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv"), one_of(1, 2, 3, 4)),
+    "conv_kernel": one_of(1, 2, 3, 4),
+    "block_multiple_of": one_of(1, 8, 256),
+    "block_ffn_dim_multiplier": one_of(0.7, 1, 1.5, None),
+    "num_dense_layers": one_of(0, 1, 2, 3),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups"), one_of(1, 1, 2, 2, 3)),
+    "linear_num_value_heads": one_of(1, 2, 4, 6),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), one_of(2, 4, 5, 8)),
+    **dict.fromkeys(("state_size", "mamba_d_state", "time_step_rank"), one_of(2, 4, 5)),
+    **dict.fromkeys(("expand", "mamba_expand"), one_of(1, 2, 2, 3)),
+    "mamba_n_heads": one_of(2, 4, 4, 6),
+    "mamba_d_head": one_of("auto", "auto", 12, 8, None),
+    "time_step_limit": one_of((0.0, float("inf")), [0.0, 0.5], [0.2, 0.9], None),
+    **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), one_of(0.001, 0.1)),
+    "position_embedding_type": one_of("rope", "rope", None, "nope"),
+    "full_attention_interval": one_of(1, 2, 4),
+    "num_logits_to_keep": one_of(1),
+    "z_loss_coefficient": one_of(0.0, 0.1),
     "attention_layers": layer_types("global", "local"),
     "attention_types": random_attention_types,
     "head_dim": one_of(4, 6, 10, 16, None),
@@ -232,7 +271,11 @@ VALUES: Mapping[str, ValueSampler] = {
     "num_key_value_heads": one_of(1, 2, 3, 4, None),
     "num_experts_per_tok": one_of(1, 2, 3),
     **dict.fromkeys(("n_routed_experts", "moe_num_experts"), one_of(3, 6, 6, 12)),
-    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), one_of(1, 2, 2, 0)),
+    **dict.fromkeys(
+        ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), one_of(1, 2, 2, 0)
+    ),
+    "moe_topk": one_of(1, 2, 3, [2, 2], [2, 3]),
+    "layer_rope_theta": random_thetas,
     **dict.fromkeys(("kv_lora_rank", "shared_expert_intermediate_size"), one_of(8, 12, 16)),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), one_of(4, 6, 8)),
     **dict.fromkeys(("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"), one_of(0.5, 1.0, 2)),
@@ -368,7 +411,7 @@ def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) 
         config.pop(name, None)
     elif rng.random() < WRONG_TYPE_SHARE:
         config[name] = copy.deepcopy(rng.choice(INVALID_VALUES))
-    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3"):
+    elif name == "rope_parameters" and family in ("gemma3_text", "olmo3", "mellum"):
         config[name] = random_nested_rope(rng, config)
     else:
         config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

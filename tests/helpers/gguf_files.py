@@ -30,12 +30,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": FAMILY_CONFIGS["qwen2"] | WIDE,
     "qwen3": FAMILY_CONFIGS["qwen3"] | WIDE,
     "qwen3moe": FAMILY_CONFIGS["qwen3_moe"] | WIDE | {"moe_intermediate_size": 256},
+    "qwen2moe": FAMILY_CONFIGS["qwen2_moe"]
+    | WIDE
+    | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "mlp_only_layers": []},
     "gemma2": FAMILY_CONFIGS["gemma2"] | WIDE | {"query_pre_attn_scalar": 256},
     "gemma3": FAMILY_CONFIGS["gemma3_text"] | WIDE | {"head_dim": 256, "sliding_window_pattern": 6},
     "phi3": FAMILY_CONFIGS["phi3"] | WIDE,
     "gpt2": GPT2 | {"vocab_size": 64, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 1024},
 }
+# transformers loads the architecture `llama` without experts only.
+MIXTRAL = FAMILY_CONFIGS["mixtral"] | WIDE | {"num_experts_per_tok": 2}
 CONFIGS["phi3"].pop("head_dim")
+CONFIGS["qwen2moe"].pop("head_dim")
 CONFIGS["qwen2"].pop("head_dim")
 
 
@@ -51,6 +57,8 @@ def interleave(array: np.ndarray, heads: int) -> np.ndarray:
 def stored_array(architecture: str, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor as llama.cpp stores it."""
     config = CONFIGS[architecture]
+    if name.endswith("shared_expert_gate.weight"):
+        return array[0]
     if architecture == "llama" and "q_proj" in name:
         return interleave(array, config["num_attention_heads"])
     if architecture == "llama" and "k_proj" in name:
@@ -95,10 +103,15 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_rope_dimension_count(config["head_dim"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
 
@@ -108,6 +121,9 @@ def make_gguf(
     architecture: str,
     type_name: str = "Q8_0",
     extra: Mapping[str, np.ndarray] | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    tensors_per_part: int = 0,
 ) -> None:
     """Write a file: matrices of a type, and vectors in float32.
 
@@ -116,12 +132,14 @@ def make_gguf(
         architecture: A key of CONFIGS.
         type_name: Type of the matrices. Blocks of types that gguf cannot write have random bytes.
         extra: Further tensors.
+        config: Content of config.json, if it is not the one of CONFIGS.
+        tensors_per_part: Tensors of each file of a model in parts, or 0 for one file.
     """
-    config = CONFIGS[architecture]
+    config = config or CONFIGS[architecture]
     rng = np.random.default_rng(1)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, 2)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     add_metadata(writer, config)
     quant_type = gguf.GGMLQuantizationType[type_name]
     # Heads of these families are tied, and have no tensor.

@@ -17,6 +17,7 @@ Arrays = dict[str, np.ndarray]
 # Stored tensors by the end of their name, and the values of the weight.
 Quantized = tuple[Arrays, np.ndarray]
 BFLOAT16 = ml_dtypes.bfloat16
+E2M1_MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -113,6 +114,41 @@ def nf4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
     return stored, values.reshape(shape).astype(BFLOAT16)
 
 
+def nvfp4_parts(
+    rng: np.random.Generator, shape: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the bytes of codes, the scales of groups and the E2M1 values of the codes."""
+    codes = rng.integers(0, 16, shape).astype(np.uint8)
+    values = np.array(E2M1_MAGNITUDES, np.float32)[codes % 8]
+    scales = rng.uniform(16, 448, (shape[0], shape[1] // 16)).astype(ml_dtypes.float8_e4m3fn)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales, np.where(codes < 8, values, -values)
+
+
+def compressed_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    packed, scales, values = nvfp4_parts(rng, shape)
+    divisor = np.array([rng.uniform(1000, 9000)], np.float32)
+    stored: Arrays = {
+        "weight_packed": packed,
+        "weight_scale": scales,
+        "weight_global_scale": divisor,
+        "input_global_scale": divisor,
+    }
+    products = values * np.repeat(scales.astype(np.float32) / divisor, 16, axis=1)
+    return stored, products.astype(BFLOAT16)
+
+
+def modelopt_nvfp4(rng: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    packed, scales, values = nvfp4_parts(rng, shape)
+    factor = np.array(rng.uniform(0.0001, 0.001), np.float32)
+    stored: Arrays = {
+        "weight": packed,
+        "weight_scale": scales,
+        "weight_scale_2": factor,
+        "input_scale": factor,
+    }
+    return stored, values * np.repeat(scales.astype(np.float32) * factor, 16, axis=1)
+
+
 def compressed(weights: dict[str, Any], file_format: str) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -131,11 +167,18 @@ class QuantizedFormat:
 
 
 INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 FORMATS: dict[str, QuantizedFormat] = {
     "fp8": QuantizedFormat({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8),
     "compressed-fp8": QuantizedFormat(compressed(FP8_WEIGHTS, "float-quantized"), compressed_fp8),
     "compressed-int4": QuantizedFormat(compressed(INT4_WEIGHTS, "pack-quantized"), compressed_int4),
+    "compressed-nvfp4": QuantizedFormat(
+        compressed(NVFP4_WEIGHTS, "nvfp4-pack-quantized"), compressed_nvfp4
+    ),
+    "modelopt-nvfp4": QuantizedFormat(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, modelopt_nvfp4
+    ),
     "gptq": QuantizedFormat(
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}, gptq
     ),

@@ -27,7 +27,9 @@ from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe.run_tables import Checkpoint, Eval, Log
 from trainer.recipe.tables import Recipe, Train
+from trainer.training.evaluation import EvaluationResult
 from trainer.training.loading import round_params
+from trainer.training.log_lines import StepLine, evaluation_line
 from trainer.training.loop import LoopConfig
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
@@ -227,7 +229,7 @@ class MemoryStore:
 class RecordingCallbacks:
     """Callbacks that record all reports."""
 
-    lines: list[Mapping[str, Any]] = field(default_factory=list)
+    lines: list[StepLine] = field(default_factory=list)
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finished_steps: list[int] = field(default_factory=list)
@@ -239,11 +241,11 @@ class RecordingCallbacks:
     def on_step(self, step: int) -> None:
         self.finished_steps.append(step)
 
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         self.lines.append(line)
 
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        self.evaluations.append(line)
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        self.evaluations.append(evaluation_line(step, result))
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
         self.samples.append((step, list(samples)))

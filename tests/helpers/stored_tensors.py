@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def orbax_bytes(item: Path) -> dict[str, bytes]:
     tensors: dict[str, bytes] = {}
     for path, leaf in tree["params"].items():
         numbers = manifest["stacked"].get(path, [])
-        template = path
+        # No path ends with a slash: the leaf of `a/` is `a/~2`.
+        template = re.sub(r"/~\d+$", "/", path)
         if numbers:
             # A suffix such as `~2` is part of the leaf's path only.
             template = path.partition("~")[0]

@@ -7,6 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.config_fields import (
+    DEEP_YARN,
+    DEEPSEEK,
+    GROUPED_QUERY,
+    GROUPS,
+    LATENT,
+    LLAMA_LIKE,
+    SMALL,
+    TOKEN_FIELDS,
+)
+from tests.helpers.hybrid_configs import HYBRID_FAMILIES, HYBRID_VARIANTS
+from tests.helpers.later_configs import LATER_FAMILIES, LATER_FAMILY_VARIANTS
+
 GPT_NEO: dict[str, Any] = {
     "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
     "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
@@ -30,12 +43,6 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
 }  # fmt: skip
-TOKEN_FIELDS = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-SMALL = TOKEN_FIELDS | {
-    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-GROUPED_QUERY = SMALL | {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3}
 GEMMA = GROUPED_QUERY | {"query_pre_attn_scalar": 7, "sliding_window": 5}
 LONG_ROPE = {
     "type": "longrope",
@@ -87,18 +94,6 @@ GPT_OSS = GROUPED_QUERY | {
     "rope_parameters": {
         "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "truncate": False,
     },
-}  # fmt: skip
-DEEPSEEK = SMALL | {
-    "intermediate_size": 12, "num_hidden_layers": 3, "num_key_value_heads": 3, "moe_intermediate_size": 5,
-    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.3, "rms_norm_eps": 1e-3,
-}  # fmt: skip
-GROUPS = {"n_group": 3, "topk_group": 1}
-LATENT = {
-    "kv_lora_rank": 9, "q_lora_rank": 11, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
-}  # fmt: skip
-DEEP_YARN = {
-    "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.0,
 }  # fmt: skip
 DEEPSEEK_V2 = DEEPSEEK | LATENT | GROUPS | {
     "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "q_lora_rank": None,
@@ -172,8 +167,6 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
     },
 }  # fmt: skip
-# Families whose matrices and norms have LLaMA's names. Sizes are those of GROUPED_QUERY.
-LLAMA_LIKE = GROUPED_QUERY | {"head_dim": 8, "num_attention_heads": 3}
 LAYER_NORM = {key: value for key, value in LLAMA_LIKE.items() if key != "rms_norm_eps"} | {
     "layer_norm_eps": 1e-3
 }
@@ -249,7 +242,9 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "vaultgemma": GEMMA | {
         "model_type": "vaultgemma", "hidden_size": 30, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
     },
+    **HYBRID_FAMILIES,
 }  # fmt: skip
+DENSE_FAMILIES |= LATER_FAMILIES
 DENSE = DENSE_FAMILIES
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
 DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
@@ -285,7 +280,9 @@ DENSE_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "umt5-saved": DENSE["umt5"] | {"scale_decoder_outputs": False},
     "ministral3-sliding": DENSE["ministral3"] | {"sliding_window": 5},
     "bloom-8-heads": DENSE["bloom"] | {"num_attention_heads": 8, "tie_word_embeddings": False},
+    **HYBRID_VARIANTS,
 }  # fmt: skip
+DENSE_FAMILY_VARIANTS |= LATER_FAMILY_VARIANTS
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
     "use_sliding_window": True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.column_values import check_columns, messages_value
@@ -15,6 +15,7 @@ from trainer.data.example_settings import (
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record
 from trainer.models.errors import Key, PrepError, Text
+from trainer.models.json_types import JsonObject
 
 if TYPE_CHECKING:
     from trainer.data.chat_rendering import ChatRenderer
@@ -64,7 +65,7 @@ class ChatBuilder:
         )
         return Example((*parts[0], parts[1], *parts[2]), piece.nbytes)
 
-    def _spans_by_prefix(self, messages: list[dict[str, Any]], text: str, place: str) -> Spans:
+    def _spans_by_prefix(self, messages: list[JsonObject], text: str, place: str) -> Spans:
         """Return start and end of each assistant turn, found by rendering ever longer prefixes."""
         # A conversation of n messages is rendered up to n times, so the time is quadratic. The limits
         # of the template hold for each rendering.
@@ -74,7 +75,7 @@ class ChatBuilder:
                 spans.append(self._turn_span(messages[:number], text, place))
         return tuple(spans)
 
-    def _turn_span(self, messages: list[dict[str, Any]], text: str, place: str) -> tuple[int, int]:
+    def _turn_span(self, messages: list[JsonObject], text: str, place: str) -> tuple[int, int]:
         """Return start and end of the text added by the last message to the messages before it."""
         # E.g. messages [user "Hi", assistant "Hello"] of a template `<role>text</s>`: before is
         # `<user>Hi</s><assistant>`, after is `<user>Hi</s><assistant>Hello</s>`. The span is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -15,6 +14,7 @@ from jinja2.runtime import Macro
 from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_template import ChatTemplate
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonObject
 
 # Unicode noncharacters, which no text contains, around the parts of a rendered text that the
 # assistant generates.
@@ -49,7 +49,7 @@ class ChatRenderer:
             raise PrepError(what, _error_text(error), "correct the template") from None
 
     def render(
-        self, messages: Sequence[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
+        self, messages: Sequence[JsonObject], place: str, *, add_generation_prompt: bool = False
     ) -> tuple[str, Spans | None]:
         """Render messages.
 

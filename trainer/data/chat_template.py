@@ -12,6 +12,7 @@ import xxhash
 
 from trainer.data.tokenizer import read_settings, read_text_file
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonValue
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -82,7 +83,7 @@ def _default_template(value: Any) -> str | None:
     return None
 
 
-def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _special_tokens(config: Mapping[str, JsonValue]) -> tuple[tuple[str, str], ...]:
     """Return the special tokens of a config by name.
 
     A token is a text or an object, e.g. `"</s>"` or `{"content": "</s>", "lstrip": false}`.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from trainer.models.errors import Key, PrepError, Text
+from trainer.models.json_types import JsonObject, JsonValue
 
 # Ids, and the start and end of each token in characters.
 EncodedText = tuple[list[int], list[tuple[int, int]]]
@@ -206,7 +207,9 @@ class TransformersCodec:
         return self.tokenizer.get_vocab().get(token)
 
 
-def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) -> SentencePieceCodec:
+def sentencepiece_codec(
+    file: Path, data: bytes, settings: Mapping[str, JsonValue]
+) -> SentencePieceCodec:
     """Return the codec of a SentencePiece model.
 
     Args:
@@ -319,13 +322,15 @@ def check_growth(growth: float, num_chars: int, file: str) -> None:
     )
 
 
-def _growth(normalizer: Any) -> float:
+def _growth(normalizer: JsonValue) -> float:
     if not isinstance(normalizer, dict):
         return 1.0
     if normalizer.get("type") == "Sequence":
         growth = 1.0
-        for step in normalizer.get("normalizers", []):
-            growth *= _growth(step)
+        steps = normalizer.get("normalizers")
+        if isinstance(steps, list):
+            for step in steps:
+                growth *= _growth(step)
         return growth
     if normalizer.get("type") == "Prepend":
         return 1.0 + _nbytes(normalizer.get("prepend"))
@@ -334,7 +339,7 @@ def _growth(normalizer: Any) -> float:
     return 1.0
 
 
-def _replacement_growth(normalizer: dict[str, Any]) -> float:
+def _replacement_growth(normalizer: JsonObject) -> float:
     """Return the bytes of a replacement for each byte of its pattern.
 
     A regular expression may match the empty text between any two bytes. Its replacement is then
@@ -347,7 +352,7 @@ def _replacement_growth(normalizer: dict[str, Any]) -> float:
     return 1.0 + content
 
 
-def _nbytes(value: Any) -> int:
+def _nbytes(value: JsonValue) -> int:
     if not isinstance(value, str):
         return 0
     return len(value.encode("utf-8", "surrogatepass"))

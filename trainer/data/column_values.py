@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from trainer.data.examples import TokenIds
 from trainer.data.readers.reader import Record
 from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonObject, JsonValue
 
 LINE_HINT = "fix or remove the line"
 IDS_HINT = "a list of token ids, or base64 of little-endian int32 values"
@@ -89,7 +90,7 @@ def _ids_type_name(value: object) -> str:
     return json_type_name(value)
 
 
-def messages_value(record: Record, column: str) -> list[dict[str, Any]]:
+def messages_value(record: Record, column: str) -> list[JsonObject]:
     """Return the messages of a column, without keys of value null.
 
     Args:
@@ -105,20 +106,17 @@ def messages_value(record: Record, column: str) -> list[dict[str, Any]]:
         raise PrepError(
             f"{place} is not a list of messages", f"it is {json_type_name(value)}", LINE_HINT
         )
-    messages = cast(list[Any], value)
-    for number, message in enumerate(messages, start=1):
+    messages: list[JsonObject] = []
+    for number, message in enumerate(cast(list[JsonValue], value), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             why = f"message {number} is {json_type_name(message)}, or has no `role`"
             raise PrepError(
                 f"{place} is not a list of messages", why, '`{"role": "user", "content": "..."}`'
             )
-    # Arrow tables have every key in every message, with null for the absent ones. Templates ask
-    # whether a key is defined, so null keys are left out.
-    return [_without_nulls(message) for message in messages]
-
-
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: item for key, item in message.items() if item is not None}
+        # Arrow tables have every key in every message, with null for the absent ones. Templates ask
+        # whether a key is defined, so null keys are left out.
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
 
 
 def _is_encodable(text: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from trainer.data.chat_template import ChatTemplate
 from trainer.data.examples import Segment
+from trainer.models.json_types import JsonObject, JsonValue
 from trainer.recipe.field_grammar import TextField, parse_fields
 
 
@@ -49,13 +49,13 @@ class ExampleSettings:
         """The token put after each document, or None."""
         return None if self.add_eos is False else self.eos_id
 
-    def identity_inputs(self) -> dict[str, Any]:
+    def identity_inputs(self) -> JsonObject:
         """Return the inputs of a store's identity except `fields` and `end_id`.
 
         Default values are not included, so the settings of version 0.1 still give the same
         identity.
         """
-        inputs: dict[str, Any] = {
+        inputs: JsonObject = {
             "prefix": self.source_prefix,
             "fields_from_example": self.fields_from_example,
             "chat": self.chat_template and self.chat_template.identity,
@@ -66,7 +66,7 @@ class ExampleSettings:
         }
         return {key: value for key, value in inputs.items() if value not in (None, "")}
 
-    def _grammar_inputs(self) -> list[Any] | None:
+    def _grammar_inputs(self) -> list[JsonValue] | None:
         """Return the inputs that decide what fields mean, or None for plain columns.
 
         Plain columns are a single column. With an encoder they are any columns, in brackets or not.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from trainer.data.files import io_error
 from trainer.files.json_values import load_json
 from trainer.files.reading import not_regular_error, read_regular_file
 from trainer.models.errors import Key, Option, PrepError, Text
+from trainer.models.json_types import JsonObject
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_HINT = Text(Key("data.tokenizer", "PATH", is_override=True))
@@ -304,7 +305,7 @@ def _missing_tokenizer_error(path: Path) -> PrepError:
 MAX_SETTINGS_NBYTES = 64_000_000
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """Return the object in a settings file of a tokenizer. A missing file gives an empty one.
 
     Raises:
@@ -319,7 +320,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise PrepError(f"{path} is not JSON", str(error), FILE_HINT) from None
     if not isinstance(value, dict):
         raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}", FILE_HINT)
-    return cast(dict[str, Any], value)
+    return cast(JsonObject, value)
 
 
 def read_text_file(path: Path, max_nbytes: int) -> str | None:

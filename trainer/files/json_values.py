@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
-# A value of a JSON text. A reader narrows it: a text of a user or of another program may hold any value.
-JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
-JsonObject: TypeAlias = dict[str, JsonValue]
+from trainer.models.json_types import JsonObject, JsonValue
 
 # Nested objects and lists. Python's recursion limit of 1,000 frames stops recursive code at about
 # 900.
@@ -45,17 +44,17 @@ def load_json(data: bytes) -> Any:
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: JsonValue) -> None:
     """Raise ValueError if objects or lists are nested too deeply."""
     # A stack of (value, depth) instead of recursion, which would end at Python's own limit.
-    pending: list[tuple[Any, int]] = []
+    pending: list[tuple[JsonObject | list[JsonValue], int]] = []
     if isinstance(value, dict | list):
         pending.append((value, 1))
     while pending:
         container, depth = pending.pop()
         if depth > MAX_DEPTH:
             raise _depth_error()
-        children = container
+        children: Iterable[JsonValue] = container
         if isinstance(container, dict):
             children = container.values()
         pending += [(child, depth + 1) for child in children if isinstance(child, dict | list)]

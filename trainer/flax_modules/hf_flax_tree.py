@@ -15,7 +15,13 @@ from jax import Array
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, SizedAxis, bind_row
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import Family, HFConfig, layout_rows, parameter_rows
+from trainer.models.parameters import (
+    Family,
+    HFConfig,
+    layout_rows,
+    parameter_rows,
+    read_size,
+)
 
 LAYOUT = "hf-flax"
 # Parameters that an error names.
@@ -114,7 +120,7 @@ def _flax_rows(family: Family, config: HFConfig) -> dict[str, ParsedAxisMap]:
 
 
 def _true_vocab_size(family: Family, config: HFConfig) -> int:
-    return config.get("true_vocab_size") or family.sizes(config)["vocab"]
+    return read_size(config, "true_vocab_size", family.sizes(config)["vocab"])
 
 
 def _check_leaves(

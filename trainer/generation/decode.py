@@ -28,6 +28,7 @@ from trainer.nn.kv_cache import KVCache, empty_kv_cache
 from trainer.nn.layer_stack import run_stack
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
+from trainer.nn.recurrent_cache import STATE, empty_recurrent_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +184,39 @@ def init_kv_cache(
 ) -> KVCache:
     """Allocate an empty KV cache for tokens of shape [B, S]."""
     rows, slots = shape
-    windows = model.arch_config.sliding_windows
+    arch_config = model.arch_config
+    windows = [arch_config.sliding_windows[layer] for layer in arch_config.attention_layers]
     options = (forward_config.dtype, forward_config.sharding)
     if model.arch_config.latent_key_dim:
         # The weights of the latent and of the shared keys are [C, D] and [P, D].
         latent_dim, _ = _layer_shape(model, "attn.kv_down.weight")
         rope_dim, _ = _layer_shape(model, "attn.k_rope.weight")
         return empty_kv_cache(windows, (rows, slots, 1, latent_dim), *options, value_dim=rope_dim)
-    kv_heads, head_dim, _ = _layer_shape(model, "attn.k.weight")
-    return empty_kv_cache(windows, (rows, slots, kv_heads, head_dim), *options)
+    if not windows:
+        cache = KVCache({}, jnp.int32(0), slots)
+    else:
+        kv_heads, head_dim, _ = _layer_shape(model, "attn.k.weight")
+        cache = empty_kv_cache(windows, (rows, slots, kv_heads, head_dim), *options)
+    if arch_config.mixer is None:
+        return cache
+    shapes = _recurrent_shapes(model, rows)
+    return replace(cache, recurrent=empty_recurrent_cache(shapes, *options))
+
+
+def _recurrent_shapes(model: ModelSpec, rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the states of recurrent layers, by name."""
+    mixer = model.arch_config.mixer
+    assert mixer is not None
+    layers = len(model.arch_config.mixer_layers)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in mixer.convolutions:
+        *channels, taps = _layer_shape(model, f"mixer.{name}.weight")
+        shapes[name] = (layers, rows, taps - 1, *channels)
+    if mixer.has_state:
+        _, key_dim, _ = _layer_shape(model, "mixer.k_conv.weight")
+        groups, heads, value_dim, _ = _layer_shape(model, "mixer.v_conv.weight")
+        shapes[STATE] = (layers, rows, groups, heads, key_dim, value_dim)
+    return shapes
 
 
 def _layer_shape(model: ModelSpec, suffix: str) -> list[int]:
@@ -328,6 +353,7 @@ def decode_step(
         mask=mask,
         cos_sin_by_rope=cos_sin,
         encoder_output=encoder_output,
+        document_positions=q_positions,
     )
     x, updated_cache = run_stack(x, params, context, kv_cache)
     x = transformer.lm_head_input(params, x, model, forward_config)

@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from trainer.models.axis_map import ATTENTION_LAYERS, DENSE_LAYERS, MIXER_LAYERS, SPARSE_LAYERS
 from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.json_types import HFConfig, JsonValue
 from trainer.models.layer_groups import LayerSchedule, group_indices, layer_schedule
+from trainer.models.mixer_config import Mixer
 from trainer.models.moe_config import SOFTMAX_ROUTER, ClampedSwiglu, Router
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
@@ -29,6 +32,8 @@ ACTIVATIONS = (
 FULL_ATTENTION = 0
 # Wider windows fit no int32 and no sequence is that long.
 MAX_WINDOW = 1 << 30
+# Attention without chunks.
+NO_CHUNK = 0
 NO_SOFTCAP = 0.0
 NO_CLIP = 0.0
 # Residual connections and norms of a layer. `trainer.nn.block` has a function for each.
@@ -141,10 +146,12 @@ class LayerKind(NamedTuple):
     Attributes:
         window: Number of visible positions, including the token's own position, or FULL_ATTENTION.
         rope: Rotary embedding. None if queries and keys do not rotate.
+        chunk: Number of positions of a chunk, or NO_CHUNK.
     """
 
     window: int
     rope: Rope | None
+    chunk: int = NO_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,10 @@ class ArchConfig:
         local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
         layers_without_rope: Indices of the layers without rotation in a model with `rope` (NoPE,
             arXiv:2305.19466).
+        query_scale: Factor of the queries of these layers, as a `Rope` without rotated elements.
+        attention_chunk: Number of positions of a chunk (Llama 4): a token attends to the earlier
+            tokens of its chunk, positions floor(p / n) n to p. NO_CHUNK means no chunks.
+        chunked_layers: Indices of the layers with chunks.
         rotary_pairs: The elements of a head that rotate together: element i of each half, or
             neighbouring elements.
         has_sinusoidal_positions: Whether fixed sines and cosines of the position are added to the
@@ -179,12 +190,15 @@ class ArchConfig:
         qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
             or those of all heads together.
         rotates_before_qk_norm: Whether the norms of queries and keys follow their rotation.
+        has_plain_qk_norm: Whether queries and keys with rotation have an RMS norm without a scale.
         qkv_clip: Bound of the elements of queries, keys and values, or NO_CLIP.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
         experts_per_token: Number of experts per token, or 0 for a dense MLP.
         router: Selection of the experts and their weights.
         dense_layers: Numbers of the layers with a dense MLP in a model with experts.
+        mixer: Recurrent mixer of some or all layers.
+        mixer_layers: Numbers of the layers with the mixer. They have no attention.
         clamped_swiglu: Gating of the experts in place of `activation`, with a bound.
         latent_key_dim: Elements of a key that come from the latent of multi-head latent attention, or
             0 for attention with a projection of keys.
@@ -212,6 +226,9 @@ class ArchConfig:
     has_final_norm: bool = True
     local_rope: Rope | None = None
     layers_without_rope: tuple[int, ...] = ()
+    query_scale: Rope | None = None
+    attention_chunk: int = NO_CHUNK
+    chunked_layers: tuple[int, ...] = ()
     rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
     has_sinusoidal_positions: bool = False
     position_offset: int = 0
@@ -219,12 +236,15 @@ class ArchConfig:
     residual_scale: float = 1.0
     qk_norm_axes: Literal["head", "all_heads"] = "head"
     rotates_before_qk_norm: bool = False
+    has_plain_qk_norm: bool = False
     qkv_clip: float = NO_CLIP
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0
     router: Router = SOFTMAX_ROUTER
     dense_layers: tuple[int, ...] = ()
+    mixer: Mixer | None = None
+    mixer_layers: tuple[int, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     latent_key_dim: int = 0
     latent_norm_eps: float = 1e-6
@@ -238,7 +258,8 @@ class ArchConfig:
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
-        return self.rope is None and self.score_bias is None and not self.has_sinusoidal_positions
+        has_other_order = self.score_bias is not None or self.mixer is not None
+        return self.rope is None and not has_other_order and not self.has_sinusoidal_positions
 
     @property
     def norm_scale_offset(self) -> float:
@@ -258,16 +279,37 @@ class ArchConfig:
         for layer, window in enumerate(self.sliding_windows):
             rope = self.rope
             if layer in self.layers_without_rope:
-                rope = None
+                rope = self.query_scale
             elif self.local_rope is not None and window != FULL_ATTENTION:
                 rope = self.local_rope
-            kinds.append(LayerKind(window, rope))
+            chunk = self.attention_chunk if layer in self.chunked_layers else NO_CHUNK
+            kinds.append(LayerKind(window, rope, chunk))
         return tuple(kinds)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with attention."""
+        return self._other_layers(self.mixer_layers)
+
+    @property
+    def layer_groups(self) -> dict[str, tuple[int, ...]]:
+        """Groups of layers with parameters that other layers do not have -> numbers of their layers."""
+        groups: dict[str, tuple[int, ...]] = {}
+        if self.dense_layers:
+            groups[DENSE_LAYERS] = self.dense_layers
+            groups[SPARSE_LAYERS] = self._other_layers(self.dense_layers)
+        if self.mixer_layers and self.attention_layers:
+            groups[ATTENTION_LAYERS] = self.attention_layers
+            groups[MIXER_LAYERS] = self.mixer_layers
+        return groups
+
+    def _other_layers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer for layer in range(len(self.sliding_windows)) if layer not in layers)
 
     @property
     def group_indices(self) -> tuple[dict[str, int], ...]:
         """For each layer the groups that have its weights, and its index in each of them."""
-        return group_indices(len(self.sliding_windows), self.dense_layers)
+        return group_indices(len(self.sliding_windows), self.layer_groups)
 
     @property
     def layer_schedule(self) -> LayerSchedule:
@@ -281,7 +323,7 @@ class ArchConfig:
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
-def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
+def reject_unsupported_fields(config: HFConfig, *supported_fields: str) -> None:
     """Raise PrepError if a config sets a semantic field without support in the family.
 
     Args:
@@ -307,7 +349,7 @@ def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str)
             raise unsupported_config_error(f"`{field}` is not supported for this family", why)
 
 
-def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
+def read_activation(config: HFConfig, key: str, default: str) -> str:
     """Return the activation in a config field.
 
     Args:
@@ -341,7 +383,7 @@ def _canonical_activation(name: str) -> str:
     return EQUIVALENT_ACTIVATIONS.get(name, name)
 
 
-def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
+def read_positive(config: HFConfig, key: str, default: float) -> float:
     """Return the number in a config field, or the default if the field is absent or null.
 
     Raises:
@@ -358,7 +400,7 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> float:
+def read_softcap(config: HFConfig, key: str, default: float | None) -> float:
     """Return the softcap in a config field: NO_SOFTCAP if it is null, the default if the field is absent.
 
     Raises:
@@ -370,7 +412,7 @@ def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> 
 
 
 def read_sliding_windows(
-    config: Mapping[str, Any], layers: int, window: int | None, is_sliding: Callable[[int], bool]
+    config: HFConfig, layers: int, window: JsonValue, is_sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
     """Return the sliding window of each layer, from `layer_types` or from the layer's index.
 
@@ -402,7 +444,7 @@ def read_sliding_windows(
     )
 
 
-def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
+def uniform_windows(layers: int, window: JsonValue) -> tuple[int, ...]:
     """Return the same sliding window for each layer.
 
     In some families Transformers ignores `layer_types` and uses one window in all layers.
@@ -413,7 +455,7 @@ def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
     return (_read_window(window),) * layers
 
 
-def _read_window(window: Any) -> int:
+def _read_window(window: JsonValue) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.errors import Key, text, usage_error
 from trainer.models.param_tree import ParamLeaf, dim_extent
 from trainer.models.remat import SAVES_SCORES, RematPolicy
 
@@ -18,6 +19,7 @@ class AttentionFeature(StrEnum):
     CAUSAL = "causal masks"
     WINDOW = "sliding windows"
     MIXED_WINDOWS = "windows that differ between layers"
+    CHUNKS = "chunks of positions"
     BIDIRECTIONAL = "attention without a causal mask"
     CROSS = "cross-attention"
     GROUPED_HEADS = "grouped query heads"
@@ -73,6 +75,8 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.WINDOW
     if len({*arch_config.sliding_windows}) > 1:
         yield AttentionFeature.MIXED_WINDOWS
+    if arch_config.chunked_layers:
+        yield AttentionFeature.CHUNKS
     if arch_config.encoder is not None:
         yield from (
             AttentionFeature.BIDIRECTIONAL,
@@ -90,6 +94,28 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[AttentionFeature]:
         yield AttentionFeature.SINKS
     if arch_config.scale_attn_by_inverse_layer_idx:
         yield AttentionFeature.LAYER_SCALE
+
+
+def check_mixer(arch_config: ArchConfig, features: frozenset[AttentionFeature]) -> None:
+    """Check the features of a run against the recurrent mixer of a model.
+
+    Raises:
+        UsageError: The mixer needs whole sequences or every token, and the run has neither.
+    """
+    if arch_config.mixer is None:
+        return
+    if AttentionFeature.SPLIT_SEQUENCE in features:
+        raise usage_error(
+            "sequences split over sp are not supported for this model",
+            "a recurrent layer needs the state of all earlier tokens of a row",
+            "a `mesh` without sp",
+        )
+    if AttentionFeature.FCM in features:
+        raise usage_error(
+            "forgetful causal masking is not supported for this model",
+            "it hides keys of attention, and recurrent layers have none",
+            text("a recipe without {}", Key("model.fcm_ratio")),
+        )
 
 
 def run_features(

@@ -55,8 +55,13 @@ ENCODER_LAYERS = "encoder_layers"
 # Path parts and atoms of the layers of one kind, in a model with both dense and MoE layers.
 DENSE_LAYERS = "dense_layers"
 SPARSE_LAYERS = "sparse_layers"
+# The same in a model in which some layers have attention and some a recurrent mixer.
+ATTENTION_LAYERS = "attention_layers"
+MIXER_LAYERS = "mixer_layers"
+# Atoms of the layers that have a part which other layers of the model do not have.
+GROUP_ATOMS = (DENSE_LAYERS, SPARSE_LAYERS, ATTENTION_LAYERS, MIXER_LAYERS)
 # Atoms that count layers. A leaf has at most one of them.
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, DENSE_LAYERS, SPARSE_LAYERS)
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS, *GROUP_ATOMS)
 
 
 def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.models.boxes import Box
+from trainer.models.manifest_fields import StepFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,14 @@ class CheckpointStore(Protocol):
         ...
 
     def start_save(
-        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]
+        self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: StepFields
     ) -> PendingSave:
         """Begin to save a checkpoint. The leaves may change after the call.
 
         Args:
             step: Step of the state.
             leaves: The state's leaves by dotted name.
-            manifest_fields: Extra entries for the manifest.
+            manifest_fields: Additional entries of the manifest.
 
         Returns:
             The save, which may continue in the background. The next one begins after its end.

@@ -8,6 +8,8 @@ from trainer.models.errors import usage_error
 WHOLE = -1
 # Blocks of a row on each device of a mesh that splits tokens. A tile of attention is within one.
 RING_BLOCKS = 2
+# Tokens of a chunk of a linear recurrence, as in the kernels of flash-linear-attention.
+SCAN_CHUNK_SIZE = 64
 
 
 def chunk_length(chunk_size: int, length: int) -> int:

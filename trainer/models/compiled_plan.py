@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.models.json_types import JsonObject
+
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # An asynchronous operation is counted at its `-done` line, because only this line has the type of
 # the result. A TPU reduces and scatters in a fusion named after both. The all-reduce inside that
@@ -70,7 +72,7 @@ class CompiledPlan:
         """Bytes that the step needs: temporary arrays, arguments, and outputs that do not alias them."""
         return self.temp_nbytes + self.argument_nbytes + self.output_nbytes - self.alias_nbytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the plan as a JSON object."""
         return asdict(self)
 

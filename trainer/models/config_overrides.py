@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainer.models.dropout_config import DROPOUT_SITES
 from trainer.models.errors import INVALID_CONFIG, PrepError, text, usage_error
-from trainer.models.parameters import Family, HFConfig
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.parameters import Family
 from trainer.models.presets import PRESETS
 from trainer.models.registry import family_of, fields_read
 from trainer.models.suggest import did_you_mean
@@ -27,7 +25,7 @@ TYPE_NAMES = {
 }
 
 
-def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+def override_fields(config: HFConfig, overrides: HFConfig | None) -> JsonObject:
     """Return a config with other values of some fields.
 
     Args:
@@ -48,7 +46,7 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
     return changed
 
 
-def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
+def _check_values(config: HFConfig, overrides: HFConfig) -> None:
     """Raise UsageError if a config is invalid because of its overrides.
 
     Raise PrepError if it is invalid without them as well.
@@ -67,7 +65,7 @@ def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
         raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, hint) from error
 
 
-def _check_field(config: HFConfig, field: str, value: Any) -> None:
+def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
     known = _known_fields(config)
     if field not in known:
         why = f"neither the config.json nor the family {config.get('model_type')} has this field"
@@ -95,7 +93,7 @@ def _known_fields(config: HFConfig) -> set[str]:
     )
 
 
-def _example_value(config: HFConfig, field: str) -> Any:
+def _example_value(config: HFConfig, field: str) -> JsonValue:
     """Return a value of a field: of the config, else of a published config of its family, or None."""
     family = family_of(config)
     # Configs may have integers.
@@ -114,7 +112,7 @@ def _dropout_fields(family: Family) -> set[str]:
     return {rate[0] for rate in rates if rate is not None}
 
 
-def _has_type_of(value: Any, example: Any) -> bool:
+def _has_type_of(value: JsonValue, example: JsonValue) -> bool:
     """Return whether a value has the type of an example. An integer is also a number."""
     if isinstance(example, float):
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeGuard
 
 from trainer.models.errors import invalid_config_error, usage_error
+from trainer.models.json_types import HFConfig
 from trainer.models.suggest import did_you_mean
 
 DROPOUT_KEY = "model.dropout"
@@ -56,7 +57,7 @@ class DropoutFields:
 ATTENTION_DROPOUT = DropoutFields()
 
 
-def read_dropout(config: Mapping[str, Any], dropout_fields: DropoutFields) -> dict[str, float]:
+def read_dropout(config: HFConfig, dropout_fields: DropoutFields) -> dict[str, float]:
     """Return the dropout rate of each site in a config.json. A field that is absent or null has its default.
 
     Raises:
@@ -65,7 +66,7 @@ def read_dropout(config: Mapping[str, Any], dropout_fields: DropoutFields) -> di
     return {site: _read_rate(config, getattr(dropout_fields, site)) for site in DROPOUT_SITES}
 
 
-def _read_rate(config: Mapping[str, Any], config_field: ConfigField) -> float:
+def _read_rate(config: HFConfig, config_field: ConfigField) -> float:
     if config_field is None:
         return 0.0
     name, default = config_field
@@ -79,7 +80,7 @@ def _read_rate(config: Mapping[str, Any], config_field: ConfigField) -> float:
     return float(value)
 
 
-def _is_rate(value: object) -> bool:
+def _is_rate(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
@@ -87,7 +88,7 @@ def resolve_dropout(
     value: float | str | Mapping[str, float],
     *,
     fcm_ratio: tuple[float, float],
-    config: Mapping[str, Any],
+    config: HFConfig,
     dropout_fields: DropoutFields,
 ) -> DropoutConfig:
     """Return the rates of a run.
@@ -109,7 +110,7 @@ def resolve_dropout(
     return DropoutConfig(**rates, fcm_ratio=fcm_ratio)
 
 
-def check_dropout_table(table: Mapping[str, Any]) -> None:
+def check_dropout_table(table: Mapping[str, object]) -> None:
     """Check a table of dropout rates by site.
 
     Raises:

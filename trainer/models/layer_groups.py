@@ -1,15 +1,16 @@
 """Groups of layers with different parameters, and the order in which layers are scanned. Pure.
 
 In a model with both dense and MoE layers the MLPs of each group are stacked: `dense_layers.mlp.up.weight` has one
-entry per dense layer, and `sparse_layers.mlp.up.weight` one per MoE layer. All other parameters are in `layers`.
+entry per dense layer, and `sparse_layers.mlp.up.weight` one per MoE layer. In the same way `attention_layers` and
+`mixer_layers` have the attention and the recurrent mixers of a model with both. All other parameters are in `layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
+from trainer.models.axis_map import LAYERS
 
 
 class LayerSchedule(NamedTuple):
@@ -76,21 +77,24 @@ def repeating_period(kinds: Sequence[object]) -> int:
     return period
 
 
-def group_indices(num_layers: int, dense_layers: Collection[int]) -> tuple[dict[str, int], ...]:
+def group_indices(
+    num_layers: int, groups: Mapping[str, Collection[int]]
+) -> tuple[dict[str, int], ...]:
     """Return for each layer its groups, and its index in each of them.
 
-    With 3 layers and the dense layer 0, layer 2 is layer 2 of `layers` and layer 1 of `sparse_layers`.
+    With 3 layers and layer 0 in `dense_layers`, layer 2 is layer 2 of `layers` and layer 1 of `sparse_layers`.
 
     Args:
         num_layers: Number of layers.
-        dense_layers: Numbers of the dense layers of a model with experts.
+        groups: Groups of some layers -> numbers of their layers. All layers are in `layers`.
     """
-    if not dense_layers:
-        return tuple({LAYERS: layer} for layer in range(num_layers))
-    counts = {DENSE_LAYERS: 0, SPARSE_LAYERS: 0}
+    counts = dict.fromkeys(groups, 0)
     indices: list[dict[str, int]] = []
     for layer in range(num_layers):
-        group = DENSE_LAYERS if layer in dense_layers else SPARSE_LAYERS
-        indices.append({LAYERS: layer, group: counts[group]})
-        counts[group] += 1
+        layer_indices = {LAYERS: layer}
+        for group, members in groups.items():
+            if layer in members:
+                layer_indices[group] = counts[group]
+                counts[group] += 1
+        indices.append(layer_indices)
     return tuple(indices)

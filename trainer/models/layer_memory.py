@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, BlockType
-from trainer.models.chunk_sizes import chunk_length, expert_block_length
+from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE, chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
@@ -23,6 +23,8 @@ TILE_COPIES = 4
 FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
+# Arrays [B, T, C] that the backward pass of a short convolution reads.
+CONV_ARRAYS = 6
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -54,7 +56,7 @@ class LayerStack:
         arch_config: The choices of these layers.
         prefix: Prefix of their paths.
         seq_length: Number of queries.
-        kv_lengths: Number of keys of each attention of a layer, by name.
+        kv_lengths: Number of keys of each attention of a layer, by name. Empty for layers with a recurrent mixer.
         groups: Groups of layers with the weights of these layers -> number of layers of the group.
         mlp_dim: Logical dim of the hidden units.
     """
@@ -75,7 +77,7 @@ class LayerStack:
     @property
     def score_nbytes(self) -> int:
         """Bytes of the largest float32 scores of a layer."""
-        return FLOAT32 * max(map(self._score_size, self.kv_lengths.values()))
+        return FLOAT32 * max(map(self._score_size, self.kv_lengths.values()), default=0)
 
     @property
     def weight_nbytes(self) -> int:
@@ -128,6 +130,11 @@ class LayerStack:
             - self._absent_block_nbytes()
         )
 
+    @property
+    def num_mixings(self) -> int:
+        """Number of sublayers in which tokens read other tokens: attentions, or a recurrent mixer."""
+        return max(1, len(self.kv_lengths))
+
     def _input_nbytes(self) -> int:
         """Return the bytes of the residual stream before a layer."""
         return (
@@ -179,14 +186,35 @@ class LayerStack:
         return (
             self._saved_scores_nbytes()
             + heads
+            + self._mixer_nbytes()
             + self._norm_nbytes()
             + self._block_inputs_nbytes()
             + hidden
         )
 
+    def _mixer_nbytes(self) -> int:
+        """Return the bytes that the backward pass of a recurrent mixer reads. 0 without one."""
+        mixer = self.arch_config.mixer
+        if mixer is None:
+            return 0
+        inputs = self.inputs
+        num_tokens = inputs.local_batch_size * self.seq_length
+        if not mixer.has_state:
+            channels = inputs.local_extent("mixer_channels")
+            return CONV_ARRAYS * num_tokens * channels * inputs.itemsize
+        groups = inputs.local_extent("mixer_groups")
+        heads = groups * inputs.local_extent("group_heads")
+        key_dim = inputs.extent("mixer_state")
+        value_dim = inputs.extent("mixer_head_dim")
+        values = heads * value_dim
+        channels = 2 * groups * key_dim + values
+        num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
+        states = FLOAT32 * num_states * values * key_dim
+        return num_tokens * (channels + values) * (4 * inputs.itemsize + FLOAT32) + states
+
     def _block_inputs_nbytes(self) -> int:
-        """Return the bytes of the unsplit inputs of attentions and MLP."""
-        return (1 + len(self.kv_lengths)) * self._residual_size() * self.inputs.itemsize
+        """Return the bytes of the unsplit inputs of attentions, or of the mixer, and of the MLP."""
+        return (1 + self.num_mixings) * self._residual_size() * self.inputs.itemsize
 
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
     # units, all on one device.
@@ -228,7 +256,7 @@ class LayerStack:
         num_norms = (
             NORMS_PER_BLOCK[block_type]
             - OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
-            + len(self.kv_lengths)
+            + self.num_mixings
             - 1
         )
         # Norms before projections run chunk by chunk, so only one chunk counts: [B, chunk, D].
@@ -265,7 +293,7 @@ class LayerStack:
 
     def _normalizer_nbytes(self) -> int:
         """Return the bytes of one log-sum-exp per query, in self- and cross-attention. 0 without tiles."""
-        if self.inputs.attention_tile is None:
+        if self.inputs.attention_tile is None or not self.kv_lengths:
             return 0
         return (
             FLOAT32

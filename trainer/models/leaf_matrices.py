@@ -13,14 +13,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.models.axis_map import LAYER_ATOMS
+from trainer.models.axis_map import GROUP_ATOMS, LAYER_ATOMS, LAYERS
 from trainer.models.param_tree import ParamLeaf
 
 # Adjacent axes of these names form one matrix dim.
-HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim", "kv_dim", "value_dim"})
+HEAD_DIMS = frozenset(
+    {
+        *("heads", "kv_heads", "head_dim", "kv_dim", "value_dim"),
+        *("mixer_groups", "group_heads", "mixer_head_dim", "mixer_state", "mixer_fused"),
+    }
+)
 EXPERTS = "experts"
 # A parameter of a layer has one of these parts in its path.
-LAYER_PARTS = frozenset({"layers", "dense_layers", "sparse_layers"})
+LAYER_PARTS = frozenset({LAYERS, *GROUP_ATOMS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from trainer.models.parameters import (
 from trainer.models.registry import family_of
 from trainer.models.rows import atoms_in, split_dims, split_row
 from trainer.models.suggest import suggest
+from trainer.models.text_part import with_prefixes
 from trainer.models.verbatim import recorded_family
 
 RANK_ATOM = "lora_rank"
@@ -48,6 +49,8 @@ LORA_A = "lora_a"
 LORA_B = "lora_b"
 PEFT_PREFIX = "base_model.model."
 DEFAULT_TARGETS = ("attn.q", "attn.v")
+# Usual name of a projection -> its name in latent attention, where one tensor gives the keys and values of all heads.
+LATENT_PROJECTIONS = {"attn.q": "attn.q_up", "attn.k": "attn.kv_up", "attn.v": "attn.kv_up"}
 WEIGHT = ".weight"
 # Far above any setting. Larger numbers overflow float32.
 MAX_ALPHA = 1e30
@@ -119,9 +122,21 @@ def manifest_family(manifest: Mapping[str, Any]) -> Family:
     config = manifest["config"]
     lora = lora_from_manifest(manifest)
     family = family_of(config)
-    if lora is None:
-        return family
-    return lora_family(family, config, lora)
+    # Adapters have the names of the text model alone.
+    if lora is not None:
+        return lora_family(family, config, lora)
+    if towers := manifest.get("towers"):
+        return with_prefixes(family, _prefix(towers, "prefix"), _prefix(towers, "head_prefix"))
+    return family
+
+
+def _prefix(towers: Mapping[str, Any], key: str) -> str:
+    """Return a prefix of tensor names in a manifest."""
+    prefix = towers.get(key)
+    if not isinstance(prefix, str):
+        why = f"`towers` has the {key} {prefix!r:.60}"
+        raise PrepError("the manifest is invalid", why, GET_AGAIN_HINT)
+    return prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +214,27 @@ def _projection(path: str, parameter: Parameter) -> Projection | None:
 def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> list[Projection]:
     """Return the projections with an adapter: each that matches a pattern, and all that share its tensor.
 
+    In latent attention `attn.q` selects the last projection of queries, and `attn.k` and `attn.v` select `attn.kv_up`.
+
     Raises:
         UsageError: A pattern matches no projection of the model.
     """
     every = list(projections(family, config))
-    for pattern in targets:
-        if not any(fnmatch.fnmatchcase(projection.name, pattern) for projection in every):
-            raise _unknown_target_error(family, every, pattern)
     matching: set[str] = set()
     for pattern in targets:
-        # `fnmatchcase`, because `fnmatch` ignores case on Windows.
-        matching |= {p.module for p in every if fnmatch.fnmatchcase(p.name, pattern)}
+        modules = _matching_modules(every, pattern)
+        if not modules and pattern in LATENT_PROJECTIONS:
+            modules = _matching_modules(every, LATENT_PROJECTIONS[pattern])
+        if not modules:
+            raise _unknown_target_error(family, every, pattern)
+        matching |= modules
     return [projection for projection in every if projection.module in matching]
+
+
+def _matching_modules(every: Sequence[Projection], pattern: str) -> set[str]:
+    """Return the modules of the projections that match a pattern."""
+    # `fnmatchcase`, because `fnmatch` ignores case on Windows.
+    return {p.module for p in every if fnmatch.fnmatchcase(p.name, pattern)}
 
 
 def _unknown_target_error(family: Family, every: Sequence[Projection], pattern: str) -> PrepError:

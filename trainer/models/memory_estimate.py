@@ -39,6 +39,9 @@ The derivative of each operation determines the activations that the backward pa
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
     latent attention     as heads, with the width of values in place of E where they differ
+    recurrent mixers     in place of heads: 6*B*T*C*c of a short convolution of C channels. Of a gated delta net
+                         or of Mamba-2, B*T*C*(4*c + 4) for the C channels of its convolutions, B*T*V*(4*c + 4) for
+                         the V elements of its output, and one state per chunk of tokens, float32
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,
                          with their gradients, and a block of hidden units
@@ -65,7 +68,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.models.axis_map import DENSE_LAYERS, LAYERS, SPARSE_LAYERS
+from trainer.models.axis_map import DENSE_LAYERS, LAYERS, MIXER_LAYERS
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
@@ -131,7 +134,9 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         moments=_optimizer_nbytes(inputs, num_trained),
         gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
-        layer=max(stack.working_set_nbytes for stack in stacks) + _first_layers_nbytes(inputs),
+        layer=max(stack.working_set_nbytes for stack in stacks)
+        + _first_layers_nbytes(inputs)
+        + _period_nbytes(inputs),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
         batch=_batch_nbytes(inputs),
@@ -143,8 +148,20 @@ def _first_layers_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of dense layers before the scan, which XLA for CPUs computes again during it."""
     if not inputs.arch_config.dense_layers or not inputs.blocks_overlap:
         return 0
-    dense, _ = layer_stacks(inputs)
+    dense = next(stack for stack in layer_stacks(inputs) if DENSE_LAYERS in stack.groups)
     return inputs.arch_config.layer_schedule.num_first * dense.overlapping_nbytes()
+
+
+def _period_nbytes(inputs: MemoryInputs) -> int:
+    """Return the working set of the other layers of a period with both attention and mixers."""
+    arch_config = inputs.arch_config
+    schedule = arch_config.layer_schedule
+    if MIXER_LAYERS not in arch_config.layer_groups or schedule.num_periods < 2:
+        return 0
+    overlapping = {tuple(s.groups): s.overlapping_nbytes() for s in layer_stacks(inputs)}
+    period = range(schedule.num_first, schedule.num_first + schedule.period)
+    sizes = [overlapping[tuple(arch_config.group_indices[layer])] for layer in period]
+    return sum(sizes) - max(sizes)
 
 
 def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
@@ -188,7 +205,7 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
 
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
-    """Yield the decoder's layers, and the encoder's if there is one. Dense and MoE layers are separate."""
+    """Yield the decoder's layers, and the encoder's if there is one. Layers of different kinds are separate."""
     encoder = inputs.arch_config.encoder
     length = inputs.local_length(inputs.seq_length)
     source_length = inputs.local_length(inputs.source_length)
@@ -200,7 +217,7 @@ def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
         kv_lengths={"attn": length} | ({"cross": source_length} if encoder else {}),
         groups={LAYERS: len(inputs.arch_config.sliding_windows)},
     )
-    if inputs.arch_config.dense_layers:
+    if inputs.arch_config.layer_groups or inputs.arch_config.mixer_layers:
         yield from _split_by_group(decoder)
     else:
         yield decoder
@@ -216,21 +233,26 @@ def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
 
 
 def _split_by_group(stack: LayerStack) -> Iterable[LayerStack]:
-    """Yield the dense layers and the MoE layers of a stack with both."""
+    """Yield the layers of each kind of a stack: dense and MoE layers, layers with attention and with a mixer."""
     arch_config = stack.arch_config
-    dense = set(arch_config.dense_layers)
-    kinds = ((DENSE_LAYERS, "dense_mlp", 0), (SPARSE_LAYERS, "mlp", arch_config.experts_per_token))
-    for group, mlp_dim, experts_per_token in kinds:
-        layers = [i for i in range(stack.num_layers) if (i in dense) == (group == DENSE_LAYERS)]
-        windows = tuple(arch_config.sliding_windows[layer] for layer in layers)
+    layers_by_kind: dict[tuple[str, ...], list[int]] = {}
+    for layer, indices in enumerate(arch_config.group_indices):
+        layers_by_kind.setdefault(tuple(indices), []).append(layer)
+    members = {**stack.groups, **{g: len(m) for g, m in arch_config.layer_groups.items()}}
+    for kind, layers in layers_by_kind.items():
+        is_dense = DENSE_LAYERS in kind
+        has_mixer = layers[0] in arch_config.mixer_layers
         yield replace(
             stack,
             arch_config=replace(
                 arch_config,
-                sliding_windows=windows,
+                sliding_windows=tuple(arch_config.sliding_windows[layer] for layer in layers),
                 dense_layers=(),
-                experts_per_token=experts_per_token,
+                experts_per_token=0 if is_dense else arch_config.experts_per_token,
+                mixer=arch_config.mixer if has_mixer else None,
+                mixer_layers=tuple(range(len(layers))) if has_mixer else (),
             ),
-            groups={**stack.groups, group: len(layers)},
-            mlp_dim=mlp_dim,
+            kv_lengths={} if has_mixer else stack.kv_lengths,
+            groups={group: members[group] for group in kind},
+            mlp_dim="dense_mlp" if is_dense else "mlp",
         )

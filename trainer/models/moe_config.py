@@ -35,6 +35,8 @@ class Router:
         group_score: Score of a group: its largest choice, or the sum of the two largest.
         min_weight_sum: Lower bound of the sum that weights are divided by.
         weight_sum_offset: Added to the sum that weights are divided by.
+        scales_input: Whether a weight multiplies the input of its expert instead of the output
+            (Llama 4).
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -45,6 +47,7 @@ class Router:
     group_score: Literal["maximum", "top_two"] = "maximum"
     min_weight_sum: float = 0.0
     weight_sum_offset: float = 0.0
+    scales_input: bool = False
 
     def check_experts(self, num_experts: int, experts_per_token: int) -> None:
         """Check the groups against the number of experts.

@@ -131,7 +131,7 @@ def unflatten_tree(flat: Mapping[str, T]) -> Tree:
     return tree
 
 
-def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_tree(tree: Tree, prefix: str = "") -> dict[str, Any]:
     """Return a dict with dotted paths, each after `prefix`, from nested dicts."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():

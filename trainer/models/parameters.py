@@ -7,9 +7,9 @@ A family is data: rows of text, functions from a Hugging Face config to axis siz
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import (
@@ -26,9 +26,8 @@ from trainer.models.axis_map import (
 )
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError, invalid_config_error
+from trainer.models.json_types import HFConfig
 
-# The content of a config.json.
-HFConfig = Mapping[str, Any]
 # Name of a field that must be true, ALWAYS, or a predicate of the config.
 Condition = str | Callable[[HFConfig], bool]
 ALWAYS: Condition = ""
@@ -40,6 +39,8 @@ ENCODER = "encoder"
 DECODER = "decoder"
 # Name of the family of checkpoints with unknown architectures. See `trainer.models.verbatim`.
 VERBATIM = "verbatim"
+# Description of the layers in `Family.prediction_layers`.
+PREDICTION_RULE = "layer of multi-token prediction, which the model does not run"
 MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
 # Path parts of token, position and relative position embeddings.
@@ -143,6 +144,8 @@ class Family:
         name: `model_type` of its config.json, or VERBATIM.
         prefix: Prefix of tensor names in a file of the model with its head.
         unprefixed: Tensors without the prefix.
+        head_prefix: Prefix of the tensors in `unprefixed`. Only the text part of a multimodal
+            checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
         dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
@@ -167,6 +170,7 @@ class Family:
     layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
     duplicates: Mapping[str, str] = field(default_factory=dict)
     dropout_fields: DropoutFields = ATTENTION_DROPOUT
+    head_prefix: str = ""
     layer_numbers: Callable[[HFConfig], Mapping[str, Sequence[int]]] = lambda config: {}
     prediction_layers: Callable[[HFConfig], Sequence[int]] = lambda config: ()
 
@@ -187,6 +191,17 @@ class Family:
         return tied and not (
             self.tying.head_tensor in tensors and self.tying.stored_head_unties(config)
         )
+
+
+def dropped_patterns(family: Family, config: HFConfig) -> dict[str, str]:
+    """Return the regular expressions of ignored tensors -> their description."""
+    patterns: dict[str, str] = {}
+    for template, description in family.dropped.items():
+        # `{i}` is the number of a layer.
+        patterns[re.sub(r"\\{i\\}", r"\\d+", re.escape(template))] = description
+    for number in family.prediction_layers(config):
+        patterns[rf"layers\.{number}\..*"] = PREDICTION_RULE
+    return patterns
 
 
 def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:

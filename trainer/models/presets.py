@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
 
 from trainer.models.errors import usage_error
+from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.parameters import HFConfig
 from trainer.models.suggest import did_you_mean
 
@@ -18,7 +18,7 @@ from trainer.models.suggest import did_you_mean
 CHECKPOINT_SUFFIXES = ("-init", "-padded")
 
 
-def _llama(hidden: int, layers: int, heads: int, mlp: int, **fields: Any) -> dict[str, Any]:
+def _llama(hidden: int, layers: int, heads: int, mlp: int, **fields: JsonValue) -> JsonObject:
     """Return the config of a LLaMA model."""
     sizes = {
         "hidden_size": hidden,
@@ -33,7 +33,7 @@ def _llama(hidden: int, layers: int, heads: int, mlp: int, **fields: Any) -> dic
     }  # fmt: skip
 
 
-def _gpt2(embed: int, layers: int, heads: int) -> dict[str, Any]:
+def _gpt2(embed: int, layers: int, heads: int) -> JsonObject:
     """Return the config of a GPT-2 model."""
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": embed, "n_layer": layers, "n_head": heads,
@@ -41,7 +41,7 @@ def _gpt2(embed: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt_neo(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _gpt_neo(hidden: int, layers: int, heads: int) -> JsonObject:
     """Return the config of a GPT-Neo model: global and local attention in turn."""
     return {
         "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "hidden_size": hidden, "num_layers": layers,
@@ -50,7 +50,7 @@ def _gpt_neo(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _opt(hidden: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+def _opt(hidden: int, layers: int, heads: int, **fields: JsonValue) -> JsonObject:
     """Return the config of an OPT model."""
     return {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": hidden, "num_hidden_layers": layers,
@@ -59,7 +59,7 @@ def _opt(hidden: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _t5(width: int, layers: int, heads: int, mlp: int, **fields: Any) -> dict[str, Any]:
+def _t5(width: int, layers: int, heads: int, mlp: int, **fields: JsonValue) -> JsonObject:
     """Return the config of a T5 model of version 1.0: ReLU and a tied head."""
     return {
         "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": width, "d_kv": 64, "d_ff": mlp,
@@ -68,7 +68,7 @@ def _t5(width: int, layers: int, heads: int, mlp: int, **fields: Any) -> dict[st
     }  # fmt: skip
 
 
-def _gated_t5(width: int, layers: int, heads: int, mlp: int) -> dict[str, Any]:
+def _gated_t5(width: int, layers: int, heads: int, mlp: int) -> JsonObject:
     """Return the config of a T5 v1.1 or Flan-T5 model: gated GELU and an untied head."""
     return _t5(width, layers, heads, mlp, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 

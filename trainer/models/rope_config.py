@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 
 # Slightly below the largest float32, 3.40282e38: frequencies are computed in float32.
 MAX_FLOAT32 = 3.4e38
-DEFAULT_ROPE = {"rope_type": "default"}
+DEFAULT_ROPE: JsonObject = {"rope_type": "default"}
 ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
@@ -32,7 +32,8 @@ class Rope:
         longrope  f / factor_i with one factor per pair (https://arxiv.org/abs/2402.13753)
 
     Attributes:
-        rotary_dim: Number of rotated elements of a head. They are the first ones.
+        rotary_dim: Number of rotated elements of a head. They are the first ones. 0 for layers
+            with a factor of queries only.
         theta: Base of the frequencies.
         original_max_positions: Sequence length of pretraining.
         rope_type: One of ROPE_TYPES.
@@ -47,6 +48,7 @@ class Rope:
         query_scale_beta: Growth of the factor of queries 1 + beta * log(1 + floor(p / n)) with the
             position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
         query_scale_positions: The number n of positions between two steps of the factor.
+        query_scale_offset: Number added to the position p of the factor.
 
     Raises:
         PrepError: A value is out of range.
@@ -65,8 +67,11 @@ class Rope:
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
     query_scale_positions: int = 1
+    query_scale_offset: int = 0
 
     def __post_init__(self) -> None:
+        if self.rotary_dim == 0 and self.query_scale_beta:
+            return
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
             raise invalid_config_error(why)
@@ -90,7 +95,7 @@ class Rope:
 
 
 def read_rope(
-    config: Mapping[str, Any],
+    config: HFConfig,
     head_dim: int,
     *,
     max_positions: int,
@@ -114,10 +119,7 @@ def read_rope(
     Raises:
         PrepError: The config is invalid or the family does not support the rotary embedding.
     """
-    # If a config has both, transformers reads the field of version 4.
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping):
-        raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
+    scaling = _read_scaling(config)
     rope_type = _read_rope_type(scaling, rope_types)
     rotary_dim = _read_rotary_dim(config, scaling, head_dim, allow_partial=allow_partial)
     theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
@@ -165,8 +167,17 @@ def read_rope(
     )
 
 
+def _read_scaling(config: HFConfig) -> HFConfig:
+    """Return the object of the rope scaling, or an empty one."""
+    # If a config has both, transformers reads the field of version 4.
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
+    return scaling
+
+
 def _read_rotary_dim(
-    config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, *, allow_partial: bool
+    config: HFConfig, scaling: HFConfig, head_dim: int, *, allow_partial: bool
 ) -> int:
     """Read the number of rotated elements of a head."""
     # transformers 5 writes the share into `rope_parameters`, older versions into the config.
@@ -182,7 +193,7 @@ def _read_rotary_dim(
     )
 
 
-def _read_rope_type(scaling: Mapping[str, Any], rope_types: Mapping[str, str]) -> str:
+def _read_rope_type(scaling: HFConfig, rope_types: Mapping[str, str]) -> str:
     # transformers 5 writes `rope_type`, older versions `type`.
     type_name = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(type_name, str) or type_name not in rope_types:
@@ -197,11 +208,11 @@ def _read_rope_type(scaling: Mapping[str, Any], rope_types: Mapping[str, str]) -
 
 
 def read_layer_rope(
-    config: Mapping[str, Any],
+    config: HFConfig,
     layer_type: str,
     *,
     layer_types: Sequence[str],
-    theta: Any,
+    theta: JsonValue,
     head_dim: int,
     max_positions: int,
 ) -> Rope:
@@ -226,16 +237,21 @@ def read_layer_rope(
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
-    has_known_keys = isinstance(parameters, dict) and {*parameters} <= {*layer_types, "truncate"}
-    layer_parameters: Any = parameters.get(layer_type) if has_known_keys else 0
+    why = f"rope_parameters is {parameters!r:.60}, it must have an object for each of {' and '.join(layer_types)}"
+    error = invalid_config_error(f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
+    if not isinstance(parameters, dict) or not isinstance(scaling, dict):
+        raise error
+    if not {*parameters} <= {*layer_types, "truncate"}:
+        raise error
+    layer_parameters = parameters.get(layer_type)
     if layer_parameters is None:
-        layer_parameters = (
-            DEFAULT_ROPE  # has a type, so that a scaling with the old key `type` does not change it
-        )
-    if not isinstance(layer_parameters, dict) or not isinstance(scaling, dict):
-        why = f"rope_parameters is {parameters!r:.60}, it must have an object for each of {' and '.join(layer_types)}"
-        raise invalid_config_error(f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
-    merged = {**layer_parameters, **scaling} if layer_type == layer_types[0] else layer_parameters
+        # It has a type, so that a scaling with the old key `type` does not change it.
+        layer_parameters = DEFAULT_ROPE
+    if not isinstance(layer_parameters, dict):
+        raise error
+    merged = layer_parameters
+    if layer_type == layer_types[0]:
+        merged = {**layer_parameters, **scaling}
     # Transformers reads it from the outer object only.
     truncate = {"truncate": parameters.get("truncate", True)}
     return read_rope(
@@ -259,18 +275,18 @@ def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
     return rotary_dim
 
 
-def _original_positions(scaling: Mapping[str, Any], max_positions: int) -> float:
+def _original_positions(scaling: HFConfig, max_positions: int) -> float:
     return _read_number(scaling, "original_max_position_embeddings", max_positions)
 
 
-def _read_position_count(config: Mapping[str, Any], key: str, default: float) -> int:
+def _read_position_count(config: HFConfig, key: str, default: float) -> int:
     value = _read_number(config, key, default)
     if value < 1:
         raise invalid_config_error(f"{key} is {value:g}, it must be a positive integer")
     return int(value)
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(scaling: HFConfig, factor: float) -> float:
     """Return the factor of cosine and sine in YaRN (https://arxiv.org/abs/2309.00071)."""
     if scaling.get("attention_factor") is not None:
         return _read_number(scaling, "attention_factor")
@@ -282,7 +298,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     return _mscale(factor, 1.0)
 
 
-def yarn_scores_scale(config: Mapping[str, Any]) -> float:
+def yarn_scores_scale(config: HFConfig) -> float:
     """Return the factor of attention scores in DeepSeek's models with a scaled rotary embedding.
 
     The square of YaRN's temperature for `mscale_all_dim`, as transformers computes it for each type of
@@ -294,7 +310,7 @@ def yarn_scores_scale(config: Mapping[str, Any]) -> float:
     Raises:
         PrepError: A number of the scaling is invalid.
     """
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = _read_scaling(config)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
@@ -309,7 +325,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0
 
 
-def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+def _read_factors(scaling: HFConfig, key: str, count: int) -> tuple[float, ...]:
     values = scaling.get(key)
     if not isinstance(values, list) or len(values) != count:
         why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"
@@ -322,7 +338,7 @@ def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[flo
     return factors
 
 
-def _longrope_attention_factor(scaling: Mapping[str, Any], stretch: float, original: int) -> float:
+def _longrope_attention_factor(scaling: HFConfig, stretch: float, original: int) -> float:
     """Return the factor of cosine and sine in LongRoPE (https://arxiv.org/abs/2402.13753), as transformers has it."""
     if scaling.get("attention_factor") is not None:
         return _read_number(scaling, "attention_factor")
@@ -335,7 +351,7 @@ def _longrope_attention_factor(scaling: Mapping[str, Any], stretch: float, origi
     return 1.0
 
 
-def _read_number(config: Mapping[str, Any], key: str, default: Any = None) -> float:
+def _read_number(config: HFConfig, key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
     if (

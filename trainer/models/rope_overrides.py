@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import INVALID_CONFIG, Command, PrepError, text, usage_error
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.rope_config import MAX_FLOAT32, ROPE_TYPES, Rope
 from trainer.models.suggest import did_you_mean
@@ -66,7 +66,7 @@ class RopeOverrides:
         max_positions: `model.max_position_embeddings`.
     """
 
-    scaling: Mapping[str, Any] | None = None
+    scaling: HFConfig | None = None
     theta: float | None = None
     max_positions: int | None = None
 
@@ -81,7 +81,7 @@ class RopeOverrides:
         return tuple(key for key, value in values.items() if value is not None)
 
 
-def check_rope_scaling(scaling: Mapping[str, Any]) -> None:
+def check_rope_scaling(scaling: HFConfig) -> None:
     """Check a rope scaling without a model.
 
     Args:
@@ -106,7 +106,7 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> None:
         raise usage_error(f"`{SCALING_KEY}` has {what}", why, OTHER_VALUE_HINT)
 
 
-def _read_type(scaling: Mapping[str, Any]) -> str:
+def _read_type(scaling: HFConfig) -> str:
     rope_type = scaling.get("rope_type", scaling.get("type"))
     if isinstance(rope_type, str) and rope_type in ROPE_TYPES:
         return rope_type
@@ -118,21 +118,20 @@ def _read_type(scaling: Mapping[str, Any]) -> str:
     raise usage_error(what, f"supported: {', '.join(ROPE_TYPES)}", hint)
 
 
-def _invalid_values(scaling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _invalid_values(scaling: HFConfig) -> Iterator[tuple[str, str]]:
     """Yield each invalid value of a rope scaling, and what it must be."""
     for key, value in scaling.items():
         requirement = _requirement(key, value)
         if requirement:
             yield f"{key} = {value!r:.60}", f"it must be {requirement}"
     for smaller, larger in ORDERED_KEYS:
-        if smaller in scaling and larger in scaling and scaling[smaller] >= scaling[larger]:
-            yield (
-                f"{smaller} {scaling[smaller]:g} and {larger} {scaling[larger]:g}",
-                f"{larger} must be the larger one",
-            )
+        low = scaling.get(smaller)
+        high = scaling.get(larger)
+        if _is_positive_number(low) and _is_positive_number(high) and low >= high:
+            yield f"{smaller} {low:g} and {larger} {high:g}", f"{larger} must be the larger one"
 
 
-def _requirement(key: str, value: Any) -> str:
+def _requirement(key: str, value: JsonValue) -> str:
     """Return what the value of a key must be, or "" if it is valid."""
     if key in ("rope_type", "type"):
         if isinstance(value, str):
@@ -156,7 +155,7 @@ def _requirement(key: str, value: Any) -> str:
     return "a number above 0"
 
 
-def _is_positive_number(value: Any) -> bool:
+def _is_positive_number(value: JsonValue) -> TypeGuard[int | float]:
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_FLOAT32
     )
@@ -210,13 +209,13 @@ def _check_one_rope(arch_config: ArchConfig, family_name: str, key: str) -> None
         raise usage_error(f"`{key}` is not supported for {family_name}", why, hint)
 
 
-def _write_rope(config: HFConfig, overrides: RopeOverrides) -> dict[str, Any]:
+def _write_rope(config: HFConfig, overrides: RopeOverrides) -> JsonObject:
     """Return the config with the scaling and theta, in the form of transformers 4 or 5 that it has."""
     if overrides.scaling is None and overrides.theta is None:
         return dict(config)
     field = _rope_field(config)
-    parameters: dict[str, Any] = dict(config.get(field) or {"rope_type": "default"})
-    outer: dict[str, Any] = {}
+    parameters = _rope_parameters(config) or {"rope_type": "default"}
+    outer: JsonObject = {}
     if overrides.scaling is not None:
         kept = {key: parameters[key] for key in KEPT_KEYS if key in parameters}
         scaling = {key: value for key, value in overrides.scaling.items() if key != "type"}
@@ -241,17 +240,24 @@ def _rope_field(config: HFConfig) -> str:
     return "rope_parameters"
 
 
-def _write_original(config: dict[str, Any], read_arch: ReadArch) -> dict[str, Any]:
+def _rope_parameters(config: HFConfig) -> JsonObject:
+    """Return the object of the rope scaling, or an empty one. The config is valid."""
+    parameters = config.get(_rope_field(config)) or {}
+    assert isinstance(parameters, dict), "checked by `read_rope`"
+    return dict(parameters)
+
+
+def _write_original(config: JsonObject, read_arch: ReadArch) -> JsonObject:
     """Return the config with the original positions of its scaling, at both places where transformers reads them."""
     rope = _rope_of(read_arch(config))
     if rope.rope_type not in OPTIONAL_KEYS:
         return config
     field = _rope_field(config)
     original = {ORIGINAL: rope.original_max_positions}
-    return {**config, **original, field: {**config[field], **original}}
+    return {**config, **original, field: {**_rope_parameters(config), **original}}
 
 
-def _write_positions(config: dict[str, Any], positions: int | None) -> dict[str, Any]:
+def _write_positions(config: JsonObject, positions: int | None) -> JsonObject:
     """Return the config with its number of positions."""
     if positions is None:
         return config

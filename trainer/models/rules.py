@@ -37,6 +37,10 @@ PARAM_RULES: DimRules = {
     "experts": WHOLE,
     "heads": (("mp",),),
     "kv_heads": (("mp",), ()),
+    # Heads of a recurrent mixer: groups of heads that share queries and keys, and the heads of a group.
+    "mixer_groups": (("mp",), ()),
+    "group_heads": (("mp",), ()),
+    "mixer_channels": (("mp",), ()),
     "mlp": (("mp",),),
     "dense_mlp": (("mp",),),
     "shared_mlp": (("mp",),),
@@ -49,6 +53,8 @@ PARAM_RULES: DimRules = {
     "encoder_layers": WHOLE,
     "dense_layers": WHOLE,
     "sparse_layers": WHOLE,
+    "attention_layers": WHOLE,
+    "mixer_layers": WHOLE,
     "head_dim": WHOLE,
     "value_dim": WHOLE,
     "kv_dim": WHOLE,
@@ -58,6 +64,10 @@ PARAM_RULES: DimRules = {
     "positions": WHOLE,
     "buckets": WHOLE,
     "norm": WHOLE,
+    "mixer_state": WHOLE,
+    "mixer_head_dim": WHOLE,
+    "mixer_fused": WHOLE,
+    "kernel": WHOLE,
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 from trainer.models.axis_map import LAYER_ATOMS, bind_row
 from trainer.models.errors import Option, PrepError, text
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
+from trainer.models.parameters import Family, parameter_rows
 from trainer.models.verbatim import split_numbers
 
 # Number of layers in the config of some model type.
@@ -17,26 +17,72 @@ LAYER_FIELDS = (
     "n_layer",
     "n_layers",
     "num_layers",
+    "layers",
+    "num_encoder_layers",
     "num_decoder_layers",
     "encoder_layers",
     "decoder_layers",
 )
-# Sections of a config with the layers of the language model.
-SECTIONS = ("text_config", "llm_config", "language_config")
+# Lists, or texts of a character, with an entry per layer. The length does not tell them from other lists:
+# "time_step_limit": [0.0, 1.0] also has two entries in a model with two layers.
+PER_LAYER_FIELDS = frozenset(
+    {
+        "layer_types",
+        "mlp_layer_types",
+        "layers_block_type",
+        "hybrid_override_pattern",
+        "attention_layers",
+        "attn_layers",
+        "attn_type_list",
+        "block_configs",
+        "indexer_types",
+        "kv_source_layers",
+        "no_rope_layers",
+        "layer_rope_theta",
+        "moe_layer_freq",
+        "activation_sparsity_pattern",
+        "intermediate_size",
+        "ffn_multipliers",
+        "num_query_heads",
+        "num_kv_heads",
+    }
+)
+# End of the names of other such lists, e.g. num_attention_heads_per_layer.
+PER_LAYER_SUFFIX = "_per_layer"
+# Lists of the numbers of the layers with some property.
+LAYER_NUMBER_FIELDS = frozenset(
+    {
+        "mlp_only_layers",
+        "moe_layers",
+        "full_attn_idxs",
+        "attn_layer_indices",
+        "hybrid_layer_ids",
+        "cross_attention_layers",
+        "rope_scaling_layers",
+    }
+)
+# Sections of a config with the layers of the language model. They may be nested: thinker_config.text_config.
+SECTIONS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "vlm_config",
+    "encoder",
+    "decoder",
+)
 # Sections of a config with the layers of another tower, and words in the names of the tower's tensors.
 TOWERS = {"vision_config": ("vision", "visual"), "audio_config": ("audio", "speech")}
 # Number of layers in the config of some vision towers.
 DEPTH_FIELD = "depth"
-# Ends of the names of lists that never have an entry per layer, whatever their length.
-TOKEN_FIELDS = ("_token_id", "_token_ids")
 # GPT-Neo: [[pattern of layer types, repeats], ...].
 PATTERN_FIELD = "attention_types"
 
 
-def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
+def truncate_config(config: HFConfig, layers: int) -> JsonObject:
     """Return the config of a model with the first layers only.
 
-    Lists with one entry per layer get shorter as well.
+    Lists with one entry per layer get shorter as well. Other lists stay, also with as many entries as layers.
 
     Args:
         config: Content of a config.json.
@@ -46,17 +92,16 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
     {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
     """
     truncated = dict(config)
-    old_counts = layer_counts(config)
     for field, value in config.items():
         if field in SECTIONS and isinstance(value, Mapping):
             truncated[field] = truncate_config(value, layers)
         elif field in LAYER_FIELDS and _is_count(value):
             truncated[field] = min(value, layers)
-        elif field == PATTERN_FIELD and _is_layer_pattern(value):
+        elif field == PATTERN_FIELD and is_layer_pattern(value):
             truncated[field] = [[_first_entries(value, layers), 1]]
-        elif field.endswith(TOKEN_FIELDS):
-            continue
-        elif isinstance(value, list) and len(value) in old_counts:
+        elif field in LAYER_NUMBER_FIELDS and _are_layer_numbers(value):
+            truncated[field] = [number for number in value if number < layers]
+        elif _has_entry_per_layer(field) and isinstance(value, list | str):
             truncated[field] = value[:layers]
     return truncated
 
@@ -64,15 +109,21 @@ def truncate_config(config: HFConfig, layers: int) -> dict[str, Any]:
 def layer_counts(config: HFConfig) -> set[int]:
     """Return the numbers of layers that a config and its sections have."""
     counts: set[int] = set()
-    for field in LAYER_FIELDS:
-        value = config.get(field)
-        if isinstance(value, int) and _is_count(value):
-            counts.add(value)
-    for section in SECTIONS:
-        value = config.get(section)
-        if isinstance(value, Mapping):
-            counts |= layer_counts(value)
+    for section in _text_sections(config):
+        for field in LAYER_FIELDS:
+            value = section.get(field)
+            if _is_count(value):
+                counts.add(value)
     return counts
+
+
+def _text_sections(config: HFConfig) -> Iterator[HFConfig]:
+    """Yield a config and its sections with layers of the language model."""
+    yield config
+    for field in SECTIONS:
+        section = config.get(field)
+        if isinstance(section, Mapping):
+            yield from _text_sections(section)
 
 
 def later_layers(family: Family, config: HFConfig, names: Iterable[str], layers: int) -> set[str]:
@@ -119,11 +170,19 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
         if numbers:
             run = names_by_run.setdefault(pieces[0], {})
             run.setdefault(numbers[0], []).append(name)
-    towers = {section: config[section] for section in TOWERS if _is_section(config, section)}
-    tower_words = {*itertools.chain.from_iterable(TOWERS[section] for section in towers)}
+    tower_words: set[str] = set()
     tower_counts: set[int] = set()
-    for section in towers.values():
-        tower_counts |= {*layer_counts(section), section.get(DEPTH_FIELD)} - counts
+    for section in _text_sections(config):
+        for field, words in TOWERS.items():
+            tower = section.get(field)
+            if not isinstance(tower, Mapping):
+                continue
+            tower_words.update(words)
+            tower_counts |= layer_counts(tower)
+            depth = tower.get(DEPTH_FIELD)
+            if _is_count(depth):
+                tower_counts.add(depth)
+    tower_counts -= counts
     later: set[str] = set()
     for start, run in names_by_run.items():
         # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
@@ -143,11 +202,17 @@ def _has_layers(run: Collection[int], count: int) -> bool:
     return len(run) >= count and all(number in run for number in range(count))
 
 
-def _is_section(config: HFConfig, field: str) -> bool:
-    return isinstance(config.get(field), Mapping)
+def _has_entry_per_layer(field: str) -> bool:
+    """Return whether a list of this name has one entry per layer."""
+    return field in PER_LAYER_FIELDS or field.endswith(PER_LAYER_SUFFIX)
 
 
-def _is_layer_pattern(value: object) -> bool:
+def _are_layer_numbers(value: JsonValue) -> TypeGuard[list[int]]:
+    """Return whether a value is a list of integers."""
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def is_layer_pattern(value: JsonValue) -> TypeGuard[list[tuple[list[JsonValue], int]]]:
     """Return whether a value is a list of pairs of a list and a count."""
     if not isinstance(value, list):
         return False
@@ -157,14 +222,14 @@ def _is_layer_pattern(value: object) -> bool:
     )
 
 
-def _first_entries(patterns: Sequence[Any], layers: int) -> list[Any]:
+def _first_entries(patterns: Sequence[tuple[list[JsonValue], int]], layers: int) -> list[JsonValue]:
     """Return the entries of the first layers, e.g. [[["global", "local"], 2]] and 3 layers -> 3 entries."""
-    entries: list[Any] = []
+    entries: list[JsonValue] = []
     for pattern, repeats in patterns:
         # The config is untrusted: a count may be larger than the number of layers.
         entries += pattern * min(repeats, layers)
     return entries[:layers]
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: JsonValue) -> TypeGuard[int]:
     return type(value) is int and value > 0

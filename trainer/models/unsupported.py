@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from trainer.models.json_types import HFConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,20 @@ MECHANISMS = (
         *("vision_config", "audio_config", "vision_tower"),
     ),
     _mechanism(
-        "state-space layers",
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2",
+        "state-space layers other than those of the supported families",
+        "falcon_h1 falcon_mamba jamba mamba nemotron_h zamba zamba2",
         *("state_size", "ssm_cfg", "ssm_state_size", "mamba_d_state", "mamba_d_conv"),
     ),
     _mechanism("recurrent layers", "recurrent_gemma rwkv xlstm", "lru_width"),
     _mechanism(
-        "linear attention",
-        "kimi_linear minimax minimax_m1 qwen3_next",
+        "linear attention other than the gated delta net of the supported families",
+        "kimi_linear minimax minimax_m1",
         *("linear_num_value_heads", "linear_attn_config", "linear_conv_kernel_dim"),
     ),
-    _mechanism("short convolutions", "lfm2 lfm2_moe", "conv_L_cache"),
     _mechanism("sparse attention with an indexer", "deepseek_v32 glm_moe_dsa", "index_topk"),
     _mechanism(
         "a sparse MoE whose router or experts differ from those of the supported families",
-        "arctic dbrx doge jetmoe llama4 llama4_text longcat_flash nllb-moe phimoe switch_transformers",
+        "arctic dbrx doge jetmoe longcat_flash nllb-moe phimoe switch_transformers",
         "ffn_config",
     ),
     _mechanism(
@@ -68,7 +67,7 @@ MECHANISMS = (
 )
 
 
-def missing_mechanism(config: Mapping[str, Any]) -> str:
+def missing_mechanism(config: HFConfig) -> str:
     """Return the name of an unsupported mechanism in a config, or "" if none is known."""
     model_type = config.get("model_type")
     # All names come before all fields: a name is certain, a field is a guess for unlisted models.

@@ -43,6 +43,8 @@ from trainer.models.rules import VERBATIM_EXPERTS
 CANNOT_TRAIN = "names kept as in the file; prep cannot train this architecture"
 # Replaces the numbers of stacked tensors in the path of their leaf, e.g. `layers.*.w`.
 STACKED_NUMBER = "*"
+# TensorStore opens an array at `a/` as the array at `a`. No path of a leaf may end with it.
+DIRECTORY_END = "/"
 # A number that is a whole part of a dotted name, e.g. `12` in `layers.12.w`. `007` does not match, because its zeros
 # would be lost. Numbers of more than 9 digits do not match, because no layer or expert has such a number.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
@@ -70,6 +72,11 @@ class _Stack:
         if len(self.numbers[position]) == 1:
             return ""
         return LAYERS if position == 0 else VERBATIM_EXPERTS
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the leaf has a stacked dim."""
+        return any(map(self.atom, range(len(self.numbers))))
 
     def path(self, layer: str = STACKED_NUMBER) -> str:
         """Return the template of the leaf's path, with `layer` in place of the numbers of stacked layers."""
@@ -121,7 +128,7 @@ def verbatim_family(tensors: TensorTypes) -> Family:
     layer_paths = {*tensors}
     for stack in _stacks(tensors):
         path = stack.path()
-        if any(map(stack.atom, range(len(stack.numbers)))):
+        if stack.is_stacked or path.endswith(DIRECTORY_END):
             path = _unused_path(path, stacked_paths)
         parameters[path] = Parameter(
             "", parsed_row=stack.row(), layer_path=_layer_path(stack, layer_paths)
@@ -234,25 +241,28 @@ def _with_two_runs(product: Product) -> Iterator[Product]:
 def _layer_path(stack: _Stack, used_paths: set[str]) -> str:
     """Return the path of a stack's leaves, with `{}` for the layer.
 
-    The paths of experts are made unique with a suffix, and added to `used_paths`.
+    Paths of experts, and paths that cannot be the name of a tensor, are made unique with a suffix and added to
+    `used_paths`.
     """
     template = stack.path("{}")
-    if VERBATIM_EXPERTS not in map(stack.atom, range(len(stack.numbers))):
+    atoms = {*map(stack.atom, range(len(stack.numbers)))}
+    if VERBATIM_EXPERTS not in atoms and not template.endswith(DIRECTORY_END):
         # The path of each layer is the name of its tensor.
         return template
+    numbers = stack.numbers[0] if stack.numbers else (0,)
     suffix = ""
     while True:
-        paths = [f"{template}{suffix}".format(number) for number in stack.numbers[0]]
-        if used_paths.isdisjoint(paths):
+        paths = [f"{template}{suffix}".format(number) for number in numbers]
+        if not any(path in used_paths or path.endswith(DIRECTORY_END) for path in paths):
             used_paths.update(paths)
             return f"{template}{suffix}"
         suffix = _next_suffix(suffix)
 
 
 def _unused_path(path: str, used_paths: set[str]) -> str:
-    """Return a path with a suffix if it is used, and add it to the used paths: `a.*.w`, `a.*.w~2`, `a.*.w~3`."""
+    """Return a valid path with a suffix if it is used, and add it to the used paths: `a.*.w`, `a.*.w~2`, `a.*.w~3`."""
     suffix = ""
-    while f"{path}{suffix}" in used_paths:
+    while f"{path}{suffix}" in used_paths or f"{path}{suffix}".endswith(DIRECTORY_END):
         suffix = _next_suffix(suffix)
     used_paths.add(f"{path}{suffix}")
     return f"{path}{suffix}"

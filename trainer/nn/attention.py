@@ -1,9 +1,10 @@
 """Multi-head attention with grouped key and value heads (arXiv:1706.03762, arXiv:2305.13245).
 
 q = rotate(norm(clip(x W_q))), k = rotate(norm(clip(x W_k))), v = clip(x W_v)
-attention(x) = attend(q, k, v) W_o
+attention(x) = (sigmoid(x W_gate) * attend(q, k, v)) W_o
 
-Clipping (MPT, OLMo), norms (arXiv:2010.04245) and rotation are optional. The norm may follow the rotation.
+Clipping (MPT, OLMo), norms (arXiv:2010.04245), rotation and the gate (arXiv:2505.06708) are optional. The norm may
+follow the rotation.
 `trainer.nn.latent_attention` has the form of DeepSeek.
 
 Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width,
@@ -11,9 +12,6 @@ D model width, R rotated elements of a head.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,18 +23,24 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
+# The weights of a norm without a scale.
+NO_PARAMETERS: Leaves = {}
+ROTATED = ("q", "k")
+GATE = "gate"
+
 
 def attention(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     *,
-    input_norm: Mapping[str, Array] | None = None,
+    input_norm: Leaves | None = None,
     encoder_states: Array | KV | None = None,
 ) -> tuple[Array, KVCache | None]:
     """Compute self-attention or cross-attention.
@@ -46,7 +50,8 @@ def attention(
 
     Args:
         x: Queries' hidden states [B, T, D].
-        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks`.
+        weights: Projections `q`, `k`, `v`, `o`, the optional norms `q_norm` and `k_norm`, and optional `sinks` and
+            `gate`.
         context: Mask, sharding, kernel, dropout, and the cache that the keys and values of `x` are
             appended to.
         input_norm: Weights of the norm of `x`. None skips the norm.
@@ -61,9 +66,13 @@ def attention(
     kv_cache = context.kv_cache
     is_self = encoder_states is None
     names = ("q", "k", "v") if is_self else ("q",)
-    # q: [B, T, H, E], k and v: [B, T, K, E]
+    if GATE in weights:
+        names = (GATE, *names)
+    # q and gate: [B, T, H, E], k and v: [B, T, K, E]
     project = _projection(names, context, num_tokens=x.shape[1])
-    q, *own_kv = project(x, _select(weights, names, input_norm), rotary_tables(context))
+    projected = project(x, _select(weights, names, input_norm), rotary_tables(context))
+    gate = projected.pop(0) if GATE in weights else None
+    q, *own_kv = projected
     if is_self:
         kv = KV(*own_kv)
     elif isinstance(encoder_states, KV):
@@ -74,10 +83,11 @@ def attention(
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, context.mask.window, context.sharding)
     site = DropoutSite.ATTENTION if is_self else DropoutSite.CROSS_ATTENTION
-    return attend_and_project(q, kv, weights, context, dropout_site=site), kv_cache
+    output = attend_and_project(q, kv, weights, context, gate=gate, dropout_site=site)
+    return output, kv_cache
 
 
-def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
+def project_kv(x: Array, weights: Projections, context: LayerContext) -> KV:
     """Project hidden states [B, S, D] to keys and values [B, S, K, E]. Keys are normed and rotated."""
     names = ("k", "v")
     project = _projection(names, context, num_tokens=x.shape[1])
@@ -85,10 +95,10 @@ def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> K
 
 
 def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: int) -> TokenFunction:
-    """Return a function that projects [B, T, D] to queries, keys or values, in chunks of tokens.
+    """Return a function that projects [B, T, D] to queries, keys, values or gates, in chunks of tokens.
 
     Args:
-        names: The projections, of "q", "k" and "v".
+        names: The projections, of "q", "k", "v" and GATE.
         context: Inputs of the layer.
         num_tokens: T.
     """
@@ -97,26 +107,29 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     is_interleaved = arch_config.rotary_pairs == "interleaved"
     norm_axes = (-2, -1) if arch_config.qk_norm_axes == "all_heads" else (-1,)
 
-    def norm_heads(heads: Array, weights: Mapping[str, Array] | None) -> Array:
+    def norm_heads(heads: Array, weights: Leaves | None) -> Array:
         if weights is None:
             return heads
         return norm(heads, weights, arch_config, norm_axes)
 
-    def project_chunk(x: Array, weights: Mapping[str, Any], cos_sin: CosSin | None) -> list[Array]:
+    def project_chunk(x: Array, weights: Projections, cos_sin: CosSin | None) -> list[Array]:
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], arch_config)
         x = sharding.constrain(x, "batch", "seq", "embed")
         projected: list[Array] = []
         for name in names:
             heads = linear(x, weights[name], num_devices=sharding.num_devices)
-            head_axis = "heads" if name == "q" else "kv_heads"
+            head_axis = "heads" if name in ("q", GATE) else "kv_heads"
             heads = sharding.constrain(heads, "batch", "seq", head_axis, "head_dim")
             if arch_config.qkv_clip != NO_CLIP:
                 heads = jnp.clip(heads, -arch_config.qkv_clip, arch_config.qkv_clip)
             norm_weights = weights.get(f"{name}_norm")
+            rotates = cos_sin is not None and cos_sin.cosine.shape[-1] > 0
+            if arch_config.has_plain_qk_norm and name != "v" and rotates:
+                norm_weights = NO_PARAMETERS
             if not arch_config.rotates_before_qk_norm:
                 heads = norm_heads(heads, norm_weights)
-            if name != "v" and cos_sin is not None:
+            if name in ROTATED and cos_sin is not None:
                 heads = apply_rotary(
                     heads, cos_sin.cosine, cos_sin.sine, is_interleaved=is_interleaved
                 )
@@ -135,11 +148,9 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     )
 
 
-def _select(
-    weights: Mapping[str, Any], names: tuple[str, ...], input_norm: Mapping[str, Array] | None
-) -> dict[str, Any]:
+def _select(weights: Projections, names: tuple[str, ...], input_norm: Leaves | None) -> Projections:
     """Return the weights of some projections with their norms, and the norm of their input."""
-    selected = {
+    selected: dict[str, Leaves] = {
         name: value for name, value in weights.items() if name.removesuffix("_norm") in names
     }
     if input_norm is not None:

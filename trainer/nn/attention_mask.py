@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import FULL_ATTENTION
+from trainer.models.architecture import FULL_ATTENTION, NO_CHUNK, LayerKind
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.score_bias import ScoreBias
@@ -81,6 +82,8 @@ class AttentionMask:
         dropout: Dropout of the probabilities. Requires positions. None means no dropout.
         sinks: [H], the score of a key without a value that each query of a head sees. None means no sinks.
         window: Number of positions that a query attends to, itself included. `FULL_ATTENTION` means no limit.
+        chunk: Number of positions of a chunk, outside of which a query sees no key. NO_CHUNK means no limit.
+        document_positions: int32 [B, T], the positions of packed documents, in which chunks begin at 0.
         is_causal: Whether positions limit the visible keys. False in an encoder.
         window_kv_positions: int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache
             keeps other keys for them. Negative for a key that is not valid. Other layers have `kv_positions`.
@@ -97,17 +100,47 @@ class AttentionMask:
     dropout: AttentionDropout | None = None
     sinks: Array | None = None
     window: int = FULL_ATTENTION
+    chunk: int = NO_CHUNK
+    document_positions: Array | None = None
     is_causal: bool = True
     window_kv_positions: Mapping[int, Array] | None = None
 
     def for_layer(
-        self, window: int, cos_sin: CosSin | None, layer_score_scale: Array | None
+        self, kind: LayerKind, cos_sin: CosSin | None, layer_score_scale: Array | None
     ) -> AttentionMask:
-        """Return the mask of a layer with its window, rotary embedding and score scale."""
-        mask = replace(self, window=window, cos_sin=cos_sin, layer_score_scale=layer_score_scale)
+        """Return the mask of a layer with its window, chunks, rotary embedding and score scale."""
+        window = kind.window
+        mask = replace(
+            self,
+            window=window,
+            chunk=kind.chunk,
+            cos_sin=cos_sin,
+            layer_score_scale=layer_score_scale,
+        )
         if (kv_positions := (self.window_kv_positions or {}).get(window)) is None:
             return mask
         return replace(mask, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
+
+    def with_chunk_segments(self, num_rows: int) -> AttentionMask:
+        """Return the mask with each chunk of positions as a segment, and a chunk of a document as one of its own."""
+        if self.chunk == NO_CHUNK or self.q_positions is None or self.kv_positions is None:
+            return self
+        q_positions = self.q_positions
+        kv_positions = self.kv_positions
+        if self.document_positions is not None:
+            q_positions = kv_positions = self.document_positions
+        q_ids = q_positions // self.chunk
+        kv_ids = kv_positions // self.chunk
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            # E.g. 10 keys in chunks of 4: a row has at most 3 chunks, and chunk 1 of segment 2 gets the id 7.
+            chunks_per_row = -(-kv_positions.shape[-1] // self.chunk)
+            q_ids = q_ids + chunks_per_row * self.q_segment_ids
+            kv_ids = kv_ids + chunks_per_row * self.kv_segment_ids
+        return replace(
+            self,
+            q_segment_ids=jnp.broadcast_to(q_ids, (num_rows, q_ids.shape[-1])),
+            kv_segment_ids=jnp.broadcast_to(kv_ids, (num_rows, kv_ids.shape[-1])),
+        )
 
     def materialize(self) -> Array | None:
         """Compute the mask as bool [T, S] or [B, T, S], true for visible keys. None if all keys are visible."""
@@ -155,5 +188,12 @@ def causal_mask(positions: Array, segments: Segments | None = None) -> Attention
     Each token attends to itself and all earlier tokens, or only to its own segment if there are segments. Positions of
     the row order the tokens of a segment as positions in the segment do, and have the same distances.
     """
-    ids = None if segments is None else segments.ids
-    return AttentionMask(positions, positions, q_segment_ids=ids, kv_segment_ids=ids)
+    if segments is None:
+        return AttentionMask(positions, positions)
+    return AttentionMask(
+        positions,
+        positions,
+        q_segment_ids=segments.ids,
+        kv_segment_ids=segments.ids,
+        document_positions=segments.positions,
+    )

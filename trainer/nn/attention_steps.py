@@ -7,12 +7,10 @@ of values, D model width, R rotated elements of a head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
@@ -20,6 +18,7 @@ from trainer.nn.attention_mask import KV
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.kernels import attend
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.position_encoding import CosSin
 from trainer.nn.token_chunks import over_token_chunks
@@ -31,9 +30,10 @@ INPUT_NORM = "input"
 def attend_and_project(
     q: Array,
     kv: KV,
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     *,
+    gate: Array | None = None,
     dropout_site: DropoutSite = DropoutSite.ATTENTION,
 ) -> Array:
     """Compute attention and its output projection.
@@ -43,6 +43,7 @@ def attend_and_project(
         kv: Keys [B, S, K, E] and values [B, S, K, V].
         weights: Output projection `o`, and optional `sinks`.
         context: Mask, sharding, kernel and dropout.
+        gate: [B, T, H, V], the output of attention is multiplied by its sigmoid. None means no gate.
         dropout_site: Site of the dropout of probabilities.
 
     Returns:
@@ -50,7 +51,7 @@ def attend_and_project(
     """
     sharding = context.sharding
     q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
-    mask = context.mask
+    mask = context.mask.with_chunk_segments(len(q))
     if context.dropout is not None:
         dropout = context.dropout.attention(dropout_site, q.shape[2])
         mask = dataclasses.replace(mask, dropout=dropout)
@@ -66,16 +67,20 @@ def attend_and_project(
     )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
-    def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
+    def project_out(inputs: list[Array], weights: Leaves, constants: None) -> Array:
+        mixed, *gates = inputs
+        for gate in gates:
+            mixed = mixed * nn.sigmoid(gate)
         return linear(mixed, weights, num_devices=sharding.num_devices)
 
+    inputs = [mixed] if gate is None else [mixed, gate]
     # [B, T, H, V] -> [B, T, D]
     output = over_token_chunks(
         project_out,
         mixed.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
-    )(mixed, weights["o"], None)
+    )(inputs, weights["o"], None)
     return name_activation(output, "o")
 
 

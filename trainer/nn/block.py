@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,32 +22,36 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.layer_weights import BlockWeights, Leaves
+from trainer.nn.mixer import mix_tokens
 from trainer.nn.norms import norm
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
 # KV cache with the keys and values of the layer
-Block = Callable[[Array, Mapping[str, Any], LayerContext], tuple[Array, KVCache | None]]
+Block = Callable[[Array, BlockWeights, LayerContext], tuple[Array, KVCache | None]]
 
 # The weights of a layer norm without parameters (OPT's `layer_norm_elementwise_affine`).
-NO_PARAMETERS: Mapping[str, Array] = {}
+NO_PARAMETERS: Leaves = {}
 
 
 def pre_norm_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Normalize the input of each sublayer (GPT-2, LLaMA, T5; arXiv:2002.04745, figure 1b).
 
-    x = x + attention(norm(x))
+    x = x + attention(norm(x))          or a recurrent mixer in place of attention
     x = x + cross_attention(norm(x))    in the decoder of a model with an encoder
-    x = x + mlp(norm(x))
+    x = x + mlp(norm(x))                if the layer has an MLP
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
-    attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    attended, kv_cache = mix_tokens(x, weights, context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:
         crossed = _cross_attention(x, weights, context, context.encoder_output)
         x = shard_residual(x + crossed, context.sharding)
+    if "mlp" not in weights:
+        return x, kv_cache
     mlp_norm = weights.get("mlp_norm", NO_PARAMETERS)
     output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
@@ -56,7 +59,7 @@ def pre_norm_block(
 
 
 def post_norm_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Normalize after each residual addition (OPT-350m; arXiv:1706.03762, section 5.4).
 
@@ -75,41 +78,39 @@ def post_norm_block(
 
 
 def parallel_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Run attention and MLP on the same input, each with its own norm (GPT-NeoX, arXiv:2204.06745).
 
     x = x + attention(norm(x)) + mlp(norm'(x))
     """
-    return _parallel(x, weights, context, mlp_norm="mlp_norm")
+    return _parallel(x, weights, context, mlp_norm=weights.get("mlp_norm", NO_PARAMETERS))
 
 
 def parallel_one_norm_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Run attention and MLP on the same normalized input (GPT-J).
 
     x = x + attention(norm(x)) + mlp(norm(x))
     """
-    return _parallel(x, weights, context, mlp_norm="attn_norm")
+    return _parallel(x, weights, context, mlp_norm=weights.get("attn_norm", NO_PARAMETERS))
 
 
 def _parallel(
-    x: Array, weights: Mapping[str, Any], context: LayerContext, *, mlp_norm: str
+    x: Array, weights: BlockWeights, context: LayerContext, *, mlp_norm: Leaves
 ) -> tuple[Array, KVCache | None]:
-    """Add attention and MLP of the same input. `mlp_norm` names the norm of the MLP's input."""
+    """Add attention and MLP of the same input. `mlp_norm` has the weights of the norm before the MLP."""
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
     attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
-    output = feed_forward(
-        x, weights["mlp"], context, input_norm=weights.get(mlp_norm, NO_PARAMETERS)
-    )
+    output = feed_forward(x, weights["mlp"], context, input_norm=mlp_norm)
     output = context.residual_update(output, DropoutSite.MLP_RESIDUAL)
     return shard_residual(x + attended + output, context.sharding), kv_cache
 
 
 def sandwich_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Normalize the input and the output of each sublayer (Gemma 2, arXiv:2408.00118, section 2).
 
@@ -130,7 +131,7 @@ def sandwich_block(
 
 
 def output_norm_block(
-    x: Array, weights: Mapping[str, Any], context: LayerContext
+    x: Array, weights: BlockWeights, context: LayerContext
 ) -> tuple[Array, KVCache | None]:
     """Normalize the output of each sublayer, but not its input (OLMo 2, arXiv:2501.00656, section 2.1).
 
@@ -159,16 +160,18 @@ BLOCKS: Mapping[BlockType, Block] = {
 
 
 def _cross_attention(
-    x: Array, weights: Mapping[str, Any], context: LayerContext, encoder_output: EncoderOutput
+    x: Array, weights: BlockWeights, context: LayerContext, encoder_output: EncoderOutput
 ) -> Array:
     """Attend from the normed residual stream [B, T, D] to the encoder's output, with dropout."""
+    cross = weights.get("cross")
+    assert cross is not None, "a decoder with an encoder has cross-attention"
     # Cross-attention writes no cache: its keys and values do not grow with the new tokens.
     cross_context = dataclasses.replace(
         context, mask=_cross_mask(encoder_output, context), kv_cache=None
     )
     output, _ = attention(
         x,
-        weights["cross"],
+        cross,
         cross_context,
         input_norm=weights.get("cross_norm", NO_PARAMETERS),
         encoder_states=encoder_output.states,

@@ -46,6 +46,8 @@ class LayerContext:
         attention_options: The kernel that computes attention, and its tiles.
         ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's
             projections. -1 means all.
+        document_positions: int32 [B, T], the position of each token in its document, for recurrent mixers. None if
+            each row is one document.
         dropout: Random masks of the layer. None means no dropout.
     """
 
@@ -56,6 +58,7 @@ class LayerContext:
     encoder_output: EncoderOutput | None = None
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
     ffn_chunk_size: int = -1
+    document_positions: Array | None = None
     dropout: LayerDropout | None = None
 
     def residual_update(self, output: Array, site: DropoutSite) -> Array:
@@ -81,6 +84,8 @@ class StackContext:
             rotary embedding and the score scale of each layer.
         cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
         encoder_output: Input of cross-attention in all layers, if the model has an encoder.
+        document_positions: int32 [B, T], the position of each token in its document. None if each row is one
+            document.
         dropout: Random masks of the stack. None means no dropout.
     """
 
@@ -91,6 +96,7 @@ class StackContext:
     mask: AttentionMask
     cos_sin_by_rope: Mapping[Rope, CosSin] = field(default_factory=dict[Rope, CosSin])
     encoder_output: EncoderOutput | None = None
+    document_positions: Array | None = None
     dropout: Dropout | None = None
 
     def for_layer(self, kind: LayerKind, weights: Tree, kv_cache: KVCache | None) -> LayerContext:
@@ -111,7 +117,7 @@ class StackContext:
         if self.dropout is not None:
             layer_keys = weights.get(LAYER_DROPOUT_KEYS)
             dropout = self.dropout.for_layer(layer_keys, self.mask.q_positions)
-        mask = self.mask.for_layer(kind.window, cos_sin, weights.get(LAYER_SCORE_SCALE))
+        mask = self.mask.for_layer(kind, cos_sin, weights.get(LAYER_SCORE_SCALE))
         return LayerContext(
             self.arch_config,
             with_score_bias(mask, weights, self.arch_config, self.forward_config),
@@ -120,6 +126,7 @@ class StackContext:
             encoder_output=encoder_output,
             attention_options=self.forward_config.attention_options,
             ffn_chunk_size=self.forward_config.ffn_chunk_size,
+            document_positions=self.document_positions,
             dropout=dropout,
         )
 

@@ -176,8 +176,11 @@ def experts_gradients(
 
 
 def _expert_mlp(x: Array, weights: Array, expert: Experts, arch_config: ArchConfig) -> Array:
-    """Compute the MLP of one expert for rows [R, D], times their routing weights [R]."""
+    """Compute the MLP of one expert for rows [R, D], with their routing weights [R] as factors."""
     projections = unflatten_tree(expert)
+    if arch_config.router.scales_input:
+        scaled = (x * weights[:, None]).astype(x.dtype)
+        return linear(mlp_hidden(scaled[None], projections, arch_config), projections["down"])[0]
     # w * down(h) = down(w * h) with h: [1, R, F]. dw = dh . h then needs no product with `down` again.
     hidden = mlp_hidden(x[None], projections, arch_config)
     return linear((hidden * weights[:, None]).astype(x.dtype), projections["down"])[0]

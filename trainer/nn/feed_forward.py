@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from jax import Array
 
 from trainer.nn.activation_names import name_activation
 from trainer.nn.context import LayerContext
+from trainer.nn.layer_weights import Leaves, MoeWeights, Projections
 from trainer.nn.mlp import INPUT_NORM, chunk_input, mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.token_chunks import over_token_chunks
@@ -22,10 +22,10 @@ from trainer.nn.token_chunks import over_token_chunks
 
 def feed_forward(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Projections | MoeWeights,
     context: LayerContext,
     *,
-    input_norm: Mapping[str, Array] | None = None,
+    input_norm: Leaves | None = None,
 ) -> Array:
     """Compute the MLP or the experts of [B, T, D] in chunks of `context.ffn_chunk_size` tokens.
 
@@ -41,23 +41,23 @@ def feed_forward(
     arch_config = context.arch_config
     sharding = context.sharding
 
-    def run_experts(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
+    def run_experts(x: Array, weights: MoeWeights, constants: None) -> Array:
         x = chunk_input(x, weights, arch_config, sharding)
-        projections = {name: value for name, value in weights.items() if name != INPUT_NORM}
-        return moe_mlp(x, projections, arch_config, sharding)
+        return moe_mlp(x, weights, arch_config, sharding)
 
     # A model with experts may have dense layers too.
     if "router" in weights:
         run_chunk = run_experts
     else:
         run_chunk = partial(mlp, arch_config=arch_config, sharding=sharding)
+    chunk_weights: Mapping[str, object] = weights
     if input_norm is not None:
-        weights = {**weights, INPUT_NORM: input_norm}
+        chunk_weights = {**weights, INPUT_NORM: input_norm}
     run_tokens = over_token_chunks(
         run_chunk,
         x.shape[1],
         context.ffn_chunk_size,
         num_shards=sharding.sequence_parallel_size,
     )
-    output = run_tokens(x, weights, None)
+    output = run_tokens(x, chunk_weights, None)
     return name_activation(output, "mlp_output")

@@ -17,6 +17,13 @@ from trainer.models.lora import LORA_B
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
 
+# End of the path of a leaf of a recurrent mixer -> its initial values, as in `Qwen3NextGatedDeltaNet` of
+# transformers. The norm scales by its weight, also where other norms of the model scale by 1 + weight.
+MIXER_CONSTANTS = {"mixer.norm.scale": 1.0, "mixer.dt_bias.bias": 1.0, "mixer.d.weight": 1.0}
+DECAY_RATES = "mixer.a_log.weight"
+MIN_DECAY_RATE = 0.01
+MAX_DECAY_RATE = 16.0
+
 
 def init_params(model: ModelSpec, seed: int) -> Tree:
     """Initialize all parameters in float32: matrices and embeddings normal, biases zero, norm scales the identity.
@@ -57,6 +64,11 @@ def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Arra
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
+    for suffix, value in MIXER_CONSTANTS.items():
+        if leaf.path_pattern.endswith(suffix):
+            return jnp.full(leaf.shape, value, jnp.float32)
+    if leaf.path_pattern.endswith(DECAY_RATES):
+        return _random_leaf(leaf, key, _sample_decay_rates)
     if leaf.role in ("scale", "bias"):
         identity = 1.0 - arch_config.norm_scale_offset
         return jnp.full(leaf.shape, identity if leaf.role == "scale" else 0.0, jnp.float32)
@@ -64,6 +76,11 @@ def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     return _random_leaf(
         leaf, key, lambda layer_key, shape: jax.random.normal(layer_key, shape) * std
     )
+
+
+def _sample_decay_rates(key: Array, shape: tuple[int, ...]) -> Array:
+    """Sample logarithms of the rates by which the states of a recurrent mixer decay, as transformers does."""
+    return jnp.log(jax.random.uniform(key, shape, minval=MIN_DECAY_RATE, maxval=MAX_DECAY_RATE))
 
 
 def init_adapters(model: ModelSpec, seed: int) -> Tree:

@@ -24,6 +24,7 @@ from jax import Array, lax
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, take_layer
+from trainer.nn.recurrent_cache import RecurrentCache
 
 
 class KVStack(NamedTuple):
@@ -61,7 +62,9 @@ class KVStack(NamedTuple):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["stacks", "length"], meta_fields=["num_slots"]
+    jax.tree_util.register_dataclass,
+    data_fields=["stacks", "length", "recurrent"],
+    meta_fields=["num_slots"],
 )
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -73,11 +76,13 @@ class KVCache:
         stacks: The layers by their number of slots: `num_slots`, or the width of a shorter sliding window.
         length: int32 [], the number of tokens per row so far.
         num_slots: Maximum number of tokens per row.
+        recurrent: States of layers with a recurrent mixer. None if the model has no such layers.
     """
 
     stacks: Mapping[int, KVStack]
     length: Array
     num_slots: int
+    recurrent: RecurrentCache | None = None
 
     @property
     def layer(self) -> Array:
@@ -113,6 +118,11 @@ class KVCache:
             return cache, layer_kv
         return cache, new
 
+    def write_states(self, new: Mapping[str, Array], sharding: ShardingContext) -> KVCache:
+        """Replace the states of the next recurrent layer."""
+        assert self.recurrent is not None
+        return dataclasses.replace(self, recurrent=self.recurrent.write(new, sharding))
+
     def key_slots(self, window: int, count: int) -> Array:
         """Return the slot of the batch of each key that `append` returns for `count` tokens.
 
@@ -134,7 +144,12 @@ class KVCache:
             slots: stack._replace(layer=jnp.zeros_like(stack.layer))
             for slots, stack in self.stacks.items()
         }
-        return dataclasses.replace(self, stacks=stacks, length=self.length + count)
+        recurrent = self.recurrent
+        if recurrent is not None:
+            recurrent = recurrent.first_layer()
+        return dataclasses.replace(
+            self, stacks=stacks, length=self.length + count, recurrent=recurrent
+        )
 
 
 def empty_kv_cache(
@@ -148,7 +163,7 @@ def empty_kv_cache(
     """Allocate an empty cache.
 
     Args:
-        windows: Sliding window of each layer.
+        windows: Sliding window of each layer with attention.
         shape: [B, S, K, E] of a layer with full attention.
         dtype: Dtype of keys and values.
         sharding: The device mesh and its rules.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -28,6 +27,7 @@ from trainer.nn.attention_mask import KV
 from trainer.nn.attention_steps import INPUT_NORM, attend_and_project, rotary_tables
 from trainer.nn.context import LayerContext
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
@@ -38,10 +38,10 @@ PROJECTIONS = ("q", "q_down", "q_latent_norm", "q_up", "kv_down", "kv_latent_nor
 
 def latent_attention(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     *,
-    input_norm: Mapping[str, Array] | None = None,
+    input_norm: Leaves | None = None,
 ) -> tuple[Array, KVCache | None]:
     """Compute self-attention whose keys and values come from a latent.
 
@@ -84,7 +84,7 @@ def _projection(context: LayerContext, *, num_tokens: int) -> TokenFunction:
     is_interleaved = arch_config.rotary_pairs == "interleaved"
     latent_norm = dataclasses.replace(arch_config, norm_eps=arch_config.latent_norm_eps)
 
-    def project_chunk(x: Array, weights: Mapping[str, Any], cos_sin: CosSin | None) -> list[Array]:
+    def project_chunk(x: Array, weights: Projections, cos_sin: CosSin | None) -> list[Array]:
         assert cos_sin is not None
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], arch_config)
@@ -112,9 +112,7 @@ def _projection(context: LayerContext, *, num_tokens: int) -> TokenFunction:
     )
 
 
-def _queries(
-    x: Array, weights: Mapping[str, Any], latent_norm: ArchConfig, num_devices: int
-) -> Array:
+def _queries(x: Array, weights: Projections, latent_norm: ArchConfig, num_devices: int) -> Array:
     """Project [B, T, D] to queries [B, T, H, E], directly or by a latent."""
     if "q" in weights:
         return linear(x, weights["q"], num_devices=num_devices)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from trainer.nn.block import BLOCKS
 from trainer.nn.context import LAYER_DROPOUT_KEYS, LAYER_SCORE_SCALE, StackContext
 from trainer.nn.dropout import Dropout
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.layer_weights import BlockWeights
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
 from trainer.nn.norms import norm
 from trainer.nn.remat import with_remat
@@ -92,7 +93,8 @@ def run_layer(
     """Run one layer with its window, rotary embedding, score scale and random masks."""
     x, kv_cache = carry
     block = BLOCKS[context.arch_config.block_type]
-    return block(x, weights, context.for_layer(kind, weights, kv_cache))
+    layer_context = context.for_layer(kind, weights, kv_cache)
+    return block(x, cast(BlockWeights, weights), layer_context)
 
 
 def _scan_layers(

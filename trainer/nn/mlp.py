@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, nn
@@ -16,6 +15,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.moe_config import ClampedSwiglu
 from trainer.nn.activation_names import name_activation
+from trainer.nn.layer_weights import MoeWeights, Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 
@@ -40,7 +40,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 def mlp(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Projections,
     constants: None = None,
     *,
     arch_config: ArchConfig,
@@ -73,7 +73,7 @@ def mlp(
 
 
 def chunk_input(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+    x: Array, weights: Projections | MoeWeights, arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
     """Normalize the input [B, T, D] of an MLP or of experts, if it has a norm, and constrain its sharding."""
     if INPUT_NORM in weights:
@@ -96,7 +96,7 @@ def hidden_units(up: Array, gate: Array | None, arch_config: ArchConfig) -> Arra
     return activate(gate) * up
 
 
-def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+def mlp_hidden(x: Array, weights: Projections, arch_config: ArchConfig) -> Array:
     """Project [B, T, D] to the hidden units [B, T, F] of one expert."""
     gate = None
     if arch_config.has_gated_mlp:

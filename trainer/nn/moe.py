@@ -10,7 +10,6 @@ Axes: B rows of the batch, T tokens, N experts, K experts of a token, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.param_tree import flatten_tree
 from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
 from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
+from trainer.nn.layer_weights import Leaves, MoeWeights
 from trainer.nn.mlp import mlp
 from trainer.nn.router import route
 
@@ -31,7 +31,7 @@ DOWN_BIAS = "down.bias"
 
 
 def moe_mlp(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
+    x: Array, weights: MoeWeights, arch_config: ArchConfig, sharding: ShardingContext
 ) -> Array:
     """Compute the weighted sum of each token's experts. No token is dropped.
 
@@ -55,7 +55,8 @@ def moe_mlp(
     if down_bias is not None:
         output = output + _mix_biases(routing, down_bias).astype(x.dtype)
     if "shared" in weights:
-        output = output + _shared_experts(x, weights, arch_config, sharding)
+        shared = mlp(x, weights["shared"], arch_config=arch_config, sharding=sharding)
+        output = output + _gate_shared(x, shared, weights.get("shared_gate"))
     return output
 
 
@@ -68,15 +69,11 @@ def _mix_biases(routing: Routing, biases: Array) -> Array:
     return jnp.einsum("btn,nd->btd", weights, biases, preferred_element_type=jnp.float32)
 
 
-def _shared_experts(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext
-) -> Array:
-    """Compute the shared experts of [B, T, D], times their gate if they have one."""
-    output = mlp(x, weights["shared"], arch_config=arch_config, sharding=sharding)
-    if "shared_gate" not in weights:
+def _gate_shared(x: Array, output: Array, gate: Leaves | None) -> Array:
+    """Multiply the output [B, T, D] of the shared experts by their gate, if they have one."""
+    if gate is None:
         return output
-    gate = jnp.einsum("btd,d->bt", x, weights["shared_gate"]["weight"])
-    return nn.sigmoid(gate)[..., None] * output
+    return nn.sigmoid(jnp.einsum("btd,d->bt", x, gate["weight"]))[..., None] * output
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

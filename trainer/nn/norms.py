@@ -22,7 +22,8 @@ def norm(
 
     Args:
         x: [..., D].
-        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A layer norm may have neither.
+        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A layer norm may have neither, and
+            an RMS norm no scale.
         arch_config: Selects the norm and its epsilon.
         axes: Axes of the mean.
 
@@ -40,7 +41,8 @@ def norm(
             return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "rms":
             # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
-            return _rms_normalize(x, eps, axes).astype(x.dtype) * weights["scale"]
+            normalized = _rms_normalize(x, eps, axes).astype(x.dtype)
+            return normalized * weights["scale"] if "scale" in weights else normalized
         case "rms_offset":
             # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)

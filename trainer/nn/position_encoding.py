@@ -107,7 +107,8 @@ def _scaled_cos_sin(rope: Rope, positions: Array, frequencies: Array | np.ndarra
     if rope.query_scale_beta == 0:
         return CosSin(cosine, sine)
     # Slots before a row's first token have negative positions, whose logarithm would not be finite.
-    steps = jnp.floor(jnp.maximum(positions, 0) / rope.query_scale_positions)
+    shifted = jnp.maximum(positions, 0) + rope.query_scale_offset
+    steps = jnp.floor(shifted / rope.query_scale_positions)
     return CosSin(cosine, sine, 1 + rope.query_scale_beta * jnp.log1p(steps))
 
 

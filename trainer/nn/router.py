@@ -5,9 +5,7 @@ Axes: B rows of the batch, T tokens, N experts, G groups of experts, K experts o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax, nn
@@ -16,10 +14,11 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.moe_config import Router
 from trainer.nn.expert_blocks import Routing
 from trainer.nn.expert_sharding import ExpertSharding
+from trainer.nn.layer_weights import RouterWeights
 
 
 def route(
-    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, shards: ExpertSharding
+    x: Array, weights: RouterWeights, arch_config: ArchConfig, shards: ExpertSharding
 ) -> Routing:
     """Select the experts of each token.
 

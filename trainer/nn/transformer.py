@@ -171,6 +171,7 @@ def hidden_states(
         mask=mask,
         cos_sin_by_rope=cos_sin_by_rope,
         encoder_output=encoder_output,
+        document_positions=segment_positions,
         dropout=dropout,
     )
     x, _ = run_stack(x, params, context)
@@ -219,6 +220,7 @@ def decoder_context(
     mask: AttentionMask,
     cos_sin_by_rope: Mapping[Rope, CosSin],
     encoder_output: EncoderOutput | None = None,
+    document_positions: Array | None = None,
     dropout: Dropout | None = None,
 ) -> StackContext:
     """Return the inputs of all decoder layers.
@@ -230,6 +232,8 @@ def decoder_context(
         mask: Positions of queries and keys.
         cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
         encoder_output: Output of the encoder. Required if the model has an encoder.
+        document_positions: int32 [B, T], the position of each token in its document. None if each row is one
+            document.
         dropout: Random masks of the decoder. None means no dropout.
 
     Raises:
@@ -250,6 +254,7 @@ def decoder_context(
         with_score_bias(mask, stack, arch_config, forward_config),
         cos_sin_by_rope,
         encoder_output,
+        document_positions,
         dropout,
     )
 

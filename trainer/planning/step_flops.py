@@ -5,7 +5,9 @@ in the backward pass, or 2*N if the matrix is frozen: it has no gradient. Attent
 visible pair of query and key, and 8*H*E in the backward pass (Chowdhery et al. 2022,
 https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups, norms, activations, softmax and
 the optimizer are not counted. An expert's matrices count for the tokens that it is expected to get.
-Adapters (LoRA) count as two matrices each.
+Adapters (LoRA) count as two matrices each. A recurrent mixer with states [N, P] takes 2*N*P per head and token for
+each product with the state: to update it, to read it, and to predict values in the gated delta rule. They count as
+attention.
 
 `attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures
 do. `attention_causal` counts only the visible ones.
@@ -128,23 +130,43 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     for name in stack.kv_lengths:
         kv_length = length if name == "attn" else inputs.source_length
         is_causal = name == "attn" and not is_encoder(inputs, stack)
-        for window, num_layers in Counter(stack.arch_config.sliding_windows).items():
-            window_pairs = length * min(window or kv_length, kv_length)
-            # Only self-attention of a decoder is causal. Elsewhere each key of the window is
-            # visible.
-            visible = _visible_pairs(length, window) if is_causal else window_pairs
-            full += num_layers * window_pairs
-            causal += num_layers * visible
-            computed += num_layers * _computed_pairs(
-                inputs, (length, kv_length), window=window, visible=visible, is_causal=is_causal
-            )
+        kinds = Counter((kind.window, kind.chunk) for kind in stack.arch_config.layer_kinds)
+        for (window, chunk), num_layers in kinds.items():
+            # Chunks of positions are like shorter rows, e.g. 10 tokens in chunks of 4: 4, 4 and 2.
+            for rows, queries in _chunk_lengths(length, chunk):
+                keys = queries if chunk else kv_length
+                window_pairs = queries * min(window or keys, keys)
+                # Only self-attention of a decoder is causal. Elsewhere each key of the window is
+                # visible.
+                visible = _visible_pairs(queries, window) if is_causal else window_pairs
+                full += num_layers * rows * window_pairs
+                causal += num_layers * rows * visible
+                computed += (
+                    num_layers
+                    * rows
+                    * _computed_pairs(
+                        inputs, (queries, keys), window=window, visible=visible, is_causal=is_causal
+                    )
+                )
+    scan_flops = num_sequences * length * stack.num_layers * _scan_flops(inputs, stack)
     return _ForwardFlops(
         projections=num_sequences * sum(leaf_flops.values()),
         trained_projections=num_sequences * sum(trained_flops),
-        attention_full=pair_flops * full,
-        attention_causal=pair_flops * causal,
-        attention_computed=pair_flops * computed,
+        attention_full=pair_flops * full + scan_flops,
+        attention_causal=pair_flops * causal + scan_flops,
+        attention_computed=pair_flops * computed + scan_flops,
     )
+
+
+def _scan_flops(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the operations of the state of a layer's recurrent mixer per token."""
+    mixer = stack.arch_config.mixer
+    if mixer is None or not mixer.has_state:
+        return 0
+    heads = inputs.extent("mixer_groups") * inputs.extent("group_heads")
+    state_size = heads * inputs.extent("mixer_state") * inputs.extent("mixer_head_dim")
+    num_products = 3 if mixer.kind == "gated_delta" else 2
+    return 2 * num_products * state_size
 
 
 def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
@@ -173,6 +195,16 @@ def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int
     if is_of_source:
         length = inputs.source_length
     return 2 * size * length
+
+
+def _chunk_lengths(length: int, chunk: int) -> list[tuple[int, int]]:
+    """Return the number of chunks of a row and their lengths, e.g. 10 tokens in chunks of 4: 2 of 4 and 1 of 2."""
+    if not chunk or length <= chunk:
+        return [(1, length)]
+    whole, rest = divmod(length, chunk)
+    if rest == 0:
+        return [(whole, chunk)]
+    return [(whole, chunk), (1, rest)]
 
 
 def _visible_pairs(length: int, window: int) -> int:

@@ -15,7 +15,12 @@ from trainer.models.attention_kernels import (
     find_kernel,
     rank_kernels,
 )
-from trainer.models.attention_needs import AttentionNeeds, required_attention_features, run_features
+from trainer.models.attention_needs import (
+    AttentionNeeds,
+    check_mixer,
+    required_attention_features,
+    run_features,
+)
 from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
@@ -189,6 +194,7 @@ def attention_needs(
         dropout=dropout,
         has_segments=has_segments(recipe),
     )
+    check_mixer(model.arch_config, features)
     return AttentionNeeds(
         required_attention_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
@@ -125,9 +124,10 @@ def _start_problems(recipe: Recipe) -> Iterator[Problem]:
                     '`init = "random"` in [model], without `path`',
                 )
         return
-    if model.path is not None:
-        why = "no checkpoint is read: `model.init` is random"
-        yield Problem(("model.path",), _key_is(recipe, "model.path"), why, "remove one of them")
+    for key in ("model.path", "model.lock"):
+        if value_of(recipe, key) is not None:
+            why = "no checkpoint is read: `model.init` is random"
+            yield Problem((key,), _key_is(recipe, key), why, "remove one of them")
     if model.preset is not None and model.config is not None:
         yield _exclusive_keys(
             recipe, "model.preset", "model.config", "both set the config of the model"
@@ -373,7 +373,7 @@ def _save_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _invalid_profile(profile: Mapping[str, Any]) -> str:
+def _invalid_profile(profile: Mapping[str, object]) -> str:
     """Return why a profile's table is invalid, or "" if it is valid."""
     if {*profile} != {"start", "steps"}:
         return f"its keys are {', '.join(profile) or 'missing'}, not start and steps"
@@ -384,7 +384,7 @@ def _invalid_profile(profile: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_wandb_table(table: Mapping[str, Any] | None) -> None:
+def check_wandb_table(table: Mapping[str, object] | None) -> None:
     """Check the keys of `log.wandb`, which are arguments of `wandb.init`, and `offline`.
 
     Raises:

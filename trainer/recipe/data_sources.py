@@ -136,7 +136,7 @@ def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
         yield source, source_data(data, source)
 
 
-def _parse_source(number: int, table: Mapping[str, Any]) -> DataSource:
+def _parse_source(number: int, table: Mapping[str, object]) -> DataSource:
     try:
         return DataSource.model_validate(table)
     except ValidationError as error:
@@ -145,7 +145,7 @@ def _parse_source(number: int, table: Mapping[str, Any]) -> DataSource:
     raise _key_error(number, str(details["loc"][0]), details["type"], table)
 
 
-def _key_error(number: int, key: str, error_type: str, table: Mapping[str, Any]) -> PrepError:
+def _key_error(number: int, key: str, error_type: str, table: Mapping[str, object]) -> PrepError:
     """Return the error for a key of a table that is unknown, missing or invalid."""
     place = f"table {number} of `{SOURCES_KEY}`"
     if key not in SOURCE_SCHEMAS:

@@ -40,7 +40,8 @@ class Lora(BaseModel):
     targets: Annotated[RuleTexts, Field(min_length=1)] = Field(
         default=DEFAULT_TARGETS,
         description="projections with an adapter, as patterns: `attn.q`, `attn.k`, `attn.v`, `attn.o`, `cross.*`, "
-        "`mlp.gate`, `mlp.up`, `mlp.down`. Those that the checkpoint stores in one tensor are adapted together",
+        "`mlp.gate`, `mlp.up`, `mlp.down`. Those that the checkpoint stores in one tensor are adapted together. "
+        "In latent attention (DeepSeek) `attn.q` is `attn.q_up`, and `attn.k` and `attn.v` are `attn.kv_up`",
         examples=[["attn.*", "mlp.*"]],
     )
     use_rslora: bool = Field(

@@ -32,6 +32,12 @@ class Model(BaseModel):
         examples=["gpt-neo-1.3B-init"],
         json_schema_extra=if_absent('no checkpoint, with `init = "random"`'),
     )
+    lock: PathText | None = Field(
+        default=None,
+        description="a lock file. A checkpoint that differs from it in any byte is an error",
+        examples=["gpt-neo-1.3B.lock.json"],
+        json_schema_extra=if_absent("no lock"),
+    )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
         description="initial parameters: those of `path`, or random ones of the model of `preset` or `config`",

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from trainer.models.json_types import JsonObject
 from trainer.tables.batches import InvalidRow, Part, read_parts
 from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_message
 
@@ -116,7 +117,7 @@ def _send_file(
     _limit_memory(start_nbytes + int(settings["max_nbytes"]))
     file = ParentFile(requests, answers, int(settings["nbytes"]))
     stream = cast(BinaryIO, io.BufferedReader(file, BUFFER_NBYTES))
-    failure: dict[str, Any] | None = None
+    failure: JsonObject | None = None
     try:
         for part in read_parts(stream, settings["format"], int(settings["nbytes"]), max_row_nbytes):
             _send_part(part, requests)

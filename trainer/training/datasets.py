@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer.data.chat_template import ChatTemplate, load_chat_template
 from trainer.data.example_settings import ExampleSettings
@@ -30,6 +29,7 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import Key, PrepError, text, usage_error
+from trainer.models.json_types import HFConfig
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import Data
@@ -51,7 +51,7 @@ def build_datasets(
     recipe: Recipe,
     model: ModelSpec,
     *,
-    manifest: Mapping[str, Any],
+    model_config: HFConfig,
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
@@ -65,7 +65,7 @@ def build_datasets(
     Args:
         recipe: The recipe.
         model: The model to train.
-        manifest: Manifest of the start checkpoint.
+        model_config: config.json of the start checkpoint.
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`,
             optional: folder for tokens missing in the cache, if the cache must not be written to.
         group: Processes of the job. None means one process.
@@ -82,7 +82,7 @@ def build_datasets(
     build = partial(
         _build_source,
         model=model,
-        manifest=manifest,
+        model_config=model_config,
         seed=recipe.seed,
         make_config=partial(
             _tokenize_config,
@@ -100,26 +100,24 @@ def _build_source(
     note: Note,
     *,
     model: ModelSpec,
-    manifest: Mapping[str, Any],
+    model_config: HFConfig,
     seed: int,
-    make_config: Callable[[Data, ModelSpec, Mapping[str, Any]], TokenizeConfig],
+    make_config: Callable[[Data, ModelSpec, HFConfig], TokenizeConfig],
     tokenize: Callable[..., MappedTokens],
 ) -> Datasets:
     """Return the datasets of one source."""
-    config = make_config(data, model, manifest["config"])
+    config = make_config(data, model, model_config)
     make_dataset = partial(
         _build_dataset,
         config=config,
         data=data,
         seed=seed,
-        model_config=manifest["config"],
-        special_ids=_span_special_ids(data, config, manifest["config"]),
+        model_config=model_config,
+        special_ids=_span_special_ids(data, config, model_config),
         note=note,
     )
     if config.examples.has_encoder:
-        decoder_start_token_id(
-            manifest["config"], config.vocab
-        )  # fails before all files are tokenized
+        decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_paths is None:
@@ -142,7 +140,7 @@ def _build_source(
 def _tokenize_config(
     data: Data,
     model: ModelSpec,
-    model_config: Mapping[str, Any],
+    model_config: HFConfig,
     *,
     folders: Mapping[str, Path],
     remote: RemoteFiles,
@@ -176,7 +174,7 @@ def _tokenize_config(
 
 
 def _example_settings(
-    data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, tokenizer: Path
+    data: Data, model: ModelSpec, model_config: HFConfig, *, tokenizer: Path
 ) -> ExampleSettings:
     """Return the settings of examples.
 
@@ -218,7 +216,7 @@ def _build_dataset(
     config: TokenizeConfig,
     data: Data,
     seed: int,
-    model_config: Mapping[str, Any],
+    model_config: HFConfig,
     special_ids: SpanCorruptionTokenIds | None,
     note: Callable[[str], None],
 ) -> Dataset:
@@ -271,7 +269,7 @@ def _span_corruption_dataset(
 
 
 def _span_special_ids(
-    data: Data, config: TokenizeConfig, model_config: Mapping[str, Any]
+    data: Data, config: TokenizeConfig, model_config: HFConfig
 ) -> SpanCorruptionTokenIds | None:
     """Return the token ids that span corruption adds.
 
@@ -350,7 +348,7 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
     check_source_length(data, has_encoder=True)
 
 
-def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
+def decoder_start_token_id(config: HFConfig, vocab: int) -> int:
     """Return the first token id of a decoder with an encoder: `decoder_start_token_id`, else `pad_token_id`.
 
     Args:
@@ -375,7 +373,7 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
     return token_id
 
 
-def _special_id(config: Mapping[str, Any], key: str) -> int | None:
+def _special_id(config: HFConfig, key: str) -> int | None:
     """Return a token id of a model's config, the first of several.
 
     None if the config has none.

@@ -12,6 +12,7 @@ from jax import Array
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.models.checkpoint_store import CheckpointReader
 from trainer.models.errors import Key, PrepError, text
+from trainer.models.manifest_fields import CastCounts
 from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
@@ -57,7 +58,7 @@ def init_state(
     setup: StepSetup,
     adapters: CheckpointReader | None = None,
     *,
-    on_rounding: Callable[[Mapping[str, Any]], None] = lambda counts: None,
+    on_rounding: Callable[[CastCounts], None] = lambda counts: None,
 ) -> TrainState:
     """Return the state before the first step: the checkpoint's parameters, a new optimizer and counters of 0.
 
@@ -225,7 +226,7 @@ class RoundingLoader:
             self._overflowed.append(name)
         return jax.jit(round_to_nearest, out_shardings=target.sharding)(leaf)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> CastCounts:
         """Return the dtypes `from` and `to`, and the numbers of rounded `values` and of the `changed` ones.
 
         Raises:

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict
 
+from trainer.models.json_types import JsonObject
 from trainer.training.evaluation import EvaluationResult
 from trainer.training.samples import Sample
 
 
-def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[str, Any]:
+class ZLossField(TypedDict, total=False):
+    """The entry of a step's line for the z-loss. Absent if the loss does not have this term."""
+
+    z_loss: float | None
+
+
+class SpeedFields(TypedDict, total=False):
+    """The entries of a step's line for its speed.
+
+    Attributes:
+        seconds: Seconds of a step. Absent, as the next two, if they are unknown.
+        tokens_per_s: Tokens of all devices per second.
+        mfu: Model FLOPs utilization. Absent too if the peak rate of the devices is unknown.
+        memory_bytes: Highest memory in use on a device. Absent if the devices do not count it.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: int
+
+
+class StepLine(ZLossField, SpeedFields):
+    """The line of a training step. A value is None if it is not finite.
+
+    Attributes:
+        step: The step.
+        loss: Mean loss of its tokens.
+        accuracy: Fraction of its tokens that are predicted correctly.
+        grad_norm: Norm of the gradients.
+        lr: Learning rate.
+        tokens: Tokens of all steps so far.
+        skipped: Number of skipped steps so far.
+    """
+
+    step: int
+    loss: float | None
+    accuracy: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    skipped: int
+
+
+def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> StepLine:
     """Return the line of a training step.
 
     Args:
@@ -19,7 +64,7 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
         tokens: Tokens of all steps so far.
     """
     weight = max(values["weight"], 1e-9)
-    z_loss: dict[str, float | None] = {}
+    z_loss: ZLossField = {}
     if "z_loss" in values:
         z_loss["z_loss"] = finite_or_none(values["z_loss"] / weight)
     return {
@@ -36,7 +81,7 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
 
 def speed_fields(
     step_s: float | None, *, tokens_per_step: int, peak_step_s: float | None
-) -> dict[str, float]:
+) -> SpeedFields:
     """Return the speed of a step as entries of its log line.
 
     Empty if the duration of the step is unknown.
@@ -49,13 +94,16 @@ def speed_fields(
     """
     if not step_s:
         return {}
-    fields = {"seconds": round(step_s, 4), "tokens_per_s": round(tokens_per_step / step_s, 1)}
+    fields: SpeedFields = {
+        "seconds": round(step_s, 4),
+        "tokens_per_s": round(tokens_per_step / step_s, 1),
+    }
     if peak_step_s is not None:
         fields["mfu"] = round(peak_step_s / step_s, 4)
     return fields
 
 
-def evaluation_line(step: int, result: EvaluationResult) -> dict[str, Any]:
+def evaluation_line(step: int, result: EvaluationResult) -> JsonObject:
     """Return the line of an evaluation after a step."""
     return {
         "step": step,
@@ -67,9 +115,9 @@ def evaluation_line(step: int, result: EvaluationResult) -> dict[str, Any]:
     }
 
 
-def sample_lines(step: int, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the line of each text that was generated after a step."""
-    return [{"step": step, "prompt": sample.prompt, "text": sample.text} for sample in samples]
+def sample_line(step: int, sample: Sample) -> JsonObject:
+    """Return the line of a text that was generated after a step."""
+    return {"step": step, "prompt": sample.prompt, "text": sample.text}
 
 
 def finite_or_none(value: float) -> float | None:

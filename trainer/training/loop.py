@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,24 @@ from trainer.data.packing import Dataset
 from trainer.distributed.mesh_devices import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import Option, PrepError, text
+from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
 from trainer.training.checkpoint import host_leaves
-from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
+from trainer.training.evaluation import (
+    EvalStep,
+    EvaluationResult,
+    evaluate,
+    jit_eval_step,
+    jit_exact_eval_step,
+)
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.log_lines import evaluation_line, sample_lines, speed_fields, step_line
+from trainer.training.log_lines import (
+    StepLine,
+    evaluation_line,
+    sample_line,
+    speed_fields,
+    step_line,
+)
 from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
@@ -79,7 +92,7 @@ class LoopConfig:
     evaluation: Dataset | None
     eval_every: Interval
     save_every: Interval
-    manifest_fields: Mapping[str, Any]
+    manifest_fields: StepFields
     stop_after: int = 0
     peak_step_s: float | None = None
     sampler: Sampler | None = None
@@ -140,7 +153,7 @@ class LoopResult:
     """
 
     step: int
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, object]
     stop_reason: str = ""
 
 
@@ -155,12 +168,12 @@ class Callbacks(Protocol):
         """Report a finished step."""
         ...
 
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+    def on_log(self, line: StepLine, remaining_s: float | None) -> None:
         """Report a log line, and an estimate of the remaining seconds."""
         ...
 
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """Report the log line of an evaluation."""
+    def on_evaluate(self, step: int, result: EvaluationResult) -> None:
+        """Report an evaluation after a step."""
         ...
 
     def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -227,7 +240,7 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
-        self.last_metrics: dict[str, Any] = {}
+        self.last_metrics: dict[str, object] = {}
         self.timer = StepTimer()
         (platform,) = {device.platform for device in state["step"].devices()}
         self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
@@ -356,17 +369,20 @@ class Loop:
         values = {name: float(np.asarray(value)) for name, value in metrics.items()}
         line = step_line(step, values, tokens=step * config.tokens_per_step)
         tokens_per_row = config.tokens_per_step // config.order.batch_size
-        line |= tokens_by_source(config.order, config.train, step, tokens_per_row=tokens_per_row)
+        source_tokens = tokens_by_source(
+            config.order, config.train, step, tokens_per_row=tokens_per_row
+        )
         step_s = self.timer.lap()
-        line |= speed_fields(
+        speed = speed_fields(
             step_s, tokens_per_step=config.tokens_per_step, peak_step_s=config.peak_step_s
         )
         memory_nbytes = peak_memory_nbytes(config.setup.sharding)
         if memory_nbytes is not None:
-            line["memory_bytes"] = memory_nbytes
-        self.metrics.write(line)
-        self.last_metrics |= {key: line[key] for key in RESULT_METRICS if key in line}
-        self.callbacks.on_log(line, step_s * (config.steps - step) if step_s else None)
+            speed["memory_bytes"] = memory_nbytes
+        logged: dict[str, object] = {**line, **source_tokens, **speed}
+        self.metrics.write(logged)
+        self.last_metrics |= {key: logged[key] for key in RESULT_METRICS if key in logged}
+        self.callbacks.on_log({**line, **speed}, step_s * (config.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
         """Log the loss over the evaluation rows."""
@@ -389,7 +405,7 @@ class Loop:
         self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
         self.last_metrics |= {key: line[key] for key in RESULT_EVAL_METRICS}
-        self.callbacks.on_evaluate(line)
+        self.callbacks.on_evaluate(self.step, result)
         self.timer.resume()
 
     def _sample(self) -> None:
@@ -400,9 +416,11 @@ class Loop:
         self._drain_metrics(0)
         self.timer.pause()
         samples = self.config.sampler.generate(self.state["params"])
-        lines = sample_lines(self.step, samples)
-        for line in lines:
+        lines: list[object] = []
+        for sample in samples:
+            line = sample_line(self.step, sample)
             self.sample_log.write(line)
+            lines.append(line)
         self.last_metrics["samples"] = lines
         self.callbacks.on_samples(self.step, samples)
         self.timer.resume()
@@ -437,12 +455,12 @@ class Loop:
         self.last_saved_step = self.step
         self.timer.resume()
 
-    def _manifest_fields(self) -> Mapping[str, Any]:
+    def _manifest_fields(self) -> StepFields:
         """Return the entries of the manifest.
 
         `param_cast` is absent if a value is too large for `saved_dtype`.
         """
-        fields = dict(self.config.manifest_fields)
+        fields = self.config.manifest_fields.copy()
         eval_loss = self.eval_losses.get(self.step, math.nan)
         if self.config.saves_best and math.isfinite(eval_loss):
             fields["eval_loss"] = eval_loss

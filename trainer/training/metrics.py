@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from trainer.files.reading import ACCESS_HINT, read_complete_lines
 from trainer.files.writing import replacing_file
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonObject
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_PREFIX = "eval_"  # of the values of an evaluation
 LINE_START = re.compile(rb'\{"step": ([0-9]{1,18})[,}]')
+# A line of a metrics file. `line_step` returns its step.
+MetricsLine: TypeAlias = Mapping[str, object]
 PROCESS_METRICS_FILE = re.compile(r"metrics\.([1-9][0-9]*)\.jsonl")
 
 
@@ -43,7 +46,7 @@ class MetricsFile:
         self._path = path
         self.num_skipped = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         """Yield the lines. Raise PrepError if the file cannot be read."""
         for line in self.raw_lines():
             values = _parse_line(line)
@@ -75,7 +78,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(MetricsFile(path))
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> JsonObject | None:
     try:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -85,7 +88,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _line_step(line: bytes) -> int | None:
+def _raw_line_step(line: bytes) -> int | None:
     """Return the step of a line.
 
     None if it is not a JSON object with a step.
@@ -97,7 +100,7 @@ def _line_step(line: bytes) -> int | None:
     values = _parse_line(line)
     if values is None:
         return None
-    return values["step"]
+    return line_step(values)
 
 
 def metrics_file_name(process: int) -> str:
@@ -128,24 +131,33 @@ def remove_other_metrics(folder: Path, num_processes: int) -> None:
                 ) from error
 
 
-def metric_values(line: Mapping[str, Any]) -> dict[str, float]:
+def line_step(line: MetricsLine) -> int:
+    """Return the step of a line."""
+    step = line["step"]
+    assert isinstance(step, int), "lines without a step are skipped"
+    return step
+
+
+def metric_values(line: MetricsLine) -> dict[str, float]:
     """Return the numbers of a line by the names in TensorBoard and W&B: `train/loss`, `eval/loss`."""
-    return {
-        f"eval/{name.removeprefix(EVAL_PREFIX)}"
-        if name.startswith(EVAL_PREFIX)
-        else f"train/{name}": value
-        for name, value in line.items()
-        if name != "step" and value is not None
-    }
+    values: dict[str, float] = {}
+    for name, value in line.items():
+        if name == "step" or not isinstance(value, int | float):
+            continue
+        if name.startswith(EVAL_PREFIX):
+            values[f"eval/{name.removeprefix(EVAL_PREFIX)}"] = value
+        else:
+            values[f"train/{name}"] = value
+    return values
 
 
 # Step of a line, and whether the line is of an evaluation
 LogKey = tuple[int, bool]
 
 
-def log_key(line: Mapping[str, Any]) -> LogKey:
+def log_key(line: MetricsLine) -> LogKey:
     """Return the key of a line, unique within a run."""
-    return line["step"], f"{EVAL_PREFIX}loss" in line
+    return line_step(line), f"{EVAL_PREFIX}loss" in line
 
 
 def repeated_lines(path: Path, step: int) -> frozenset[LogKey]:
@@ -154,13 +166,13 @@ def repeated_lines(path: Path, step: int) -> frozenset[LogKey]:
     Raises:
         PrepError: The file cannot be read.
     """
-    return frozenset(log_key(line) for line in MetricsFile(path) if line["step"] >= step)
+    return frozenset(log_key(line) for line in MetricsFile(path) if line_step(line) >= step)
 
 
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Append a line."""
         ...
 
@@ -171,7 +183,7 @@ class MetricsLogs:
 
     logs: tuple[MetricsLog, ...]
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Append a line to each log."""
         for log in self.logs:
             log.write(line)
@@ -201,8 +213,8 @@ class MetricsWriter:
             # lines.
             with replacing_file(path) as file:
                 for line in MetricsFile(path).raw_lines() if step else ():
-                    line_step = _line_step(line)
-                    if line_step is not None and line_step <= step:
+                    raw_step = _raw_line_step(line)
+                    if raw_step is not None and raw_step <= step:
                         file.write(line + b"\n")
                 # Later lines go to this file, and not to the path. Another start of the run may take over the lock of
                 # a bucket, and replace the file in the local folder that both have on one host. Until this start
@@ -211,7 +223,7 @@ class MetricsWriter:
         except OSError as error:
             raise self._write_error(error) from error
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Append a line, visible to readers at once.
 
         Raise PrepError if the disk refuses it.
@@ -233,7 +245,7 @@ class MetricsWriter:
         return PrepError(f"cannot write {self.path}", error.strerror or str(error), ACCESS_HINT)
 
 
-def _to_json(line: Mapping[str, Any]) -> str:
+def _to_json(line: MetricsLine) -> str:
     # NaN and Infinity are not JSON, and many readers reject them.
     return json.dumps(line, allow_nan=False)
 

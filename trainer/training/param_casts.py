@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.models.errors import Key, PrepError, text
+from trainer.models.manifest_fields import CastCounts
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.training.optimizers.rounding import LOW_BITS
 
@@ -26,7 +26,7 @@ INFINITY = 0x7F800000
 FIRST_OVERFLOW = 0x7F7F8000
 
 
-def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> dict[str, Any]:
+def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> CastCounts:
     """Count the values changed by a cast of the parameters.
 
     All processes of a run call it.

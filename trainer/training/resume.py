@@ -21,6 +21,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "mesh",
         "rules",
         "model.path",
+        "model.lock",
         "model.scan_layers",
         "model.remat_policy",
         "model.offload",
@@ -157,14 +158,14 @@ def _schedule_change(
 
 
 def _have_moved(
-    before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None
+    before: Sequence[Mapping[str, object]] | None, after: Sequence[Mapping[str, object]] | None
 ) -> bool:
     """Return whether the sources of a mixture differ only in the paths of their data."""
     return _without_paths(before or ()) == _without_paths(after or ())
 
 
-def _without_paths(sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
+def _without_paths(sources: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    kept: list[dict[str, object]] = []
     for source in sources:
         kept.append({key: value for key, value in source.items() if key not in SOURCE_PATHS})
     return kept

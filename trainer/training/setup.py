@@ -13,6 +13,7 @@ from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import Command, Key, Option, PrepError, text, usage_error
 from trainer.models.lora import lora_from_manifest
+from trainer.models.manifest_fields import StepFields
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
@@ -149,7 +150,7 @@ def build_loop_config(
     kernel: str,
     datasets: Datasets,
     dropout: DropoutConfig,
-    manifest_fields: Mapping[str, Any],
+    manifest_fields: StepFields,
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
     base_dtypes: Mapping[str, str] | None = None,
@@ -220,7 +221,7 @@ def build_loop_config(
     )
 
 
-def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> dict[str, Any]:
+def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> StepFields:
     """Return the manifest entry that tells which losses of saved steps are comparable.
 
     The data is fixed in a run.

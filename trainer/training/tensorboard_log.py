@@ -1,19 +1,15 @@
-"""Metrics as TensorBoard event files (extra `tensorboard`.
-
-TensorFlow is not needed).
-"""
+"""Metrics as TensorBoard event files (extra `tensorboard`). TensorFlow is not needed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trainer.files.reading import ACCESS_HINT
 from trainer.models.errors import PrepError
-from trainer.training.metrics import metric_values
+from trainer.training.metrics import MetricsLine, line_step, metric_values
 
 
 class TensorBoardLog:
@@ -46,7 +42,7 @@ class TensorBoardLog:
             self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start)
         )
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Append the numbers of a line, visible to readers at once.
 
         Raise PrepError if the disk refuses them.
@@ -57,7 +53,7 @@ class TensorBoardLog:
         ]
         self._add(
             self._event(
-                wall_time=time.time(), step=line["step"], summary=self._summary(value=values)
+                wall_time=time.time(), step=line_step(line), summary=self._summary(value=values)
             )
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.errors import Key, text, usage_error
+from trainer.models.manifest_fields import StepFields
 from trainer.recipe import Recipe
 
 TokenLoss = Callable[[Any, Any], Any]  # (logits [B, C, V], targets [B, C]) -> losses [B, C]
@@ -31,7 +32,7 @@ class TokenFunctions:
     metric_fn: TokenMetrics | None = None
 
     @property
-    def manifest_fields(self) -> dict[str, str]:
+    def manifest_fields(self) -> StepFields:
         """Entry of a checkpoint's manifest: the name of the loss."""
         if self.loss_fn is None:
             return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.files.reading import ACCESS_HINT, read_regular_file
 from trainer.models.errors import PrepError
-from trainer.training.metrics import LogKey, log_key, metric_values
+from trainer.training.metrics import LogKey, MetricsLine, line_step, log_key, metric_values
 
 ID_FILE = "wandb-id"
 
@@ -25,10 +25,10 @@ class WandbLog:
     def __init__(
         self,
         folder: Path,
-        table: Mapping[str, Any],
+        table: Mapping[str, object],
         *,
         name: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         step: int,
         logged: Set[LogKey],
         warn: Callable[[str], None],
@@ -80,12 +80,12 @@ class WandbLog:
         self.run_id: str = run.id
         self._run: Any = run  # None after a failure
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: MetricsLine) -> None:
         """Log the numbers of a line, unless an earlier start of the run has logged them."""
         if self._run is None or log_key(line) in self._logged:
             return
         try:
-            self._run.log(metric_values(line), step=line["step"])
+            self._run.log(metric_values(line), step=line_step(line))
         except self._errors as error:
             self._drop(error)
 

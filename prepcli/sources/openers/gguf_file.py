@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +22,27 @@ from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
 from prepcli.sources.gguf_architectures import (
     ARCHITECTURES,
     EXPERT_TENSORS,
+    MIXTRAL,
+    VECTORS_OF_MATRICES,
     GgufArchitecture,
     needs_config_reason,
 )
 from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
 from prepcli.sources.source_hints import SourceHints
-from trainer.files.json_values import JsonObject
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.registry import family_of
 
 ARCHITECTURE_KEY = "general.architecture"
 SPLIT_KEY = "split.count"
+SPLIT_NUMBER_KEY = "split.no"
+SPLIT_TENSORS_KEY = "split.tensors.count"
 # The name of the weights in a Hugging Face folder, which an export uses.
 FILE_NAME = "model.safetensors"
 # Each expert becomes a tensor. A hostile shape may have any number of empty ones.
 MAX_EXPERTS = 1 << 14
+# Each part is an open file.
+MAX_PARTS = 200
+_PART_NAME = re.compile(r"(?P<stem>.+)-(\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 
@@ -50,25 +56,30 @@ class _NamedDecoder:
 
 
 def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file, or the headers of all parts.
 
     Args:
-        path: The file.
+        path: The file, or one of the files of a model in parts.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: The file is broken, or its architecture or one of its types is not supported.
     """
-    header = read_gguf_header(path)
+    paths = _part_paths(path, display_name)
+    headers = [read_gguf_header(part) for part in paths]
+    _check_parts(headers, display_name)
+    header = replace(headers[0], tensors=_all_tensors(headers))
     architecture = _read_architecture(header, display_name)
     if hints.config_path is None:
         config = _config_of_metadata(header, architecture, display_name)
     else:
         config = read_config(hints.resolve_config_path(path.parent, display_name))
     family = family_of(config)
-    named = [*_decoders(header, architecture, family.sizes(config))]
-    blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), (path,))
+    named: list[_NamedDecoder] = []
+    for file, part in enumerate(headers):
+        named += _decoders(part, architecture, family.sizes(config), file)
+    blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
     tensors: list[SourceTensor] = []
     for each, start in zip(named, blob.starts()):
@@ -79,7 +90,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
                     names.bare_name(name),
                     each.decoder.dtype,
                     each.shape,
-                    (Contiguous(1, start + number * nbytes),),
+                    (Contiguous(len(paths), start + number * nbytes),),
                     default_dtype=DECODED_DTYPE,
                 )
             )
@@ -91,30 +102,87 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         config=config,
         names=names,
         tensors=tuple(tensors),
-        files=(path,),
-        file_stamps=file_stamps((header,)),
+        files=paths,
+        file_stamps=file_stamps(headers),
         small_files=(),
         manifest=None,
         tensor_file_names=(FILE_NAME,) * len(tensors),
-        blobs=(path, blob),
+        blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
     )
 
 
-def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitecture:
-    name = header.metadata.get(ARCHITECTURE_KEY)
-    if header.metadata.get(SPLIT_KEY, 1) != 1:
+def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
+    """Return the files of a model: all parts of `m-00001-of-00003.gguf`, or the file itself.
+
+    Raises:
+        PrepError: A part is missing.
+    """
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    if not 1 <= count <= MAX_PARTS:
+        return (path,)
+    names = [f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+    paths = tuple(path.with_name(name) for name in names)
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
         raise PrepError(
             f"{display_name} is a part of a model",
-            "models in several GGUF files are not supported",
-            "join them with `llama-gguf-split --merge`",
+            f"it has {count} parts, and {missing[0]} is missing",
+            "put all parts into one folder",
         )
+    return paths
+
+
+def _check_parts(headers: Sequence[GgufHeader], display_name: str) -> None:
+    """Raise DamagedError if files are not the parts of one model, in their order."""
+    for number, header in enumerate(headers):
+        count = header.metadata.get(SPLIT_KEY, 1)
+        position = header.metadata.get(SPLIT_NUMBER_KEY, 0)
+        if (count, position) != (len(headers), number):
+            raise DamagedError(
+                f"{header.file_name} is not part {number + 1} of {len(headers)} of {display_name}",
+                f"the key `{SPLIT_KEY}` is {count!r:.40}, and `{SPLIT_NUMBER_KEY}` is {position!r:.40}",
+                download_again_hint(Path(header.file_name)),
+            )
+    expected = headers[0].metadata.get(SPLIT_TENSORS_KEY)
+    num_tensors = sum(len(header.tensors) for header in headers)
+    if len(headers) > 1 and expected is not None and expected != num_tensors:
+        raise DamagedError(
+            f"{display_name} has {num_tensors:,} tensors",
+            f"the key `{SPLIT_TENSORS_KEY}` is {expected!r:.40}",
+            download_again_hint(Path(headers[0].file_name)),
+        )
+
+
+def _all_tensors(headers: Sequence[GgufHeader]) -> tuple[GgufTensor, ...]:
+    """Return the tensors of all parts. Raise DamagedError if two have one name."""
+    tensors: dict[str, GgufTensor] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                raise DamagedError(
+                    f"{header.file_name} has the tensor {quote_name(tensor.name)} of another part",
+                    "each tensor is in one part",
+                    download_again_hint(Path(header.file_name)),
+                )
+            tensors[tensor.name] = tensor
+    return tuple(tensors.values())
+
+
+def _read_architecture(header: GgufHeader, display_name: str) -> GgufArchitecture:
+    name = header.metadata.get(ARCHITECTURE_KEY)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise PrepError(
             f"the architecture {name!r:.40} of {display_name} is not supported",
             f"GGUF files are read of {', '.join(ARCHITECTURES)}",
             "use the safetensors files that it was converted from",
         )
+    # Mixtral has the architecture of LLaMA.
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return MIXTRAL
     return ARCHITECTURES[name]
 
 
@@ -184,7 +252,7 @@ def _vocab_size(header: GgufHeader, display_name: str) -> int:
 
 
 def _decoders(
-    header: GgufHeader, architecture: GgufArchitecture, sizes: Mapping[str, int]
+    header: GgufHeader, architecture: GgufArchitecture, sizes: Mapping[str, int], file: int
 ) -> Iterator[_NamedDecoder]:
     """Yield the decoders of all tensors, in the order of the file. A tensor without a row keeps its name."""
     for tensor in header.tensors:
@@ -196,8 +264,10 @@ def _decoders(
             )
         name, layer = _split_layer(tensor.name)
         hf_name = architecture.tensor_names.get(name, "")
-        decoder = _decoder(tensor, architecture, name, sizes)
+        decoder = _decoder(tensor, architecture, name, sizes, file)
         shape = tensor.shape
+        if name in VECTORS_OF_MATRICES and len(shape) == 1:
+            shape = (1, *shape)
         if name in EXPERT_TENSORS and hf_name and len(shape) == 3:
             if shape[0] > MAX_EXPERTS:
                 raise DamagedError(
@@ -222,7 +292,11 @@ def _split_layer(name: str) -> tuple[str, str]:
 
 
 def _decoder(
-    tensor: GgufTensor, architecture: GgufArchitecture, name: str, sizes: Mapping[str, int]
+    tensor: GgufTensor,
+    architecture: GgufArchitecture,
+    name: str,
+    sizes: Mapping[str, int],
+    file: int,
 ) -> GgufDecoder:
     """Return the decoder of a tensor, which undoes the changes of llama.cpp."""
     shape = tensor.shape
@@ -248,7 +322,9 @@ def _decoder(
     stored_columns = shape[-1] if interleaved_rows else row_values
     row_nbytes = stored_columns // tensor.type.values * tensor.type.nbytes
     rows = tensor.nbytes // row_nbytes if row_nbytes else 0
-    stored = FileTensor(tensor.name, "uint8", (rows, row_nbytes), 0, tensor.offset, tensor.nbytes)
+    stored = FileTensor(
+        tensor.name, "uint8", (rows, row_nbytes), file, tensor.offset, tensor.nbytes
+    )
     return GgufDecoder(
         stored,
         tensor.type.name,

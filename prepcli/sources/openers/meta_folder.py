@@ -48,7 +48,7 @@ from prepcli.sources.source import (
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 from trainer.models.families.llama import FAMILY
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.

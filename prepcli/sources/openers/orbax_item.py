@@ -22,8 +22,7 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.chunk_placement import LeafPiece, chunk_group
 from prepcli.planning.grids import ExplicitPlacement, Placement, StridedPlacement
-from prepcli.planning.plan import Contiguous, DroppedTensor, SourceFile
-from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.plan import DroppedTensor, SourceFile
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.model_family import select_family
@@ -31,7 +30,8 @@ from prepcli.sources.source import (
     CONFIG,
     HF_FOLDER,
     Source,
-    SourceTensor,
+    Wrapper,
+    file_position,
     read_config,
     side_files,
     small_files,
@@ -40,12 +40,14 @@ from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import (
     StoredLeaf,
     match_foreign_tree,
+    split_tower_leaves,
     tensors_from_manifest,
+    tower_tensors,
     verbatim_tensors,
 )
 from trainer.models.boxes import strides
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
-from trainer.models.parameters import HFConfig
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
 # An item with more files opens each file when it is read.
@@ -98,7 +100,9 @@ def open_orbax(
     config = manifest.config
     names = TensorNames(manifest_family(manifest.fields), manifest.is_prefixed)
     blobs, leaves = stored_leaves(item)
+    leaves, tower_leaves = split_tower_leaves(leaves, manifest)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
+    towers = tower_tensors(tower_leaves, manifest)
     copied_files, left_files = side_files(folder / HF_FOLDER, hints.copied_files)
     config_path = folder / HF_FOLDER / CONFIG
     return Source(
@@ -107,15 +111,18 @@ def open_orbax(
         family=names.family,
         config=config,
         names=names,
-        tensors=tuple(sorted(params, key=_file_position)),
+        tensors=tuple(sorted(params, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE)),
         small_files=copied_files,
         manifest=manifest,
-        state_tensors=tuple(sorted(state, key=_file_position)),
+        state_tensors=tuple(sorted(state, key=file_position)),
         blobs=blobs,
+        quantized=manifest.quantized,
         config_path=config_path if config_path.is_file() else None,
         left_files=left_files,
+        wrapper=Wrapper(read_config(config_path), config) if towers else None,
+        tower_tensors=tuple(sorted(towers, key=file_position)),
     )
 
 
@@ -161,7 +168,7 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         family=family,
         config=config,
         names=names,
-        tensors=tuple(sorted(tensors, key=_file_position)),
+        tensors=tuple(sorted(tensors, key=file_position)),
         files=_watched_files(item),
         file_stamps=_file_stamps(item, settings),
         small_files=copied_files,
@@ -253,18 +260,6 @@ def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> Stride
     first, _ = chunk_group(piece)
     file, offset = placement.find(first)
     return StridedPlacement(file, offset, first, placement.strides)
-
-
-def _file_position(tensor: SourceTensor) -> tuple[int, int]:
-    """Return file number and offset of the tensor's first chunk."""
-    region = tensor.placement[0]
-    if isinstance(region, Contiguous):
-        return region.file, region.offset
-    assert isinstance(region, ChunkedLocation)
-    placement = region.placement
-    if isinstance(placement, StridedPlacement):
-        return placement.file, placement.offset
-    return min(placement.chunks.values(), default=(0, 0))
 
 
 def _chunk_places(item: OrbaxItem, array_number: int, piece: LeafPiece) -> Placement:

@@ -26,7 +26,8 @@ from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.parameters import Family, HFConfig, WeightTying
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family, WeightTying
 
 NO_RECORD: TensorRecord = {"digests": []}
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"

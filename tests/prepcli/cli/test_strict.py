@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from prepcli.cli.main import main
-from prepcli.cli.root import app
+from prepcli.cli.root import command_group
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
-TOP_COMMANDS = vars(get_command(app))["commands"]
+TOP_COMMANDS = vars(command_group())["commands"]
 LAUNCH = vars(TOP_COMMANDS["launch"])["commands"]
 COMMANDS = {name: command for name, command in TOP_COMMANDS.items() if name != "launch"} | {
     f"launch {name}": command for name, command in LAUNCH.items()

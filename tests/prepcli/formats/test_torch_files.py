@@ -13,6 +13,7 @@ import pytest
 from prepcli.errors import PrepError
 from prepcli.formats.torch_files import (
     MAX_NON_TENSORS,
+    TorchTensor,
     detect_torch_kind,
     read_torch_folder,
     read_torch_header,
@@ -69,6 +70,13 @@ def test_read_torch_header_returns_byte_strides_of_views() -> None:
             "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
             "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
         }  # fmt: skip
+
+
+def test_byte_range_of_a_view_ends_with_its_last_element() -> None:
+    transposed = TorchTensor("w", "float32", (3, 2), 0, 100, byte_strides=(4, 12))
+    assert transposed.byte_range == (100, 124)
+    every_other = TorchTensor("w", "int16", (4,), 0, 8, byte_strides=(4,))
+    assert every_other.byte_range == (8, 22)
 
 
 def test_non_tensors_are_described() -> None:

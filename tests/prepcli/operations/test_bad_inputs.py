@@ -108,10 +108,10 @@ def test_unknown_family_lists_supported_families(capsys):
     edit_config("m", model_type="mamba")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--no-verbatim")
     assert (code, lines[0]) == (1, "error: model_type `mamba` is not supported")
-    assert (
-        lines[1]
-        == f"  why: it needs state-space layers, which prep does not support; supported: {', '.join(FAMILIES)}"
-    )
+    mechanism = "state-space layers other than those of the supported families"
+    supported = ", ".join(FAMILIES)
+    why = f"it needs {mechanism}, which prep does not support; supported: {supported}"
+    assert lines[1] == f"  why: {why}"
 
 
 def test_unexpected_tensors_are_all_named(capsys):

@@ -43,6 +43,7 @@ CASES = {
     "gpt_neox": (FAMILY_CONFIGS["gpt_neox"], ["query_key_value", "dense"]),
     "gpt_neo": (GPT_NEO, ["q_proj", "out_proj"]),
     "mixtral": (FAMILY_CONFIGS["mixtral"], ["k_proj", "o_proj"]),
+    "deepseek_v3": (FAMILY_CONFIGS["deepseek_v3"], ["q_b_proj", "kv_b_proj"]),
 }
 
 

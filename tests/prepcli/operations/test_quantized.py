@@ -26,7 +26,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(folder: str) -> dict[str, np.ndarray]:
-    prep.export(folder, "exported")
+    prep.export(folder, "exported", quantized="dequantize")
     return read_tensors(Path("exported"))
 
 
@@ -67,12 +67,9 @@ def test_every_tensor_is_accounted_for():
     make_quantized(Path("m"), "compressed-fp8")
     conversion = prep.save_init("./m", "init", quantized="dequantize", dry_run=True)
     accounting = conversion.details["accounting"]
-    # 7 projections in each of 3 layers have a scale of activations.
-    assert len(accounting["dropped"]) == 21
-    assert {tensor["rule"] for tensor in accounting["dropped"]} == {
-        "scale of quantised activations"
-    }
-    assert accounting["used"] == 21 + 2 * 3 + 3
+    assert not accounting["dropped"]
+    # 7 projections in each of 3 layers have a scale of weights and one of activations.
+    assert accounting["used"] == 3 * 21 + 2 * 3 + 3
 
 
 def test_rounded_values_are_counted():
@@ -173,6 +170,18 @@ def test_settings_file_of_earlier_gptq_is_read():
     assert not Path("exported/quantize_config.json").exists()
 
 
+def test_settings_file_of_modelopt_is_read():
+    values = make_quantized(Path("m"), "modelopt-nvfp4")
+    config_path = Path("m/config.json")
+    config = json.loads(config_path.read_text())
+    settings = config.pop("quantization_config")
+    config_path.write_text(json.dumps(config))
+    document = {"producer": {"name": "modelopt"}, "quantization": settings}
+    Path("m/hf_quant_config.json").write_text(json.dumps(document))
+    prep.save_init("./m", "init", quantized="dequantize")
+    assert_values(exported("init"), values, ml_dtypes.bfloat16)
+
+
 def remove(name: str):
     return lambda stored: stored.pop(Q_PROJ + name)
 
@@ -192,6 +201,9 @@ def cut(name: str):
         ("compressed-fp8", cut("weight_scale"), "weight_scale"),
         ("compressed-int4", remove("weight_shape"), "weight_shape"),
         ("compressed-int4", cut("weight_zero_point"), "weight_zero_point"),
+        ("compressed-nvfp4", cut("weight_scale"), "weight_scale"),
+        ("compressed-nvfp4", remove("weight_global_scale"), "weight_global_scale"),
+        ("modelopt-nvfp4", remove("weight_scale"), "weight_scale"),
         ("gptq", cut("scales"), "scales"),
         ("gptq", remove("qzeros"), "qzeros"),
         ("awq", cut("qzeros"), "qzeros"),
@@ -226,7 +238,9 @@ def test_missing_or_cut_tensor_is_named(name: str, change: Any, tensor: str):
         ("fp8", {"quant_method": ["fp8"]}, "is not supported"),
         ("fp8", {"quant_method": "awq"}, "no tensor is quantised in this way"),
         ("fp8", {"quant_method": "compressed-tensors"}, "no config_groups"),
-        ("compressed-int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed-int4", {"format": "mxfp4-pack-quantized"}, "mxfp4-pack-quantized"),
+        ("modelopt-nvfp4", {"quant_algo": "FP8"}, "quant_algo='FP8' is not supported"),
+        ("modelopt-nvfp4", {"group_size": 32}, "group_size=32 is not supported"),
         ("compressed-int4", {"quant_method": "gptq"}, "no tensor is quantised in this way"),
         ("int8", {"quant_method": "fp8"}, "no tensor is quantised in this way"),
         ("compressed-fp8", {"quant_method": "fp8"}, "weight_scale_inv` is missing"),

@@ -252,3 +252,21 @@ def test_hub_files_of_an_output_are_checked(tmp_path: Path, options: tuple[str, 
     with serve_site(files, tmp_path) as site:
         error = site.run_prep("save-init", "o/good", "--out", "again", *options)["error"]
     assert error["what"].endswith("generation_config.json is damaged")
+
+
+def test_lock_pins_the_commit_of_the_hub(files, tmp_path: Path):
+    """A lock of streamed weights has the SHA-256 that the hub publishes, and its commit is read later."""
+    with serve_site(files, tmp_path) as site:
+        locked = site.run_prep("lock", "o/good", "--stream")
+        assert (locked["path"], locked["revision"]) == ("good.lock.json", COMMIT)
+        entries = json.loads((tmp_path / "good.lock.json").read_bytes())["files"]
+        for name, data in files.items():
+            if name != "model.safetensors.index.json":
+                assert entries[name]["digest"] == hashlib.sha256(data).hexdigest()
+        lock = ("--lock", "good.lock.json")
+        requests = len(site.hub.requests)
+        assert site.run_prep(*SAVE_INIT, "--stream", *lock, "--out", "init")["ok"]
+        pinned = [line for line in site.hub.requests[requests:] if "/resolve/" in line]
+        assert pinned
+        assert all(f"/resolve/{COMMIT}/" in line for line in pinned)
+        assert site.run_prep(*SAVE_INIT, "--revision", "main", *lock, "--out", "downloaded")["ok"]

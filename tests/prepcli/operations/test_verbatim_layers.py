@@ -127,13 +127,73 @@ def test_other_lists_of_layer_types_are_kept(pattern: list[Any]):
     assert truncate_config(config, 1) == {"num_layers": 1, "attention_types": pattern}
 
 
-def test_lists_of_token_ids_are_kept():
-    config = {"num_layers": 3, "eos_token_id": [1, 2, 3], "windows": [0, 8, 8]}
-    assert truncate_config(config, 1) == {
-        "num_layers": 1,
-        "eos_token_id": [1, 2, 3],
-        "windows": [0],
+def test_other_lists_with_as_many_entries_are_kept():
+    kept = {
+        "eos_token_id": [1, 2],
+        "time_step_limit": [0.0, 1.0],
+        "mlp_multipliers": [0.5, 2.0],
+        "image_grid_pinpoints": [[336, 672], [672, 336]],
+        "moe_intermediate_size": [96, 32],
     }
+    assert truncate_config({"num_hidden_layers": 2, **kept}, 1) == {"num_hidden_layers": 1, **kept}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("layer_types", ["a", "b", "a"]),
+        ("mlp_layer_types", ["dense", "sparse", "sparse"]),
+        ("no_rope_layers", [1, 0, 1]),
+        ("layer_rope_theta", [1e4, 0, 1e4]),
+        ("intermediate_size", [8, 16, 16]),
+        ("num_key_value_heads_per_layer", [1, 2, 2]),
+        ("hybrid_override_pattern", "M*-"),
+    ],
+)
+def test_entries_of_later_layers_are_removed(field: str, values: Any):
+    config = {"num_hidden_layers": 3, field: values}
+    assert truncate_config(config, 2) == {"num_hidden_layers": 2, field: values[:2]}
+
+
+def test_entries_of_layers_for_speculative_decoding_are_removed():
+    config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "a", "b"]}
+    assert truncate_config(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+
+
+def test_size_of_all_layers_is_kept():
+    config = {"num_hidden_layers": 3, "intermediate_size": 8, "moe_layer_freq": 2}
+    assert truncate_config(config, 2) == config | {"num_hidden_layers": 2}
+
+
+def test_numbers_of_later_layers_are_removed():
+    config = {"num_hidden_layers": 4, "moe_layers": [1, 3], "mlp_only_layers": [0, 1, 2, 3]}
+    assert truncate_config(config, 2) == {
+        "num_hidden_layers": 2,
+        "moe_layers": [1],
+        "mlp_only_layers": [0, 1],
+    }
+
+
+@pytest.mark.parametrize(
+    "sections", [("thinker_config", "text_config"), ("encoder", "text_config")], ids=".".join
+)
+def test_layers_of_nested_sections_are_truncated(sections: tuple[str, str]):
+    outer, inner = sections
+    vision = {"num_hidden_layers": 4, "layer_types": ["a"] * 4}
+    text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
+    config = {outer: {inner: text, "vision_config": vision}}
+    truncated = {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert truncate_config(config, 2) == {outer: {inner: truncated, "vision_config": vision}}
+    names = [f"{part}.layers.{i}.w" for part in ("model", "visual") for i in range(4)]
+    later = later_layers(verbatim_family({}), config, names, 2)
+    assert later == {"model.layers.2.w", "model.layers.3.w"}
+
+
+@pytest.mark.parametrize("field", ["layers", "num_encoder_layers"])
+def test_other_names_of_the_number_of_layers_are_found(field: str):
+    names = ["layers.0.w", "layers.1.w"]
+    assert truncate_config({field: 2}, 1) == {field: 1}
+    assert later_layers(verbatim_family({}), {field: 2}, names, 1) == {"layers.1.w"}
 
 
 def test_huge_counts_need_no_memory():

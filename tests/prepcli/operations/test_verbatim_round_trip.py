@@ -36,6 +36,10 @@ HOSTILE_NAMES = (
     "slash/0.0",
     "/slash",
     "/slash.0",
+    "slash/",
+    "slash//",
+    "slash.0.w/",
+    "slash.1.w/",
     "MODEL.weight",
     "model.weight",
     "params.params",
@@ -130,7 +134,8 @@ def test_hostile_names_round_trip(scan: str):
         name: random_tensor(seed, "I16", 2, (seed + 1, 3))
         for seed, name in enumerate(HOSTILE_NAMES)
     }
-    tensors["a.1.b"] = random_tensor(99, "I16", 2, tensors["a.0.b"][1])
+    for name, other in [("a.1.b", "a.0.b"), ("slash.1.w/", "slash.0.w/")]:
+        tensors[name] = random_tensor(99, "I16", 2, tensors[other][1])
     write_folder(Path("m"), tensors, None)
     run_ok("save-init", "./m", scan)
     assert orbax_bytes(Path("m-init")) == {name: tensor[2] for name, tensor in tensors.items()}

@@ -17,7 +17,6 @@ from tests.helpers.quantized import (
     to_numpy,
     to_torch,
 )
-from tests.helpers.quantized_encoders import encode_scaled
 
 torch = lazy_module("torch")
 fp8 = lazy_module("transformers.integrations.finegrained_fp8")
@@ -95,24 +94,6 @@ def test_blocks_at_edges_are_smaller():
     for rows_per_part in (None, 1, 97, 300):
         values = decode_all(decoder, arrays, rows_per_part)
         assert_equal_bits(values, np.ascontiguousarray(expected))
-
-
-def test_decoded_bfloat16_values_determine_fp8_codes():
-    rng = np.random.default_rng(4)
-    arrays = {"w": random_codes(rng, (512, 384)), "scale": random_scales(rng, (4, 3))}
-    values = decode_all(scaled(arrays, (128, 128), "bfloat16"), arrays).astype(np.float32)
-    codes = encode_scaled(values, arrays["scale"], block=(128, 128), dtype="float8_e4m3fn")
-    is_number = ~np.isnan(values)
-    assert np.array_equal(codes[is_number], arrays["w"].view(np.uint8)[is_number])
-
-
-def test_decoded_bfloat16_values_determine_int8_codes():
-    rng = np.random.default_rng(5)
-    codes = rng.integers(-128, 128, (64, 500), dtype=np.int8)
-    arrays = {"w": codes, "scale": random_scales(rng, (64, 1))}
-    values = decode_all(scaled(arrays, (1, 500), "bfloat16"), arrays).astype(np.float32)
-    encoded = encode_scaled(values, arrays["scale"], block=(1, 500), dtype="int8")
-    assert np.array_equal(encoded.view(np.int8), codes)
 
 
 def compressed_values(arrays: Arrays, **settings: object) -> np.ndarray:

@@ -13,10 +13,11 @@ import pytest
 
 import prepcli as prep
 from prepcli.errors import DamagedError, PrepError
-from tests.helpers.gguf_files import CONFIGS, make_gguf
+from tests.helpers.gguf_files import CONFIGS, MIXTRAL, make_gguf
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import read_tensors
+from tests.helpers.tiny_checkpoints import checkpoint_tensors, read_tensors
 
 gguf = lazy_module("gguf")
 torch = lazy_module("torch")
@@ -163,8 +164,87 @@ def test_number_of_experts_is_limited():
         convert()
 
 
+def test_experts_of_mixtral_are_its_matrices():
+    make_gguf(Path("m.gguf"), "llama", "F32", config=MIXTRAL)
+    tensors = convert(dtype="float32")
+    expected = checkpoint_tensors(MIXTRAL, "float32", False, False)
+    assert {*tensors} == {*expected}
+    for name, array in expected.items():
+        assert np.array_equal(tensors[name], array), name
+    config = json.loads(Path("exported/config.json").read_text())
+    assert config["model_type"] == "mixtral"
+    for field in ("num_local_experts", "num_experts_per_tok", "num_key_value_heads"):
+        assert config[field] == MIXTRAL[field]
+
+
+def part_names() -> list[str]:
+    return sorted(path.name for path in Path().glob("m-*.gguf"))
+
+
+def test_parts_are_one_model():
+    make_gguf(Path("m.gguf"), "llama")
+    expected = convert()
+    make_gguf(Path("m.gguf"), "llama", tensors_per_part=7)
+    names = part_names()
+    assert len(names) > 2
+    # Any part names the model.
+    for number in (0, 1):
+        prep.save_init(f"./{names[number]}", f"init{number}", quantized="dequantize")
+        prep.export(f"init{number}", f"exported{number}")
+        tensors = read_tensors(Path(f"exported{number}"))
+        assert {*tensors} == {*expected}
+        for name, array in expected.items():
+            assert tensors[name].tobytes() == array.tobytes(), name
+
+
+def test_missing_part_is_named():
+    make_gguf(Path("m.gguf"), "llama", tensors_per_part=7)
+    first, second, *_ = part_names()
+    Path(second).unlink()
+    with pytest.raises(PrepError, match=re.escape(f"{second} is missing")):
+        prep.save_init(f"./{first}", "init", quantized="dequantize")
+
+
+def test_exchanged_parts_are_refused():
+    make_gguf(Path("m.gguf"), "llama", tensors_per_part=7)
+    first, second, third, *_ = part_names()
+    Path(second).rename("x.gguf")
+    Path(third).rename(second)
+    Path("x.gguf").rename(third)
+    with pytest.raises(DamagedError, match=re.escape(f"{second} is not part 2 of")):
+        prep.save_init(f"./{first}", "init", quantized="dequantize")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "gpt2"])
+def test_inspect_lists_decoded_tensors(architecture: str, capsys: pytest.CaptureFixture[str]):
+    make_gguf(Path("m.gguf"), architecture)
+    tensors = convert()
+    inspection = prep.inspect("./m.gguf")
+    assert inspection.format == "gguf"
+    listed = {tensor.name: (tensor.shape, tensor.dtype) for tensor in inspection.tensors}
+    assert listed == {name: (array.shape, "bfloat16") for name, array in tensors.items()}
+    run_ok("inspect", "./m.gguf")
+    assert "quantised weights (gguf), bfloat16 when decoded" in capsys.readouterr().out
+
+
+def test_inspect_computes_statistics_of_decoded_values(capsys: pytest.CaptureFixture[str]):
+    make_gguf(Path("m.gguf"), "llama")
+    values = convert()["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    run_ok("inspect", "./m.gguf", "*layers.1.mlp.up*", "--stats", "--json")
+    (tensor,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert tensor["stats"]["max"] == values.max()
+
+
+def test_verify_compares_an_init_with_its_gguf():
+    make_gguf(Path("m.gguf"), "llama", "Q4_0")
+    prep.save_init("./m.gguf", "init", quantized="dequantize", mesh="1,2,1")
+    assert prep.verify("init", "./m.gguf")
+    assert prep.verify("./m.gguf", "init")
+    make_gguf(Path("m.gguf"), "llama", "Q8_0")
+    assert not prep.verify("init", "./m.gguf")
+
+
 def test_gguf_without_option_is_refused():
     make_gguf(Path("m.gguf"), "llama")
-    for call in (lambda: prep.save_init("./m.gguf", "init"), lambda: prep.inspect("./m.gguf")):
-        with pytest.raises(PrepError, match="is in GGUF format"):
-            call()
+    with pytest.raises(PrepError, match="is in GGUF format"):
+        prep.save_init("./m.gguf", "init")

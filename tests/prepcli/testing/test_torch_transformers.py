@@ -1,14 +1,16 @@
-"""`exact_log`: logarithms of torch that do not depend on the CPU."""
+"""Tiny models of transformers: logarithms that do not depend on the CPU, and shapes of the tensors in files."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from prepcli.testing.torch_transformers import exact_log
+from prepcli.testing.torch_transformers import exact_log, tensor_shapes
 from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.tiny_configs import GPT_NEOX, T5
 
 torch = lazy_module("torch")
 
@@ -28,3 +30,13 @@ def test_exact_log_restores_torch_log_after_an_error():
     with pytest.raises(TypeError), exact_log():
         torch.log(torch.tensor(1.0), "no such argument")
     assert torch.log is native_log
+
+
+@pytest.mark.parametrize(
+    ("config", "head"), [(GPT_NEOX, "embed_out.weight"), (T5, "lm_head.weight")], ids=["neox", "t5"]
+)
+def test_untied_head_has_one_tensor(config: dict[str, Any], head: str):
+    lazy_module("transformers")
+    shapes = tensor_shapes(config | {"tie_word_embeddings": False})
+    heads = [name for name in shapes if name in ("embed_out.weight", "lm_head.weight")]
+    assert heads == [head]

@@ -13,11 +13,14 @@ from prepcli.console.live_block import Line
 from prepcli.console.run_status import RunStatus
 from prepcli.console.ui import Ui
 from prepcli.training_runs.observe import LineDisplay, LiveDisplay
+from trainer.training.evaluation import EvaluationResult
+from trainer.training.log_lines import StepLine
 from trainer.training.samples import Sample
 
-LOG_LINE: dict[str, Any] = {
+LOG_LINE: StepLine = {
     "step": 20,
     "loss": 2.5,
+    "accuracy": 0.5,
     "lr": 1e-4,
     "grad_norm": 0.25,
     "tokens": 20_480,
@@ -27,7 +30,7 @@ LOG_LINE: dict[str, Any] = {
     "mfu": 0.42,
     "memory_bytes": 3 << 30,
 }
-EVALUATION = {"step": 20, "eval_loss": 2.0, "eval_perplexity": 7.389, "eval_tokens": 1000}
+EVALUATION = EvaluationResult(mean_loss=2.0, accuracy=0.5, num_tokens=1000)
 
 
 @dataclass
@@ -69,7 +72,7 @@ def test_live_display_shows_the_events_of_a_run():
         "speed   2.0k tok/s  0.50 s/step  MFU 42.0%",
         "memory  peak 3.00 of 4.00 GiB per device",
     ]
-    display.on_evaluate(EVALUATION)
+    display.on_evaluate(20, EVALUATION)
     display.on_save(20, 1.25)
     assert block.drawings[-1].splitlines()[-2:] == [
         "eval    loss 2.0000  perplexity 7.39  at step 20",
@@ -93,7 +96,7 @@ def test_live_display_names_the_step_of_older_values():
 
 def test_displays_show_the_z_loss_beside_the_loss(capsys: pytest.CaptureFixture[str]):
     display, block, _ = make_display()
-    line = {**LOG_LINE, "z_loss": 0.0125}
+    line: StepLine = {**LOG_LINE, "z_loss": 0.0125}
     display.on_log(line, 40.0)
     assert "loss    2.5000  z-loss 0.0125" in block.drawings[-1].splitlines()
     LineDisplay(Ui(command="train"), 100).on_log(line, None)
@@ -134,7 +137,7 @@ def test_lines_have_no_escape_sequences():
     display.on_compile(1.5)
     display.on_step(20)
     display.on_log(LOG_LINE, 40.0)
-    display.on_evaluate(EVALUATION)
+    display.on_evaluate(20, EVALUATION)
     display.on_save(20, 1.25)
     assert stream.getvalue().splitlines() == [
         "compiled in 1.5 s",

@@ -8,6 +8,7 @@ import pytest
 
 from trainer.models.config_overrides import override_fields
 from trainer.models.errors import PrepError, UsageError
+from trainer.models.json_types import JsonValue
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -33,7 +34,7 @@ LLAMA: dict[str, Any] = {
         ("eos_token_id", [1, "x"], "an integer"),
     ],
 )
-def test_field_without_a_value_takes_its_type_only(field: str, value: object, kind: str):
+def test_field_without_a_value_takes_its_type_only(field: str, value: JsonValue, kind: str):
     with pytest.raises(UsageError) as caught:
         override_fields(LLAMA, {field: value})
     assert caught.value.what == f"`model.overrides` sets `{field}` to {value!r}"
@@ -60,7 +61,7 @@ def test_rate_that_the_config_has_as_an_integer_takes_a_number():
 
 @pytest.mark.parametrize("before", [1, [1, 2]])
 @pytest.mark.parametrize("after", [3, [3, 4]])
-def test_end_token_may_be_one_or_a_list(before: object, after: object):
+def test_end_token_may_be_one_or_a_list(before: JsonValue, after: JsonValue):
     assert (
         override_fields(LLAMA | {"eos_token_id": before}, {"eos_token_id": after})["eos_token_id"]
         == after

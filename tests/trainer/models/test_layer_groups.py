@@ -49,10 +49,18 @@ def test_layer_schedule_repeats_its_period(kinds: list[str]):
 
 
 def test_group_indices_count_layers_of_each_kind():
-    assert group_indices(3, ()) == ({"layers": 0}, {"layers": 1}, {"layers": 2})
-    assert group_indices(4, (0, 2)) == (
+    assert group_indices(3, {}) == ({"layers": 0}, {"layers": 1}, {"layers": 2})
+    assert group_indices(4, {"dense_layers": (0, 2), "sparse_layers": (1, 3)}) == (
         {"layers": 0, "dense_layers": 0},
         {"layers": 1, "sparse_layers": 0},
         {"layers": 2, "dense_layers": 1},
         {"layers": 3, "sparse_layers": 1},
+    )
+
+
+def test_group_indices_allow_a_layer_in_two_groups_or_in_none():
+    assert group_indices(3, {"attention_layers": (1,), "sparse_layers": (1, 2)}) == (
+        {"layers": 0},
+        {"layers": 1, "attention_layers": 0, "sparse_layers": 0},
+        {"layers": 2, "sparse_layers": 1},
     )

@@ -37,15 +37,22 @@ def tensor_shapes(config: dict[str, Any], lora: LoraConfig) -> dict[str, tuple[i
 )
 def test_every_family_has_the_default_targets(config: dict[str, Any]):
     family = FAMILIES[config["model_type"]]
-    if "kv_lora_rank" in config:
-        # Latent attention has other projections, which the message lists.
-        with pytest.raises(UsageError, match=r"attn\.kv_up"):
-            select_targets(family, config, DEFAULT_TARGETS)
-        return
     names = {projection.name for projection in select_targets(family, config, DEFAULT_TARGETS)}
-    assert {*DEFAULT_TARGETS} <= names
+    expected = {*DEFAULT_TARGETS}
+    if "kv_lora_rank" in config:
+        has_query_latent = config.get("q_lora_rank", 1) is not None
+        expected = {"attn.q_up" if has_query_latent else "attn.q", "attn.kv_up"}
+    assert expected <= names
     leaves = build_adapters(family, config, LORA).leaves
     assert all(leaf.extent("lora_rank") == 4 for leaf in leaves.values())
+
+
+@pytest.mark.parametrize(
+    ("q_lora_rank", "modules"), [(8, ["kv_b_proj", "q_b_proj"]), (None, ["kv_b_proj", "q_proj"])]
+)
+def test_default_targets_of_latent_attention(q_lora_rank: int | None, modules: list[str]):
+    config = FAMILY_CONFIGS["deepseek_v3"] | {"q_lora_rank": q_lora_rank}
+    assert module_suffixes(FAMILIES["deepseek_v3"], config, LORA) == modules
 
 
 @pytest.mark.parametrize(

@@ -80,5 +80,5 @@ def test_read_size_returns_value_default_or_error():
 
 
 def test_parameter_condition_may_be_a_predicate():
-    parameter = Parameter("embed <- b: embed", lambda config: config["size"] > 3)
+    parameter = Parameter("embed <- b: embed", lambda config: config["size"] == 4)
     assert [parameter.resolve({"size": size}) for size in (3, 4)] == [None, parameter]

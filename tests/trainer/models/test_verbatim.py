@@ -90,6 +90,26 @@ def test_tensor_named_like_a_stack_keeps_its_name():
     }
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_name_that_ends_with_a_slash_has_another_path(scan: bool):
+    family = verbatim_family(matrices("a", "a/", "a/~2", "/"))
+    assert tensors_by_leaf(family, scan=scan) == {
+        "a": ["a"],
+        "a/~3": ["a/"],
+        "a/~2": ["a/~2"],
+        "/~2": ["/"],
+    }
+
+
+def test_stack_of_names_that_end_with_a_slash_has_another_path():
+    family = verbatim_family(matrices("h.0.w/", "h.1.w/"))
+    assert tensors_by_leaf(family) == {"h.*.w/~2": ["h.0.w/", "h.1.w/"]}
+    assert tensors_by_leaf(family, scan=False) == {
+        "h.0.w/~2": ["h.0.w/"],
+        "h.1.w/~2": ["h.1.w/"],
+    }
+
+
 def test_numbers_with_leading_zeros_do_not_stack():
     names = ("h.00.w", "h.01.w", "h.1234567890.w", "h.w2.x", "h.w3.x")
     assert tensors_by_leaf(verbatim_family(matrices(*names))) == {name: [name] for name in names}
@@ -101,7 +121,7 @@ def test_empty_tensor_has_no_leaf():
 
 
 NAME_PARTS = st.sampled_from(
-    ["", "0", "1", "2", "11", "007", "w", "*", "{}", "{layers}", "a b", "x:y", "~2"]
+    ["", "0", "1", "2", "11", "007", "w", "*", "{}", "{layers}", "a b", "x:y", "~2", "w/", "w/~2"]
 )
 TYPES = st.sampled_from([("float32", (2, 2)), ("int8", (2, 2)), ("float32", ()), ("int8", (0,))])
 TENSORS = st.dictionaries(st.lists(NAME_PARTS, min_size=1, max_size=4).map(".".join), TYPES)
@@ -119,6 +139,7 @@ def test_every_tensor_is_in_exactly_one_leaf(
     for path, row in parameter_rows(family, {}, scan, scan_axis).items():
         bound = bind_row(row, family.sizes({}))
         assert path.format() not in paths
+        assert not path.endswith("/")
         paths.add(path.format())
         dtypes: set[str] = set()
         for name, _ in bound.tensors():

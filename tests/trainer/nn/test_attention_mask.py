@@ -11,7 +11,7 @@ from jax import Array
 from tests.trainer.nn.test_attention import D, T, attend, make_arch, random_weights
 from trainer.models.architecture import FULL_ATTENTION, RelativePositionBias
 from trainer.nn.attention import attention, project_kv
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, causal_mask
+from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, Segments, causal_mask
 from trainer.nn.context import LayerContext
 from trainer.nn.score_bias import ScoreBias
 
@@ -94,3 +94,20 @@ def test_materialize_combines_causality_window_and_padding():
     np.testing.assert_array_equal(
         padded, [[[True, False, False], [False] * 3, [False, False, True]]]
     )
+
+
+def test_chunks_hide_keys_of_earlier_chunks():
+    mask = dataclasses.replace(causal_mask(jnp.arange(5)), chunk=2).with_chunk_segments(1)
+    visible = np.asarray(mask.materialize())[0]
+    # Chunks 0 1 | 2 3 | 4.
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(visible, np.array(expected, bool))
+
+
+def test_chunks_of_packed_documents_begin_with_each_document():
+    ids = jnp.array([[1, 1, 1, 2, 2, 2]])
+    segments = Segments(ids, jnp.array([[0, 1, 2, 0, 1, 2]]))
+    mask = dataclasses.replace(causal_mask(jnp.arange(6), segments), chunk=2)
+    visible = np.asarray(mask.with_chunk_segments(1).materialize())[0]
+    document = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)
+    np.testing.assert_array_equal(visible, np.kron(np.eye(2, dtype=bool), document))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from trainer.models.mesh import MeshAxes, parse_mesh
 from trainer.models.param_tree import unflatten_tree
 from trainer.models.rule_text import merge_rules
 from trainer.nn.expert_sharding import EXPERT_DIMS, ExpertSharding, expert_sharding
+from trainer.nn.layer_weights import MoeWeights
 from trainer.nn.moe import moe_mlp
 
 ROWS, LENGTH, D, F, EXPERTS = 8, 16, 32, 48, 4
@@ -79,7 +80,8 @@ def test_compiler_gathers_one_expert_and_no_tokens():
     sharding, arch_config = make_sharding_context(parse_mesh("1,2,4")), make_moe_arch(2)
 
     def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        return jnp.square(moe_mlp(x, unflatten_tree(weights), arch_config, sharding)).sum()
+        tree = cast(MoeWeights, unflatten_tree(weights))
+        return jnp.square(moe_mlp(x, tree, arch_config, sharding)).sum()
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(*array_shapes(sharding)).compile().as_text() or ""
     gathered = {*re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}

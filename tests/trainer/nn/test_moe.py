@@ -22,6 +22,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import expert_block_length
 from trainer.models.moe_config import ClampedSwiglu, Router
 from trainer.nn.expert_sharding import ExpertSharding
+from trainer.nn.layer_weights import MoeWeights
 from trainer.nn.moe import moe_mlp
 from trainer.nn.router import route
 from trainer.nn.token_chunks import over_token_chunks
@@ -30,7 +31,7 @@ EXPERTS, D, F, SHARED = 5, 6, 7, 9
 CLAMPED = ClampedSwiglu(alpha=1.702, limit=1.5)
 ROWS, LENGTH = 2, 37  # 74 tokens: experts have several blocks, the last one incomplete
 BLOCK = expert_block_length(ROWS * LENGTH, 2, EXPERTS)
-Dispatch = Callable[[Array, Mapping[str, Any], ArchConfig, ShardingContext], Array]
+Dispatch = Callable[[Array, Any, ArchConfig, ShardingContext], Array]
 
 
 def make_moe_arch(top_k: int, normalize: bool = True) -> ArchConfig:
@@ -239,7 +240,7 @@ def test_remat_policies_do_not_change_gradients(policy: str):
     """The layer runs in a scan, as the layers of a model do."""
     (x, weights), arch_config = random_inputs(), make_moe_arch(2)
 
-    def loss(x: Array, weights: Mapping[str, Any], policy: str = "") -> Array:
+    def loss(x: Array, weights: MoeWeights, policy: str = "") -> Array:
         def layer(x: Array, _: None) -> tuple[Array, None]:
             return x + 0.1 * moe_mlp(x, weights, arch_config, ShardingContext()), None
 

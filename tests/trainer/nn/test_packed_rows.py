@@ -39,6 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # vocabularies and heads that mp divides
     "opt": GOLDEN["opt"] | {"vocab_size": 32, "num_attention_heads": 4},
     "gemma3_text": GOLDEN["gemma3_text"] | {"vocab_size": 32, "num_attention_heads": 4},
     "mixtral": GOLDEN["mixtral"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "lfm2": GOLDEN["lfm2"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "qwen3_5_text": GOLDEN["qwen3_5_text"] | {"vocab_size": 32, "num_attention_heads": 4},
 }
 
 

@@ -193,6 +193,10 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("olmo2", "norms of inputs too"): change(block_type="sandwich"),
     ("olmo2", "norms of each head"): change(qk_norm_axes="head"),
     ("smollm3", "rotation in all layers"): change(layers_without_rope=()),
+    ("llama4_text", "no chunks"): change(chunked_layers=()),
+    ("llama4_text", "chunks 1 larger"): change(attention_chunk=7),
+    ("llama4_text", "no norms of queries and keys"): change(has_plain_qk_norm=False),
+    ("llama4_text", "scores on the output of experts"): change_router(scales_input=False),
     ("granite", "unscaled outputs of sublayers"): change(residual_scale=1.0),
     ("granite", "scores scaled by the head width"): change(attn_scale=8**-0.5),
     ("granite", "unscaled logits"): change(lm_head_input_scale=1.0),
@@ -221,6 +225,7 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("t5", "smaller maximum distance"): change(score_bias=bias_config(39, False)),
     ("t5", "larger maximum distance"): change(score_bias=bias_config(41, False)),
     ("t5-gated", "larger maximum of the encoder"): change_encoder(score_bias=bias_config(44, True)),
+    ("llama4_text", "no growth of queries"): change(query_scale=None),
     ("ministral3", "no growth of queries"): change_rope(query_scale_beta=0.0),
     ("ministral3", "another step of the growth"): change_rope(query_scale_positions=17),
     ("phi3-longrope", "short factors for all"): change_rope(original_max_positions=300),
@@ -247,6 +252,7 @@ FAST = (  # one for each kind of part: norms, masks, rotary embeddings, position
     *(
         ("olmo2", "norms of each head"),
         ("smollm3", "rotation in all layers"),
+        ("llama4_text", "no chunks"),
         ("bloom", "slopes of 4 heads"),
     ),
 )

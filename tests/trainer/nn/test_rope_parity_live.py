@@ -16,6 +16,8 @@ from prepcli.testing.torch_transformers import torch_logits, torch_model
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GPT_NEOX, GPTJ, LIVE, LLAMA, LONG_ROPE, PHI3
+from trainer.models.json_types import JsonObject
+from trainer.models.parameters import read_size
 from trainer.models.rope_overrides import RopeOverrides, override_rope
 
 lazy_module("torch")
@@ -24,7 +26,7 @@ lazy_module("transformers")
 LINEAR, DYNAMIC = ({"rope_type": name, "factor": 4.0} for name in ("linear", "dynamic"))
 YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 20, "truncate": False}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONG = LONG_ROPE | {"short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
+LONG: JsonObject = {**LONG_ROPE, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
 CASES: dict[str, tuple[dict[str, Any], RopeOverrides]] = {
     "llama-linear": (LLAMA, RopeOverrides(LINEAR, max_positions=256)),
     "llama-dynamic": (LLAMA, RopeOverrides(DYNAMIC)),
@@ -57,7 +59,7 @@ def test_overridden_rope_matches_transformers(name: str):
     tensors, tiny = random_tensors(config, seed=3), tiny_transformer(config)
     params, reference = tiny.params_from_tensors(tensors), torch_model(config, tensors)
     for length in (7, 300):
-        batch = random_batch(config["vocab_size"], 1, length, 4)
+        batch = random_batch(read_size(config, "vocab_size", 1), 1, length, 4)
         logits, expected = (
             model_logits(tiny.model, params, batch),
             torch_logits(reference, batch, (length,)),

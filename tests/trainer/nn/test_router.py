@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from tests.trainer.nn.test_moe import make_moe_arch
 from trainer.models.errors import PrepError
 from trainer.models.moe_config import Router
 from trainer.nn.expert_sharding import ExpertSharding
+from trainer.nn.layer_weights import RouterWeights
 from trainer.nn.router import route
 
 NUM_EXPERTS, TOP_K, WIDTH = 12, 3, 5
@@ -62,8 +62,9 @@ def test_route_equals_numpy(router: Router):
         "correction": rng.standard_normal(NUM_EXPERTS) / 4,
     }
     arch_config = dataclasses.replace(make_moe_arch(TOP_K), router=router)
-    tree: dict[str, Any] = {
-        **{name: jnp.asarray(weights[name], jnp.float32) for name in ("weight", "bias")},
+    tree: RouterWeights = {
+        "weight": jnp.asarray(weights["weight"], jnp.float32),
+        "bias": jnp.asarray(weights["bias"], jnp.float32),
         "correction": {"bias": jnp.asarray(weights["correction"], jnp.float32)},
     }
     routing = route(jnp.asarray(x, jnp.float32), tree, arch_config, ExpertSharding())
@@ -77,7 +78,10 @@ def test_correction_has_no_gradient():
     arch_config = make_moe_arch(TOP_K)
 
     def total(correction: jax.Array) -> jax.Array:
-        weights = {"weight": jnp.eye(NUM_EXPERTS, WIDTH), "correction": {"bias": correction}}
+        weights: RouterWeights = {
+            "weight": jnp.eye(NUM_EXPERTS, WIDTH),
+            "correction": {"bias": correction},
+        }
         return route(jnp.ones((1, 2, WIDTH)), weights, arch_config, ExpertSharding()).weights.sum()
 
     assert not jax.grad(total)(jnp.arange(NUM_EXPERTS, dtype=jnp.float32)).any()

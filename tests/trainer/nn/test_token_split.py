@@ -51,6 +51,10 @@ CONFIGS: dict[str, dict[str, Any]] = {  # vocabulary and heads that mp divides
     # Sinks, and biases of experts.
     "gpt_oss": GOLDEN["gpt_oss"]
     | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    # Chunks of positions, factors of queries without rotation, and scores on the input of experts.
+    "llama4_text": GOLDEN["llama4_text"]
+    | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"intermediate_size": 6},
     "qwen2_moe": GOLDEN["qwen2_moe"]
     | {"vocab_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"moe_intermediate_size": 6},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.model_configs import MODEL_CONFIGS
+from tests.helpers.later_configs import LATER_FAMILIES
 from tests.trainer.models.test_memory_estimate import make_inputs
 from trainer.models.lora import LoraConfig, build_adapters
 from trainer.models.memory_inputs import NO_SCORES
@@ -51,6 +52,21 @@ def test_windows_limit_attention_per_layer():
     assert windowed.masked + windowed.attention_causal == full.attention_full, (
         "the reference kernel computes all"
     )
+
+
+def test_chunks_limit_attention_to_their_own_pairs():
+    config = tiny_llama4(attention_chunk_size=4)
+    flops = count_step_flops(make_inputs("llama4_text", config, seq_length=10))
+    whole = count_step_flops(
+        make_inputs("llama4_text", tiny_llama4(attention_chunk_size=None), seq_length=10)
+    )
+    # 10 tokens: 55 pairs, or 10 + 10 + 3 in chunks of 4, 4 and 2.
+    assert flops.attention_causal * 55 == whole.attention_causal * 23
+
+
+def tiny_llama4(**changes: Any) -> dict[str, Any]:
+    """Return a config of Llama 4 in which all layers rotate."""
+    return LATER_FAMILIES["llama4_text"] | {"no_rope_layers": [1, 1, 1], **changes}
 
 
 def test_experts_count_for_their_tokens():

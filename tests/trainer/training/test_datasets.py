@@ -59,7 +59,7 @@ def load_datasets(
     return build_datasets(
         load_recipe(folder / "x.toml", overrides).recipe,
         model,
-        manifest={"config": config},
+        model_config=config,
         folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
         progress=lambda *counts: None,
         note=note,

@@ -16,7 +16,7 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, UsageError
 from trainer.nn.initialization import init_params
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.training.log_lines import sample_lines
+from trainer.training.log_lines import sample_line
 from trainer.training.loop import Loop
 from trainer.training.metrics import MetricsWriter, read_metrics
 from trainer.training.samples import Sampler
@@ -171,7 +171,7 @@ def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, t
     assert isinstance(callbacks, runs.RecordingCallbacks)
     assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
     assert read_metrics(log) == [
-        line for step, samples in callbacks.samples for line in sample_lines(step, samples)
+        sample_line(step, sample) for step, samples in callbacks.samples for sample in samples
     ]
     assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
     assert callbacks.samples[0][1] != callbacks.samples[-1][1]

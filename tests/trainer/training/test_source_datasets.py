@@ -62,7 +62,7 @@ def load_datasets(
     datasets = build_datasets(
         load_recipe(folder / "x.toml").recipe,
         build_model(family_of(config), config, is_tied=False),
-        manifest={"config": config},
+        model_config=config,
         folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
         progress=lambda *counts: None,
         note=notes.append,

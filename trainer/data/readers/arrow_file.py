@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.data.files import DataFile
 from trainer.data.readers.reader import (
@@ -71,7 +71,7 @@ def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
     return PrepError(f"{place}: invalid", row.why, ROW_HINT)
 
 
-class _Row(Mapping[str, Any]):
+class _Row(Mapping[str, object]):
     """A row of a record batch. A value is converted to a Python object when it is used."""
 
     __slots__ = ("_batch", "_index", "_place")
@@ -81,7 +81,7 @@ class _Row(Mapping[str, Any]):
         self._index = index
         self._place = place
 
-    def __getitem__(self, column: str) -> Any:
+    def __getitem__(self, column: str) -> object:
         position = self._batch.schema.get_field_index(column)
         if position < 0:
             raise KeyError(column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from trainer.data.compression import split_compression
 from trainer.data.files import DataFile
@@ -161,7 +161,7 @@ def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
     return row
 
 
-def _values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, Any]:
+def _values(place: str, header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
     if len(row) != len(header):
         raise PrepError(f"{place}: {len(row)} fields", f"the header has {len(header)}", LINE_HINT)
     return dict(zip(header, row))

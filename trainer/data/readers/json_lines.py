@@ -18,6 +18,7 @@ from trainer.data.readers.reader import (
 )
 from trainer.files.json_values import json_type_name
 from trainer.models.errors import PrepError
+from trainer.models.json_types import JsonObject
 
 
 def _read_lines(file: DataFile, options: ReadOptions) -> Iterator[Record]:
@@ -50,7 +51,7 @@ def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iter
             skipped_nbytes = 0
 
 
-def _parse_object(place: str, line: str) -> dict[str, Any]:
+def _parse_object(place: str, line: str) -> JsonObject:
     values = _parse_json(place, line)
     if not isinstance(values, dict):
         what = f"{place}: not an object but {json_type_name(values)}"

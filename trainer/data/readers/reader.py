@@ -29,7 +29,7 @@ class Record:
         nbytes: Its share of the file's bytes, for the progress.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     place: str
     nbytes: int
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig, read_positive
 from trainer.models.errors import invalid_config_error
@@ -34,6 +34,7 @@ def latent_sizes(
     q_rank: int = 1536,
     key_dim: int = 128,
     value_dim: int = 128,
+    has_head_dim: bool = True,
 ) -> dict[str, int]:
     """Return the extents of latent attention.
 
@@ -44,6 +45,7 @@ def latent_sizes(
         q_rank: Default of `q_lora_rank`.
         key_dim: Default of `qk_nope_head_dim`.
         value_dim: Default of `v_head_dim`.
+        has_head_dim: Whether `head_dim` must be the number of rotated elements.
 
     Raises:
         PrepError: A size is invalid, or queries are grouped.
@@ -53,7 +55,7 @@ def latent_sizes(
         raise invalid_config_error(f"{why}, {axis_sizes['heads']}")
     rope_dim = read_size(config, "qk_rope_head_dim", 64)
     # transformers writes the number of rotated elements as `head_dim`.
-    if read_size(config, "head_dim", rope_dim) != rope_dim:
+    if has_head_dim and read_size(config, "head_dim", rope_dim) != rope_dim:
         why = f"head_dim is {config['head_dim']}, but qk_rope_head_dim is {rope_dim}"
         raise invalid_config_error(why)
     key_dim = read_size(config, "qk_nope_head_dim", key_dim)
@@ -96,12 +98,18 @@ def has_query_latent(config: HFConfig) -> bool:
     return config.get("q_lora_rank", 1) is not None
 
 
-def _has_plain_queries(config: HFConfig) -> bool:
-    return not has_query_latent(config)
+def latent_attention(
+    has_query_latent: Callable[[HFConfig], bool] = has_query_latent,
+) -> Parameters:
+    """Return the parameters of latent attention.
 
+    Args:
+        has_query_latent: Whether the queries of a config come from a latent.
+    """
 
-def latent_attention() -> Parameters:
-    """Return the parameters of latent attention."""
+    def has_plain_queries(config: HFConfig) -> bool:
+        return not has_query_latent(config)
+
     # The first rows of kv_a_proj_with_mqa are the latent, the last ones the shared rotated key.
     fused = "self_attn.kv_a_proj_with_mqa.weight"
     queries = "heads head_dim {0} <- self_attn.{1}.weight: (heads head_dim) {0}"
@@ -113,7 +121,7 @@ def latent_attention() -> Parameters:
         **matrix("attn.q_up", queries.format("q_rank", "q_b_proj")),
     }
     return {
-        **matrix("attn.q", queries.format("embed", "q_proj"), condition=_has_plain_queries),
+        **matrix("attn.q", queries.format("embed", "q_proj"), condition=has_plain_queries),
         **_moe_style.under_condition(query_latent, has_query_latent),
         **linear("attn.kv_down", f"kv_rank embed <- {fused}: (>kv_rank | rope_dim) embed", HAS_BIAS),
         **linear("attn.k_rope", f"rope_dim embed <- {fused}: (kv_rank | >rope_dim) embed", HAS_BIAS),
@@ -160,6 +168,36 @@ def grouped_router(
     )
     router.check_experts(experts, experts_per_token)
     return router
+
+
+def expert_sizes(
+    config: HFConfig,
+    axis_sizes: Mapping[str, int],
+    dense: tuple[int, ...],
+    *,
+    width: int,
+    experts: int,
+    shared: int,
+) -> dict[str, int]:
+    """Return the extents of the layers with experts, of shared experts, and of dense layers.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent, of a family in LLaMA's style.
+        dense: Numbers of the layers with a dense MLP.
+        width: Default of `moe_intermediate_size`.
+        experts: Number of experts.
+        shared: Number of shared experts.
+    """
+    width = read_size(config, "moe_intermediate_size", width)
+    return {
+        **_moe_style.layer_sizes(axis_sizes["layers"], dense),
+        "mlp": width,
+        "dense_mlp": axis_sizes["mlp"],
+        "shared_mlp": width * shared,
+        "experts": experts,
+        "gate_up": 2,
+    }
 
 
 CORRECTED_EXPERTS: Parameters = {

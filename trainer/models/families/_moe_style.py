@@ -14,8 +14,10 @@ from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import invalid_config_error
 from trainer.models.families import _llama_style
 from trainer.models.parameters import Family, HFConfig, Parameter, condition_holds, read_size
-from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
+from trainer.models.rows import Parameters, embedding, matrix, rms_norm, stack
 
+# Values in `mlp_layer_types`.
+MLP_LAYER_TYPES = ("dense", "sparse")
 # Config -> numbers of the layers with a dense MLP.
 DenseLayers = Callable[[HFConfig], tuple[int, ...]]
 
@@ -28,6 +30,8 @@ def build_family(
     layer: Parameters,
     moe: Parameters,
     dense_layers: DenseLayers | None = None,
+    dense_mlp: Parameters | None = None,
+    tokens: str = "embed_tokens.weight",
     tied_by_default: bool = False,
     dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
     dropout_fields: DropoutFields = ATTENTION_DROPOUT,
@@ -45,6 +49,8 @@ def build_family(
         layer: Parameters of a layer except its MLP.
         moe: Parameters of the MLP of an MoE layer.
         dense_layers: Numbers of the layers with a dense MLP. None if all layers have experts.
+        dense_mlp: Parameters of the MLP of a dense layer. None means DENSE_MLP.
+        tokens: Tensor of the token embeddings.
         tied_by_default: Whether the head is tied if the config does not say.
         dropped: Pattern of tensors to ignore -> their description.
         dropout_fields: Fields of the config with dropout rates.
@@ -55,7 +61,7 @@ def build_family(
     layer_numbers = _no_layer_numbers
     if dense_layers is not None:
         layers = {**layer, **under_condition(moe, lambda config: not dense_layers(config))}
-        groups = _layer_groups(moe, dense_layers)
+        groups = _layer_groups(moe, dense_mlp or DENSE_MLP, dense_layers)
         layer_numbers = partial(_group_numbers, sizes, dense_layers)
     return rows.build_family(
         name=name,
@@ -63,7 +69,7 @@ def build_family(
         sizes=sizes,
         arch_config=arch_config,
         parameters={
-            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **embedding("tokens", f"vocab embed <- {tokens}: vocab embed"),
             **stack(LAYERS, "layers.{layers}", layers),
             **groups,
             **rms_norm("final_norm", "embed <- norm.weight: embed"),
@@ -77,14 +83,14 @@ def build_family(
     )
 
 
-def _layer_groups(moe: Parameters, dense_layers: DenseLayers) -> Parameters:
+def _layer_groups(moe: Parameters, dense_mlp: Parameters, dense_layers: DenseLayers) -> Parameters:
     """Return the parameters of the MLPs of a model with both dense and MoE layers."""
 
     def is_mixed(config: HFConfig) -> bool:
         return bool(dense_layers(config))
 
     return {
-        **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(DENSE_MLP, is_mixed)),
+        **stack(DENSE_LAYERS, "layers.{dense_layers}", under_condition(dense_mlp, is_mixed)),
         **stack(SPARSE_LAYERS, "layers.{sparse_layers}", under_condition(moe, is_mixed)),
     }
 
@@ -114,11 +120,16 @@ def under_condition(parameters: Parameters, condition: Callable[[HFConfig], bool
     return limited
 
 
-DENSE_MLP: Parameters = {
-    **linear("mlp.gate", "dense_mlp embed <- mlp.gate_proj.weight: dense_mlp embed", None),
-    **linear("mlp.up", "dense_mlp embed <- mlp.up_proj.weight: dense_mlp embed", None),
-    **linear("mlp.down", "embed dense_mlp <- mlp.down_proj.weight: embed dense_mlp", None),
-}
+def dense_layer_mlp(module: str) -> Parameters:
+    """Return the parameters of the MLP of a dense layer in a model with experts, by the name of its module."""
+    return {
+        **matrix("mlp.gate", f"dense_mlp embed <- {module}.gate_proj.weight: dense_mlp embed"),
+        **matrix("mlp.up", f"dense_mlp embed <- {module}.up_proj.weight: dense_mlp embed"),
+        **matrix("mlp.down", f"embed dense_mlp <- {module}.down_proj.weight: embed dense_mlp"),
+    }
+
+
+DENSE_MLP = dense_layer_mlp("mlp")
 
 
 def layer_sizes(layers: int, dense: tuple[int, ...]) -> dict[str, int]:
@@ -163,6 +174,29 @@ def read_dense_layers_by_step(config: HFConfig, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
+def read_dense_layers_by_type(
+    config: HFConfig, layers: int, default: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the dense layers of a config with the type of each MLP in `mlp_layer_types`.
+
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers.
+        default: The dense layers if the field is absent or null.
+
+    Raises:
+        PrepError: The list has another length or other names.
+    """
+    layer_types = config.get("mlp_layer_types")
+    if layer_types is None:
+        return default
+    is_valid = isinstance(layer_types, list) and len(layer_types) == layers
+    if not is_valid or any(name not in MLP_LAYER_TYPES for name in layer_types):
+        why = f"mlp_layer_types is {layer_types!r:.80}, it must give {layers} of dense and sparse"
+        raise invalid_config_error(why)
+    return tuple(layer for layer, name in enumerate(layer_types) if name == MLP_LAYER_TYPES[0])
+
+
 EXPERTS = _llama_style.experts(
     gate="mlp.experts.{experts}.gate_proj.weight",
     up="mlp.experts.{experts}.up_proj.weight",
@@ -197,3 +231,11 @@ def shared_experts(module: str, condition: rows.Condition = rows.ALWAYS) -> Para
             "mlp.shared.down", row.format(narrow, module, "down", narrow), condition=condition
         ),
     }
+
+
+# Experts of Qwen2-MoE: shared experts are scaled by the sigmoid of a gate.
+GATED_SHARED_EXPERTS: Parameters = {
+    **EXPERTS,
+    **shared_experts("mlp.shared_expert"),
+    **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -25,21 +26,34 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(
         config, *ROPE_FIELDS, "layer_types", "sliding_window", "sliding_window_pattern"
     )
-    axis_sizes = sizes(config)
+    return dataclasses.replace(
+        windowed_arch_config(config, sizes(config)),
+        block_type="output_norm",
+    )
+
+
+def windowed_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> ArchConfig:
+    """Return the architecture of LLaMA with windows and rotation in most layers, and neither in the others.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent.
+    """
     pattern = read_size(config, "sliding_window_pattern", 4)
     window = config.get("sliding_window", 4096)
     windows = read_sliding_windows(
         config, axis_sizes["layers"], window, lambda layer: (layer + 1) % pattern != 0
     )
-    full_layers = [layer for layer, width in enumerate(windows) if width == FULL_ATTENTION]
+    # A model without any window rotates in all layers.
+    full_layers: list[int] = []
+    if window is not None:
+        full_layers = [layer for layer, width in enumerate(windows) if width == FULL_ATTENTION]
     return dataclasses.replace(
         _llama_style.arch_config(
             config, axis_sizes, max_positions=2048, norm_eps=("rms_norm_eps", 1e-5)
         ),
-        block_type="output_norm",
         sliding_windows=windows,
-        # A model without any window rotates in all layers.
-        layers_without_rope=() if window is None else tuple(full_layers),
+        layers_without_rope=tuple(full_layers),
     )
 
 

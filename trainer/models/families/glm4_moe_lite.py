@@ -11,11 +11,8 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
-from trainer.models.errors import invalid_config_error
 from trainer.models.families import _deepseek_style, _llama_style, _moe_style
 from trainer.models.parameters import MAX_LAYERS, HFConfig, read_size
-
-LAYER_TYPES = ("dense", "sparse")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -39,14 +36,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 def dense_layers(config: HFConfig) -> tuple[int, ...]:
     """Return the numbers of the layers with a dense MLP."""
     layers = read_size(config, "num_hidden_layers", 47, MAX_LAYERS)
-    layer_types = config.get("mlp_layer_types")
-    if layer_types is None:
-        return (0,)
-    is_valid = isinstance(layer_types, list) and len(layer_types) == layers
-    if not is_valid or any(name not in LAYER_TYPES for name in layer_types):
-        why = f"mlp_layer_types is {layer_types!r:.80}, it must give {layers} of dense and sparse"
-        raise invalid_config_error(why)
-    return tuple(layer for layer, name in enumerate(layer_types) if name == LAYER_TYPES[0])
+    return _moe_style.read_dense_layers_by_type(config, layers, default=(0,))
 
 
 def arch_config(config: HFConfig) -> ArchConfig:

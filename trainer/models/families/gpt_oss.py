@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trainer.models.architecture import (
     ROPE_FIELDS,
@@ -13,6 +12,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style, _moe_style
+from trainer.models.json_types import JsonObject
 from trainer.models.moe_config import ClampedSwiglu
 from trainer.models.parameters import HFConfig, Parameter, read_size
 from trainer.models.rope_config import read_rope
@@ -20,7 +20,7 @@ from trainer.models.rows import Parameters, linear, matrix, unless_false
 
 HAS_BIAS = unless_false("attention_bias")
 # The rotary embedding of GptOssConfig if the config has none.
-DEFAULT_ROPE: dict[str, Any] = {
+DEFAULT_ROPE: JsonObject = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,

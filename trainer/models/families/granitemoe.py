@@ -35,18 +35,24 @@ def moe_arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-def fused_experts() -> Parameters:
-    """Return the parameters of the experts and the router. The gate comes before up."""
-    gate_up = (
-        "experts mlp embed <- block_sparse_moe.input_linear.weight: experts (gate_up={} mlp) embed"
-    )
-    down = "block_sparse_moe.output_linear.weight: experts embed mlp"
-    router = "block_sparse_moe.router.layer.weight: experts embed"
+def fused_experts(
+    gate_up: str = "input_linear.weight",
+    down: str = "output_linear.weight",
+    router: str = "router.layer.weight",
+) -> Parameters:
+    """Return the parameters of the experts and the router. The gate comes before up.
+
+    Args:
+        gate_up: Tensor of all gate and up matrices.
+        down: Tensor of all down matrices.
+        router: Tensor of the router.
+    """
+    row = f"experts mlp embed <- block_sparse_moe.{gate_up}: experts (gate_up={{}} mlp) embed"
     return {
-        **matrix("mlp.router", f"experts embed <- {router}"),
-        **matrix("mlp.gate", gate_up.format(0)),
-        **matrix("mlp.up", gate_up.format(1)),
-        **matrix("mlp.down", f"experts embed mlp <- {down}"),
+        **matrix("mlp.router", f"experts embed <- block_sparse_moe.{router}: experts embed"),
+        **matrix("mlp.gate", row.format(0)),
+        **matrix("mlp.up", row.format(1)),
+        **matrix("mlp.down", f"experts embed mlp <- block_sparse_moe.{down}: experts embed mlp"),
     }
 
 

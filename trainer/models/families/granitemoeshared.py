@@ -40,7 +40,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     return granitemoe.moe_arch_config(config)
 
 
-def _shared_experts() -> Parameters:
+def shared_experts() -> Parameters:
     """Return the parameters of the shared experts. The gate comes before up in one tensor."""
     gate_up = "shared_mlp embed <- shared_mlp.input_linear.weight: (gate_up={} shared_mlp) embed"
     down = "embed shared_mlp <- shared_mlp.output_linear.weight: embed shared_mlp"
@@ -56,5 +56,5 @@ FAMILY = _moe_style.build_family(
     sizes=sizes,
     arch_config=arch_config,
     layer=granitemoe.LAYER,
-    moe={**granitemoe.fused_experts(), **_shared_experts()},
+    moe={**granitemoe.fused_experts(), **shared_experts()},
 )

@@ -27,7 +27,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(
-            _with_static_rope(config, axis_sizes["head_dim"]),
+            with_static_rope(config, axis_sizes["head_dim"]),
             axis_sizes,
             max_positions=2048,
             norm_eps=("rms_norm_eps", 1e-5),
@@ -36,7 +36,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-def _with_static_rope(config: HFConfig, head_dim: int) -> HFConfig:
+def with_static_rope(config: HFConfig, head_dim: int) -> HFConfig:
     """Return the config with a base of frequencies in place of `alpha`.
 
     Files call this scaling dynamic, but its base does not depend on the length:

@@ -82,7 +82,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-def _check_fixed_fields(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_fixed_fields(fields: HFConfig, allowed: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise PrepError if a field has a value that changes what the model computes."""
     for name, values in allowed.items():
         if name in fields and fields[name] not in values:

@@ -13,7 +13,7 @@ from trainer.models.architecture import (
 from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, read_size
-from trainer.models.rows import matrix, unless_false
+from trainer.models.rows import unless_false
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
@@ -64,10 +64,6 @@ FAMILY = _moe_style.build_family(
     sizes=sizes,
     arch_config=arch_config,
     layer={**_llama_style.PRE_NORMS, **_llama_style.attention(bias=unless_false("qkv_bias"))},
-    moe={
-        **_moe_style.EXPERTS,
-        **_moe_style.shared_experts("mlp.shared_expert"),
-        **matrix("mlp.shared_gate", "embed <- mlp.shared_expert_gate.weight: 1 embed"),
-    },
+    moe=_moe_style.GATED_SHARED_EXPERTS,
     dense_layers=dense_layers,
 )

@@ -42,12 +42,12 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-def _read_rotating_layers(config: HFConfig, layers: int) -> list[int]:
-    """Return 1 for each layer whose queries and keys rotate, else 0, as in `no_rope_layers`."""
+def _read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
+    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`."""
     listed = config.get("no_rope_layers")
     if listed is None:
         interval = read_size(config, "no_rope_layer_interval", 4)
-        return [int((layer + 1) % interval != 0) for layer in range(layers)]
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
     if (
         not isinstance(listed, list)
         or len(listed) != layers
@@ -55,7 +55,7 @@ def _read_rotating_layers(config: HFConfig, layers: int) -> list[int]:
     ):
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
-    return listed
+    return [value == 1 for value in listed]
 
 
 FAMILY = _llama_style.build_family(

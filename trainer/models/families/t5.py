@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -153,7 +153,9 @@ def _read_feed_forward(config: HFConfig, default: str) -> tuple[bool, str]:
         raise invalid_config_error(why)
     # T5Config reads this one text as gelu_new, the tanh form. After "gated-", other names keep their
     # meaning.
-    return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
+    if text == "gated-gelu":
+        name = "gelu_new"
+    return bool(gate), str(config.get("dense_act_fn") or name)
 
 
 def is_gated(config: HFConfig, feed_forward: str = "relu") -> bool:
@@ -244,14 +246,13 @@ def build_parameters(
     """Return the parameters of a model, with the options of `_stack_parameters`."""
     self_attention = _attention_sublayer("attn", 0, "SelfAttention")
     cross_attention = _attention_sublayer("cross", 1, "EncDecAttention")
-    options: dict[str, Any] = {
-        "gate_condition": gate_condition,
-        "has_bias_per_layer": has_bias_per_layer,
-    }
+    build_stack = partial(
+        _stack_parameters, gate_condition=gate_condition, has_bias_per_layer=has_bias_per_layer
+    )
     return {
         **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
-        **_stack_parameters("encoder", "encoder_layers", self_attention, **options),
-        **_stack_parameters("decoder", "layers", self_attention, cross_attention, **options),
+        **build_stack("encoder", "encoder_layers", self_attention),
+        **build_stack("decoder", "layers", self_attention, cross_attention),
         **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
     }
 

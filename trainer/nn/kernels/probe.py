@@ -189,7 +189,9 @@ def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int
     starts = length * jnp.arange(1, num_rows + 1)[:, None] // (num_rows + 2)
     mask = AttentionMask(positions, positions, window=window, is_causal=is_causal)
     changes: dict[str, Any] = {}
-    if AttentionFeature.SEGMENTS in needs.features and is_causal:
+    # Chunks of positions reach the kernels as segments.
+    segmented = {AttentionFeature.SEGMENTS, AttentionFeature.CHUNKS}
+    if segmented & needs.features and is_causal:
         segment_ids = (positions >= starts).astype(jnp.int32)
         changes |= {"q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
     if AttentionFeature.KEY_PADDING in needs.features and not is_causal:

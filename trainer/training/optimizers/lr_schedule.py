@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 
+from trainer.models.json_types import JsonObject
 from trainer.recipe import warmup_decay
 from trainer.recipe.optimizer_tables import PALM_REFERENCE_LR, OptimizerTable, PalmTable
 from trainer.recipe.resolve import OPEN_SCHEDULES
@@ -72,14 +73,14 @@ class LRSchedule:
         }
         return self.end + (self.peak - self.end) * remaining[self.kind]
 
-    def manifest_fields(self) -> dict[str, Any]:
+    def manifest_fields(self) -> JsonObject:
         """Return the fields for a manifest, without later fields at their defaults, so that earlier runs resume."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
 
 
 def changed_fields(
-    before: Mapping[str, Any], after: Mapping[str, Any]
+    before: Mapping[str, object], after: Mapping[str, object]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two schedules of manifests differ, except fields without effect in both.
 

@@ -37,7 +37,7 @@ def test_tab_separates_columns_of_tsv_files(tmp_path: Path):
 
 def test_long_field_is_read_whole(tmp_path: Path):
     (record,) = read_csv(tmp_path / "a.csv", b"text\n" + b"a" * 300_000 + b"\n")
-    assert len(record.values["text"]) == 300_000
+    assert record.values["text"] == "a" * 300_000
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,23 @@ def test_dropped_patterns_match_no_parameter(name: str):
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
+FULL = ["full_attention"]
 OPTIONAL_PARAMETERS = {
     "word_embed_proj_dim": 24,
     "feed_forward_proj": "gated-gelu",
     "parallel_attn": False,
 }  # of OPT, T5 and Falcon
+# Layers with a mixer only, with attention only, and with one of both, and all biases.
+HYBRIDS: dict[str, list[dict[str, Any]]] = {
+    "lfm2": [
+        {"layer_types": types * 16, "conv_bias": True}
+        for types in (["conv"] * 2, FULL * 2, ["conv", *FULL])
+    ],
+    "qwen": [
+        {"full_attention_interval": interval, "attention_bias": True} for interval in (1, 4, 99)
+    ],
+}
+MAMBA_BIASES = {"mamba_proj_bias": True, "attention_bias": True}
 # Fields of families in which one parameter excludes another: layers of one kind, plain queries.
 EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [{"mlp_only_layers": [1]}, {}],
@@ -81,6 +93,25 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse"] * 47, "q_lora_rank": None}],
     "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
     "granitemoeshared": [{"shared_intermediate_size": 4}],
+    "exaone_moe": [{}, {"first_k_dense_replace": 0}],
+    "granitemoe_swa": [{"shared_intermediate_size": 4}],
+    "internlm3": [{"qkv_bias": True, "bias": True}],
+    "llama4_text": [{}, {"interleave_moe_layer_step": 2}],
+    "mellum": [{}, {"mlp_layer_types": ["dense", *["sparse"] * 27]}],
+    "sarvam_mla": [{"q_lora_rank": 8}, {"first_k_dense_replace": 0}],
+    "sarvam_moe": [{"use_qkv_bias": True}, {"first_k_dense_replace": 0}],
+    "youtu": [{}, {"q_lora_rank": None}],
+    "lfm2": HYBRIDS["lfm2"],
+    "lfm2_moe": [*HYBRIDS["lfm2"], {"num_dense_layers": 0}],
+    "qwen3_5_text": HYBRIDS["qwen"],
+    "qwen3_5_moe_text": HYBRIDS["qwen"],
+    "qwen3_next": [*HYBRIDS["qwen"], {"mlp_only_layers": [1]}],
+    "bamba": [
+        {"attn_layer_indices": layers, **MAMBA_BIASES} for layers in ([], [1], [*range(32)])
+    ],
+    "granitemoehybrid": [
+        MAMBA_BIASES, MAMBA_BIASES | {"layer_types": ["mamba"] + ["attention"] * 31}, {"num_local_experts": 0},
+    ],
 }  # fmt: skip
 
 
@@ -115,6 +146,7 @@ def test_family_parameters_are_consistent(family: Family):
         ({"model_type": "gpt2", "n_head": 0}, "n_head is 0"),
         ({"model_type": "gpt2", "hidden_size": -1, "n_embd": 8}, "hidden_size is -1"),
         ({"model_type": "gpt2", "n_inner": 0.5}, "n_inner is 0.5"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_inner": 24}, "n_inner is 24"),
         ({"model_type": "gpt_neo", "num_heads": 0}, "num_heads is 0"),
         ({"model_type": "gpt_neo", "hidden_size": "12"}, "hidden_size is '12'"),
         ({"model_type": "gpt_neo", "num_layers": -1}, "num_layers is -1"),
@@ -230,7 +262,8 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5"),
+        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "granite_swa", "youtu"),
+        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
     }
 
 

@@ -1,0 +1,73 @@
+"""Export of dequantised weights: as their quantised bytes, or as their values."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prepcli.console.observer import Observer
+from prepcli.errors import Option, text, usage_error
+from prepcli.operations.conversion import CommonOptions, open_checkpoint
+from prepcli.operations.options import ExportOptions
+from prepcli.sources.dequantized import is_quantized
+from prepcli.sources.source import Source
+
+
+def open_original(
+    options: ExportOptions, common: CommonOptions, observer: Observer
+) -> Source | None:
+    """Open the model of the option `quantized_source` with the names of its files, or return None without it.
+
+    Raises:
+        PrepError: It does not exist, or cannot be read.
+    """
+    path = options["quantized_source"]
+    if path is None:
+        return None
+    original = replace(
+        common,
+        checkpoint=str(path),
+        step=None,
+        revision=None,
+        config=None,
+        ema=False,
+        verbatim=True,
+        copied_files=(),
+        quantized="stored",
+    )
+    _, source = open_checkpoint(original, observer)
+    if not is_quantized(source.root):
+        raise usage_error(
+            text("{} has no quantised bytes", Option("quantized_source", path)),
+            "its config.json has no quantization_config",
+            "the quantised model of the checkpoint",
+        )
+    return source
+
+
+def writes_quantized(options: ExportOptions, source: Source) -> bool:
+    """Return whether an export writes quantised bytes.
+
+    Raises:
+        UsageError: Other options do not allow it, or the option `quantized_source` has no effect.
+    """
+    option = Option("quantized_source", options["quantized_source"])
+    if not source.quantized or options["quantized"] == "dequantize":
+        if options["quantized_source"] is not None:
+            why = f"{source.display_name} has no dequantised weights"
+            if source.quantized:
+                why = text("{} writes the values", Option("quantized", "dequantize"))
+            raise usage_error(text("{} has no effect", option), why, text("remove {}", option))
+        return False
+    conflicts = {"layout": "hf", "dtype": None, "keep_padding": False}
+    for name, default in conflicts.items():
+        value = options[name]
+        if value != default:
+            raise usage_error(
+                text("{} is not supported for quantised weights", Option(name, value)),
+                f"the export of {source.display_name} has the quantised bytes of its source",
+                text("{} writes the values", Option("quantized", "dequantize")),
+            )
+    return True

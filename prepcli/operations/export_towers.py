@@ -1,0 +1,97 @@
+"""The parts of a multimodal model in an export: its text part, and its towers."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+from typing import Any
+
+from prepcli.errors import GET_AGAIN_HINT, Option, PrepError, text, usage_error
+from prepcli.operations.options import ExportOptions
+from prepcli.restore.digest_checks import towers_digest
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+from prepcli.sources.multimodal import text_model, with_towers
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import Source
+
+
+def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) -> Source:
+    """Return the source of an export, with the requested parts of a multimodal model.
+
+    Args:
+        options: Options of the export.
+        source: Opened source.
+        check_digest: Whether to compare the towers of a training step with their recorded digest.
+
+    Raises:
+        PrepError: An option does not fit the source. Or the towers differ from the ones of the run's start.
+    """
+    recorded = source.tree_manifest.towers
+    is_multimodal = source.wrapper is not None or recorded is not None
+    towers = options["towers"]
+    if options["text_only"]:
+        if not is_multimodal:
+            raise _no_effect_error(Option("text_only", True), source, "it has no towers")
+        if towers is not None:
+            why = text("{} leaves them out", Option("text_only", True))
+            raise _no_effect_error(Option("towers", str(towers)), source, why)
+        return text_model(source)
+    if not is_multimodal or source.wrapper is not None:
+        if towers is not None:
+            why = "it has towers of its own" if is_multimodal else "it has no towers"
+            raise _no_effect_error(Option("towers", str(towers)), source, why)
+        return source
+    assert recorded is not None
+    path = str(towers) if towers is not None else _recorded_path(source, recorded)
+    other = _open_towers(source, path)
+    if check_digest:
+        _check_digest(source, other, recorded)
+    return with_towers(source, other)
+
+
+def _no_effect_error(option: Option, source: Source, why: str) -> PrepError:
+    what = text("{} has no effect for {}", option, source.display_name)
+    return usage_error(what, why, text("remove {}", Option(option.name)))
+
+
+def _recorded_path(source: Source, recorded: Any) -> str:
+    """Return the path of the start model of a run."""
+    path = recorded.get("path")
+    if isinstance(path, str):
+        return path
+    what = f"the manifest of {source.display_name} does not name the model with the towers"
+    raise PrepError(what, "`towers` has no path", GET_AGAIN_HINT)
+
+
+def _open_towers(source: Source, path: str) -> Source:
+    """Open the model with the towers of a training step."""
+    hint = text(
+        "{} names a copy, {} leaves the towers out",
+        Option("towers", "CHECKPOINT"),
+        Option("text_only", True),
+    )
+    what = f"the towers of {source.display_name} cannot be read"
+    try:
+        other = open_source(locate(path, access=Access(allow_urls=True)))
+    except PrepError as error:
+        raise PrepError(what, f"{error.what}: {error.why}", hint) from error
+    if other.tower_tensors:
+        return other
+    raise PrepError(what, f"{path} has no towers", hint)
+
+
+def _check_digest(source: Source, other: Source, recorded: Any) -> None:
+    """Raise PrepError if the towers differ from the record of a training step."""
+    digest = towers_digest(other)
+    if recorded.get("digest") == digest:
+        return
+    what = f"{other.display_name} has other towers than the model that {source.display_name} started from"
+    why = f"their first rows have the digest {digest}, the step records {recorded.get('digest')}"
+    hint = text(
+        "{} of the model that the run started from, or {}",
+        Option("towers", "CHECKPOINT"),
+        Option("text_only", True),
+    )
+    raise PrepError(what, why, hint)

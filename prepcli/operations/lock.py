@@ -1,0 +1,134 @@
+"""Write the lock file of a model: the digests that later commands require of its files and tensors."""
+
+# pyright: reportTypedDictNotRequiredAccess=false
+# The decorator `public` has added the default of each option.
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Unpack
+
+from prepcli.console.observer import Observer, observer_of
+from prepcli.console.progress import Progress
+from prepcli.engine.files import io_error
+from prepcli.errors import GET_AGAIN_HINT, Option, OutputExistsError, text
+from prepcli.formats.lock_file import encode_lock
+from prepcli.formats.untrusted import read_small_file
+from prepcli.operations.conversion import common_options, open_checkpoint, source_line
+from prepcli.operations.inspection_options import LockOptions
+from prepcli.operations.operation import public
+from prepcli.operations.results import LockedModel
+from prepcli.option_spec import PathLike
+from prepcli.restore.digest_checks import damaged_error, num_rows, tensor_digests
+from prepcli.sources.locate import check_stream
+from prepcli.sources.locked import RowDigests, make_lock
+from prepcli.sources.source import Source, SourceTensor
+from trainer.files.writing import write_file
+from trainer.models.boxes import Range
+
+LOCK_SUFFIX = ".lock.json"
+
+
+@public
+def lock(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | Observer | None = None,
+    **options: Unpack[LockOptions],
+) -> LockedModel:
+    """Read a checkpoint completely, and write the digests of its files and tensors to a lock file.
+
+    Every operation with the option `lock` then refuses a checkpoint that differs from it in any byte.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: The lock file. Default: the checkpoint's name and `.lock.json`, in the working directory.
+        progress: Receives the bytes read. Default: none. See `Progress`.
+        **options: See `LockOptions`.
+
+    Returns:
+        The path of the lock file and counts. If an equal file exists, `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists with other content.
+        DamagedError: A tensor differs from the digest that the checkpoint's manifest records.
+        PrepError: The checkpoint cannot be read.
+
+    Example:
+        locked = prep.lock("gpt-neo-1.3B")
+        prep.save_init("gpt-neo-1.3B", lock=locked.path)
+    """
+    started_s = time.monotonic()
+    observer = observer_of(progress)
+    # Quantised weights are locked as they are stored, and adapters too.
+    stored = {**options, "verbatim": None, "quantized": "keep"}
+    common = common_options(checkpoint, None, stored)
+    located, source = open_checkpoint(common, observer, allow_adapters=True)
+    check_stream(common.stream, located)
+    observer.note(source_line(source))
+    content = make_lock(
+        source,
+        located.local_files.commit,
+        _digest_tensors(source, common.memory_nbytes, observer.progress()),
+        observer.progress(),
+    )
+    # The name of the folder, e.g. `m-init`, and not the one of the model in its manifest.
+    name = Path(source.display_name).name or located.model_name
+    path = Path(out) if out is not None else Path(f"{name}{LOCK_SUFFIX}")
+    already_done = _write(path, encode_lock(content), overwrite=options["overwrite"])
+    return LockedModel(
+        path=path,
+        source=content.source,
+        revision=content.revision,
+        files=len(content.files),
+        tensors=len(content.tensors),
+        nbytes=sum(file.bytes for file in content.files.values()),
+        seconds=time.monotonic() - started_s,
+        already_done=already_done,
+    )
+
+
+def _digest_tensors(
+    source: Source, memory_nbytes: int, progress: Progress
+) -> dict[str, RowDigests]:
+    """Return the digests of each tensor, for the ranges of rows of the manifest, else for all rows.
+
+    Raises:
+        DamagedError: A digest differs from the one in the manifest.
+    """
+    pieces: list[tuple[SourceTensor, Range]] = []
+    for tensor in source.all_tensors:
+        rows = [(first, stop) for first, stop, _ in tensor.digests]
+        for piece in rows or [(0, num_rows(tensor))]:
+            pieces.append((tensor, piece))
+    computed = tensor_digests(source, pieces, memory_nbytes, progress=progress, task="lock tensors")
+    digests: dict[str, list[tuple[int, int, str]]] = {}
+    for (tensor, (first, stop)), digest in zip(pieces, computed):
+        digests.setdefault(tensor.name, []).append((first, stop, digest))
+    for tensor in source.all_tensors:
+        if tensor.digests and list(tensor.digests) != digests[tensor.name]:
+            raise damaged_error(source, tensor, GET_AGAIN_HINT)
+    return {name: tuple(ranges) for name, ranges in digests.items()}
+
+
+def _write(path: Path, data: bytes, *, overwrite: bool) -> bool:
+    """Write a lock file, and return whether an equal one exists already.
+
+    Raises:
+        OutputExistsError: Another file exists.
+    """
+    if path.exists():
+        if read_small_file(path, max_nbytes=max(len(data), path.stat().st_size)) == data:
+            return True
+        if not overwrite:
+            why = "its content differs from the lock of the present checkpoint"
+            hint = text("{} approves the present checkpoint", Option("overwrite", True))
+            raise OutputExistsError(f"{path} already exists", why, hint)
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise io_error(path, error) from error
+    return False

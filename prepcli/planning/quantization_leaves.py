@@ -1,0 +1,56 @@
+"""Leaves for the scales of dequantised weights. Pure.
+
+An init of decoded weights keeps all stored tensors except the codes, so that an export can write the quantised model
+again. They are tensors of the slot `quantization`, named as in the quantised files. Their leaves are those of the
+verbatim family: one key below `quantization`, with stacked numbers as `*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepcli.planning.state_names import split_name
+from prepcli.planning.state_rows import StackedIndices
+from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.parameters import parameter_rows
+from trainer.models.verbatim import TensorTypes, verbatim_family
+
+# Slot of the scales, and first key of their leaves.
+QUANTIZATION = "quantization"
+# Slot of decoded weights that are read for a check, and written nowhere.
+DECODED = "decoded"
+QUANTIZATION_RULE = "scales of quantised weights"
+
+
+def quantization_leaves(
+    types: TensorTypes,
+) -> Iterator[tuple[str, str, AxisMap, StackedIndices]]:
+    """Yield the name of each stored tensor with the name of its leaf, its axis map and its place in the leaf.
+
+    A tensor without elements has no leaf.
+
+    Args:
+        types: Dtype and shape of each stored tensor, by name.
+    """
+    family = verbatim_family(types)
+    sizes = family.sizes({})
+    for path, row in parameter_rows(family, {}).items():
+        axis_map = bind_row(row, sizes)
+        for name, indices in axis_map.tensors():
+            leaf = f"{QUANTIZATION}.{path.format(**indices)}"
+            yield name, leaf, axis_map, tuple(indices.items())
+
+
+def is_quantization_leaf(name: str) -> bool:
+    """Return whether a leaf has scales."""
+    return name.startswith(f"{QUANTIZATION}.")
+
+
+def is_quantization_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of the scales."""
+    return split_name(name)[0] == QUANTIZATION
+
+
+def is_decoded_tensor(name: str) -> bool:
+    """Return whether the qualified name of a tensor is in the slot of decoded weights."""
+    return split_name(name)[0] == DECODED

@@ -1,0 +1,120 @@
+"""NVFP4: groups of 16 values of 4 bits with a scale in fp8, and one scale of the tensor.
+
+weight: uint8 [..., R, C / 2], the low nibble first. scales: float8_e4m3fn [..., R, C / 16]. The scale of the tensor
+divides the scales in files of compressed-tensors, and multiplies them in files of ModelOpt, here g or 1 / g:
+
+    value[r, c] = E2M1[code[r, c]] * (scale[r, c // 16] * g)
+
+Products are in float32. Sources: `NVFP4PackedCompressor.decompress` of compressed-tensors 0.20
+(compressors/nvfp4/base.py), which rounds to bfloat16, and `NVFP4QTensor.dequantize` of NVIDIA ModelOpt 0.33
+(torch/quantization/qtensor/nvfp4_tensor.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.decoder import (
+    CodeArray,
+    FloatArray,
+    MatrixReader,
+    StoredMatrix,
+    check_dims,
+    check_dtype,
+    check_shape,
+    lookup_nibbles,
+    nibble_pairs,
+)
+from prepcli.quantized.encoder import BitArray, InvertibleDecoder, not_invertible_error
+from prepcli.quantized.mxfp4 import CODES_BY_DOUBLE, E2M1
+from trainer.models.boxes import Range
+
+GROUP_VALUES = 16
+_PAIRS = nibble_pairs(E2M1)
+_MAGNITUDES = np.array(E2M1[:8], np.float32)
+
+
+class Nvfp4Decoder(InvertibleDecoder):
+    """E2M1 codes with fp8 scales of groups and a scale of the tensor."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: FileTensor,
+        scales: FileTensor,
+        tensor_scale: FileTensor,
+        *,
+        is_divisor: bool,
+    ) -> None:
+        """Check the stored tensors.
+
+        Args:
+            name: Name of the decoded tensor.
+            weight: Codes.
+            scales: Scales of the groups.
+            tensor_scale: Scale of the tensor.
+            is_divisor: Whether the scale of the tensor divides, as in compressed-tensors.
+
+        Raises:
+            DamagedError: A shape or a dtype does not fit.
+        """
+        check_dtype(weight, ("uint8",), name)
+        check_dtype(scales, ("float8_e4m3fn",), name)
+        check_dtype(tensor_scale, ("float32",), name)
+        check_dims(weight, 2)
+        *leading, rows, octets = weight.shape
+        columns = 2 * octets
+        groups = -(-columns // GROUP_VALUES)
+        check_shape(weight, [(*leading, rows, groups * GROUP_VALUES // 2)], name)
+        check_shape(scales, [(*leading, rows, groups)], name)
+        check_shape(tensor_scale, [(1,)] if is_divisor else [(1,), ()], name)
+        dtype = "bfloat16" if is_divisor else "float32"
+        super().__init__(name, (*leading, rows, columns), dtype, (weight, scales, tensor_scale))
+        self._is_divisor = is_divisor
+        num_rows = math.prod(leading) * rows
+        self._weight = StoredMatrix(weight, num_rows, octets)
+        self._scales = StoredMatrix(scales, num_rows, groups)
+        self._tensor_scale = StoredMatrix(tensor_scale, 1, 1)
+
+    def _decode(self, rows: Range, read: MatrixReader) -> FloatArray:
+        values = lookup_nibbles(_PAIRS, read(self._weight, rows))
+        groups = values.reshape(len(values), -1, GROUP_VALUES)
+        groups *= self._read_scales(rows, read)[:, :, None]
+        return values
+
+    def _read_scales(self, rows: Range, read: MatrixReader) -> FloatArray:
+        """Return the products of the scales of groups [R, G] and the scale of the tensor."""
+        scales = read(self._scales, rows).astype(np.float32)
+        tensor_scale = read(self._tensor_scale, (0, 1))
+        operation = np.divide if self._is_divisor else np.multiply
+        return operation(scales, tensor_scale, dtype=np.float32)
+
+    def encode(self, rows: Range, values: BitArray, read: MatrixReader) -> CodeArray:
+        """Return the bytes [R, C / 2] of decoded rows. See `InvertibleDecoder`."""
+        with np.errstate(all="ignore"):
+            scales = self._read_scales(rows, read)[:, :, None]
+            magnitudes = _to_bfloat16(_MAGNITUDES * scales)
+            # Equal or infinite magnitudes of two codes are not above each other.
+            if not (magnitudes[..., 1:] > magnitudes[..., :-1]).all():
+                raise not_invertible_error(self.name, "several of its codes have one value")
+            bits = np.left_shift(values, 16, dtype=np.uint32)
+            groups = bits.view(np.float32).reshape(len(bits), -1, GROUP_VALUES)
+            doubles = np.rint(np.abs(groups / scales) * 2)
+            numbers = np.minimum(doubles, CODES_BY_DOUBLE.size - 1).astype(np.uint8)
+        nibbles = np.signbit(groups).view(np.uint8) << 3 | CODES_BY_DOUBLE[numbers]
+        octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        codes: CodeArray = octets.reshape(len(bits), -1).astype(np.uint8, copy=False)
+        with np.errstate(all="ignore"):
+            decoded = _to_bfloat16(lookup_nibbles(_PAIRS, codes).reshape(groups.shape) * scales)
+        if not np.array_equal(decoded.view(np.uint32), groups.view(np.uint32)):
+            raise not_invertible_error(self.name, "one of its values is not that of a code")
+        return codes
+
+
+def _to_bfloat16(values: FloatArray) -> FloatArray:
+    """Return values rounded to bfloat16, as float32."""
+    return round_to_dtype(values, numpy_dtype("bfloat16")).astype(np.float32)

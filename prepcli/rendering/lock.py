@@ -1,0 +1,30 @@
+"""Written lock files as text and JSON."""
+
+from __future__ import annotations
+
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import Report
+from prepcli.operations.results import LockedModel
+
+
+def lock_report(locked: LockedModel) -> Report:
+    """Return the path of a lock file, and what it covers."""
+    fields: dict[str, object] = {
+        "path": str(locked.path),
+        "source": locked.source,
+        "revision": locked.revision,
+        "files": locked.files,
+        "tensors": locked.tensors,
+        "bytes": locked.nbytes,
+        "already": locked.already_done,
+    }
+    return Report(str(locked.path), fields)
+
+
+def lock_line(locked: LockedModel) -> str:
+    """Describe what a lock file covers: `locked  9 files, 316 tensors, 4.95 GiB in 6.1 s`."""
+    size = format_bytes(locked.nbytes)
+    state = "already locked" if locked.already_done else "locked"
+    return (
+        f"{state}  {locked.files} files, {locked.tensors} tensors, {size} in {locked.seconds:.1f} s"
+    )

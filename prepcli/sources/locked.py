@@ -1,0 +1,216 @@
+"""Compare an opened checkpoint with a lock file, and take the digests of its tensors from there.
+
+The digests of a lock become digests of the source's tensors. Every reader compares the bytes that it reads with them,
+as it does with the digests of a manifest. A lock so costs no further read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from prepcli.console.lists import join_names
+from prepcli.console.progress import Progress
+from prepcli.engine.files import io_error
+from prepcli.errors import Command, PrepError, text
+from prepcli.formats.lock_file import Lock, LockedFile, LockedTensor
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.untrusted import quote_name
+from prepcli.remote.published_digests import SHA256, sha256_of_file
+from prepcli.sources.references import HubRepo, parse_reference
+from prepcli.sources.source import CONFIG, Source, SourceTensor
+
+RowDigests = tuple[tuple[int, int, str], ...]
+
+
+def make_lock(
+    source: Source,
+    revision: str | None,
+    digests: Mapping[str, RowDigests],
+    progress: Progress,
+) -> Lock:
+    """Return the lock of a source.
+
+    Args:
+        source: The checkpoint.
+        revision: Its commit on the hub.
+        digests: Digests of all rows of each tensor, by its name in `source.all_tensors`.
+        progress: Receives the bytes of the files.
+
+    Raises:
+        PrepError: A file cannot be read.
+    """
+    paths = {**_settings_files(source), **_weight_files(source)}
+    sizes = {name: _size(path) for name, path in paths.items()}
+    published = _published_digests(source)
+    files: dict[str, LockedFile] = {}
+    progress.begin("lock files", sum(sizes.values()))
+    try:
+        for name, path in sorted(paths.items()):
+            digest = published.get(name, "")
+            if name not in published:
+                digest = sha256_of_file(path)
+            files[name] = LockedFile(bytes=sizes[name], digest=digest or None)
+            progress.advance(sizes[name])
+    finally:
+        progress.end()
+    tensors: dict[str, LockedTensor] = {}
+    names = _stored_names(source)
+    for tensor in source.all_tensors:
+        tensors[names[tensor.name]] = LockedTensor(
+            dtype=tensor.dtype, shape=tensor.shape, digests=digests[tensor.name]
+        )
+    return Lock(source=source.display_name, revision=revision, files=files, tensors=tensors)
+
+
+def apply_lock(source: Source, lock: Lock, lock_name: str, revision: str | None) -> Source:
+    """Check the files and headers of a source against a lock, and return the source with the digests of the lock.
+
+    Weights that are decoded, such as fp8 to bfloat16, have other names and bytes than their files. Their files are
+    read and compared here, before they are read a second time.
+
+    Args:
+        source: The opened checkpoint.
+        lock: Content of the lock file.
+        lock_name: Name of the lock file, for the error.
+        revision: Commit of the source on the hub.
+
+    Raises:
+        PrepError: The source differs from the lock.
+    """
+    differences: list[str] = []
+    if lock.revision is not None and revision is not None and revision != lock.revision:
+        differences.append(f"its commit is {revision}, the lock has {lock.revision}")
+    differences += _file_differences(source, lock)
+    if not source.quantization:
+        differences += _tensor_differences(source, lock)
+    if differences:
+        raise PrepError(
+            f"{source.display_name} differs from {lock_name}",
+            join_names(differences, separator="; "),
+            text(
+                "get the locked files again; {} approves the present ones",
+                Command("lock", source.display_name),
+            ),
+        )
+    if source.quantization:
+        return replace(source, is_locked=True)
+    return replace(
+        source,
+        tensors=_with_digests(source, source.tensors, lock),
+        tower_tensors=_with_digests(source, source.tower_tensors, lock),
+        state_tensors=_with_digests(source, source.state_tensors, lock),
+        is_locked=True,
+    )
+
+
+def pinned_revision(checkpoint: str, revision: str | None, lock: Lock) -> str | None:
+    """Return the revision to read: the requested one, else for a model of the hub the commit of the lock."""
+    if revision is None and isinstance(parse_reference(checkpoint), HubRepo):
+        return lock.revision
+    return revision
+
+
+def _with_digests(
+    source: Source, tensors: tuple[SourceTensor, ...], lock: Lock
+) -> tuple[SourceTensor, ...]:
+    """Return tensors with the digests of the lock, unless a manifest has recorded equal ones."""
+    names = _stored_names(source)
+    locked: list[SourceTensor] = []
+    for tensor in tensors:
+        digests = tensor.digests or lock.tensors[names[tensor.name]].digests
+        locked.append(replace(tensor, digests=digests))
+    return tuple(locked)
+
+
+def _file_differences(source: Source, lock: Lock) -> Iterator[str]:
+    """Yield a text for each file with another size or digest, and for each missing or additional file."""
+    settings = _settings_files(source)
+    weights = _weight_files(source)
+    paths = {**settings, **weights}
+    for name in sorted({*paths, *lock.files}):
+        label = quote_name(name)
+        locked = lock.files.get(name)
+        if name not in paths:
+            yield f"{label} is missing"
+        elif locked is None:
+            yield f"{label} is not in the lock"
+        elif locked.bytes != _size(paths[name]):
+            yield f"{label} has {_size(paths[name]):,} bytes, the lock has {locked.bytes:,}"
+        # The digests of the tensors cover the weights of all other sources.
+        elif name in settings or source.quantization:
+            digest = _published_digests(source).get(name) or sha256_of_file(paths[name])
+            if digest != locked.digest:
+                yield f"{label} has the SHA-256 {digest}, the lock has {locked.digest}"
+
+
+def _tensor_differences(source: Source, lock: Lock) -> Iterator[str]:
+    """Yield a text for each missing or additional tensor, and for each with another dtype, shape or digest."""
+    names = _stored_names(source)
+    tensors = {names[tensor.name]: tensor for tensor in source.all_tensors}
+    for name in sorted({*tensors, *lock.tensors}):
+        label = f"tensor {quote_name(name)}"
+        tensor = tensors.get(name)
+        locked = lock.tensors.get(name)
+        if tensor is None:
+            yield f"{label} is missing"
+        elif locked is None:
+            yield f"{label} is not in the lock"
+        elif (tensor.dtype, tensor.shape) != (locked.dtype, locked.shape):
+            present = f"{tensor.dtype} {list(tensor.shape)}"
+            yield f"{label} is {present}, the lock has {locked.dtype} {list(locked.shape)}"
+        elif tensor.digests and tensor.digests != locked.digests:
+            yield f"{label} has other digests in {MANIFEST_FILE} than in the lock"
+
+
+def _stored_names(source: Source) -> dict[str, str]:
+    """Return the name of each tensor in the files of a source, by its name in `source.all_tensors`."""
+    names = source.display_names()
+    for tensor in source.tensors:
+        names[tensor.name] = source.names.stored_name(tensor.name)
+    return names
+
+
+def _settings_files(source: Source) -> dict[str, Path]:
+    """Return the config, the tokenizer and the other small files of a source, by name in the lock."""
+    paths = list(source.small_files)
+    # A decoded or a truncated model has another config than its file, which the lock covers all the same.
+    config_path = source.config_path or _folder(source) / CONFIG
+    if config_path.is_file():
+        paths.append(config_path)
+    if source.manifest is not None:
+        paths.append(_folder(source) / MANIFEST_FILE)
+    return {_name(source, path): path for path in paths}
+
+
+def _weight_files(source: Source) -> dict[str, Path]:
+    """Return the files of the tensors, by name in the lock."""
+    return {_name(source, path): path for path in source.files}
+
+
+def _published_digests(source: Source) -> dict[str, str]:
+    """Return the SHA-256 of each remote weight file, or an empty text for a file without a published one."""
+    digests: dict[str, str] = {}
+    for blob in source.remote_blobs:
+        digest = blob.file.digest
+        digests[blob.file.path] = digest.removeprefix(SHA256) if digest.startswith(SHA256) else ""
+    return digests
+
+
+def _folder(source: Source) -> Path:
+    """Return the folder of a source. A single file is in the folder of its manifest."""
+    return source.root if source.root.is_dir() else source.root.parent
+
+
+def _name(source: Source, path: Path) -> str:
+    """Return the path of a file within its checkpoint, or its name if it is elsewhere, e.g. a config of the user."""
+    folder = _folder(source)
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise io_error(path, error) from error

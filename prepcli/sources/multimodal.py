@@ -1,0 +1,146 @@
+"""Multimodal checkpoints: the text part as parameters of its family, and the tensors of the towers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from prepcli.errors import PrepError
+from prepcli.formats.manifest import TOWERS_KEY
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
+from prepcli.planning.state_names import TOWERS, qualify
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames
+from prepcli.sources.source import Source, SourceTensor, Wrapper
+from trainer.models.json_types import HFConfig
+from trainer.models.registry import FAMILIES
+from trainer.models.text_part import TextPart, read_text_part
+
+# Formats of files with the names of transformers.
+MULTIMODAL_KINDS = ("safetensors", "torch", "dcp")
+# Rule that drops the towers of an export of the text model.
+TEXT_ONLY_RULE = "--text-only"
+# Settings of images and sounds, which the text model does not have.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+
+Location = Contiguous | Strided | ChunkedLocation | GappedRegion
+
+
+def find_text_part(config: HFConfig, names: Iterable[str]) -> TextPart | None:
+    """Return the text part of a multimodal checkpoint, or None if it has no supported one."""
+    try:
+        return read_text_part(config, frozenset(names))
+    except PrepError:
+        return None
+
+
+def split_text_part(source: Source) -> Source:
+    """Return a multimodal source with its text part as parameters, and the other tensors as towers.
+
+    Args:
+        source: A source of the verbatim family. Without a supported text part, it is returned unchanged.
+    """
+    part = find_text_part(source.config, (tensor.name for tensor in source.tensors))
+    if part is None:
+        return source
+    names = TensorNames(part.family)
+    parameters: list[tuple[SourceTensor, str]] = []
+    towers: list[tuple[SourceTensor, str]] = []
+    file_names = source.tensor_file_names or ("",) * len(source.tensors)
+    for tensor, file_name in zip(source.tensors, file_names, strict=True):
+        if tensor.name in part.names:
+            parameters.append((replace(tensor, name=names.bare_name(tensor.name)), file_name))
+        else:
+            towers.append((replace(tensor, name=qualify(TOWERS, tensor.name)), file_name))
+    return replace(
+        source,
+        family=part.family,
+        config=part.config,
+        names=names,
+        tensors=tuple(tensor for tensor, _ in parameters),
+        tower_tensors=tuple(tensor for tensor, _ in towers),
+        tensor_file_names=tuple(name for _, name in (*parameters, *towers) if name),
+        wrapper=Wrapper(source.config, part.config),
+    )
+
+
+def towers_entry(source: Source) -> ManifestFields:
+    """Return the manifest's entry of a multimodal model: its type, and the prefixes of its text part in files."""
+    recorded = source.tree_manifest.towers
+    if recorded is not None:
+        return {TOWERS_KEY: recorded}
+    if source.wrapper is None:
+        return {}
+    entry = {
+        "model_type": source.wrapper.config.get("model_type"),
+        "prefix": source.family.prefix,
+        "head_prefix": source.family.head_prefix,
+    }
+    return {TOWERS_KEY: entry}
+
+
+def text_model(source: Source) -> Source:
+    """Return the text part of a multimodal source as a model of its own, with the names of its family."""
+    family = FAMILIES[source.family.name]
+    nbytes = sum(tensor.nbytes for tensor in source.tower_tensors)
+    dropped = (DroppedTensor(TOWERS, nbytes, TEXT_ONLY_RULE),) if nbytes else ()
+    return replace(
+        source,
+        family=family,
+        names=TensorNames(family),
+        tensor_file_names=source.tensor_file_names[: len(source.tensors)],
+        small_files=tuple(f for f in source.small_files if f.name not in PROCESSOR_FILES),
+        extra_entries=(*source.extra_entries, *dropped),
+        config_path=None,
+        wrapper=None,
+        tower_tensors=(),
+    )
+
+
+def with_towers(source: Source, other: Source) -> Source:
+    """Return the text part in one source with the towers of another one.
+
+    Args:
+        source: A training step of the text part.
+        other: The multimodal model.
+    """
+    # Placements name files by number: after the files 0 to 2 of the step, file 0 of the other source is 3.
+    first = len(source.byte_sources)
+    towers: list[SourceTensor] = []
+    for tensor in other.tower_tensors:
+        placement = tuple(_move_files(location, first) for location in tensor.placement)
+        towers.append(replace(tensor, placement=placement))
+    has_blobs = bool(source.blobs or other.blobs)
+    return replace(
+        source,
+        files=(*source.files, *other.files),
+        file_stamps=(*source.file_stamps, *other.file_stamps),
+        blobs=(*source.byte_sources, *other.byte_sources) if has_blobs else (),
+        config_path=None,
+        wrapper=other.wrapper,
+        tower_tensors=tuple(towers),
+    )
+
+
+def _move_files(location: Location, first: int) -> Location:
+    """Return a location with `first` added to its file numbers."""
+    if isinstance(location, Contiguous | Strided):
+        return replace(location, file=location.file + first)
+    if isinstance(location, GappedRegion):
+        return replace(location, region=_move_region(location.region, first))
+    return _move_region(location, first)
+
+
+def _move_region(region: ChunkedLocation, first: int) -> ChunkedLocation:
+    placement = region.placement
+    if isinstance(placement, StridedPlacement):
+        return replace(region, placement=replace(placement, file=placement.file + first))
+    chunks = {index: (file + first, offset) for index, (file, offset) in placement.chunks.items()}
+    return replace(region, placement=replace(placement, chunks=chunks))

@@ -1,0 +1,99 @@
+"""Tiny configs of the families that came after `tests.helpers.tiny_configs`, with and without experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers.config_fields import DEEP_YARN, DEEPSEEK, GROUPS, LATENT, LLAMA_LIKE, SMALL
+
+EXPERTS = LLAMA_LIKE | {"intermediate_size": 7, "num_experts_per_tok": 2}
+# DeepSeek's fields without the ones that only some families have.
+CORRECTED = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+GROUPED = CORRECTED | {"num_key_value_heads": 1, "head_dim": 8}
+LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
+    "exaone": LLAMA_LIKE | {"model_type": "exaone", "mlp_bias": True},
+    "exaone_moe": EXPERTS | {
+        "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
+        "sliding_window_pattern": 2, "moe_intermediate_size": 5, "num_hidden_layers": 3,
+    },
+    "granite_swa": LLAMA_LIKE | {
+        "model_type": "granite_swa", "sliding_window": 5, "attention_multiplier": 0.3,
+        "layer_rope_theta": [0, 300.0],
+    },
+    "granitemoe_swa": EXPERTS | {
+        "model_type": "granitemoe_swa", "num_local_experts": 5, "shared_intermediate_size": 10,
+        "sliding_window": 5, "attention_multiplier": 0.2, "layer_rope_theta": [500.0, 300.0],
+    },
+    "hunyuan_v1_moe": EXPERTS | {
+        "model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": [2, 2],
+        "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+    },
+    "hyperclovax": LLAMA_LIKE | {
+        "model_type": "hyperclovax", "embedding_multiplier": 1.7, "residual_multiplier": 0.6, "logits_scaling": 1.5,
+    },
+    "internlm3": LLAMA_LIKE | {"model_type": "internlm3", "qkv_bias": True, "bias": True},
+    "iquestcoder": LLAMA_LIKE | {"model_type": "iquestcoder"},
+    "llama4_text": EXPERTS | {
+        "model_type": "llama4_text", "num_local_experts": 4, "num_hidden_layers": 3, "moe_layers": [0, 2],
+        "intermediate_size_mlp": 12, "no_rope_layer_interval": 3, "attention_chunk_size": 6, "floor_scale": 9,
+        "attn_scale": 0.5,
+    },
+    "mellum": EXPERTS | {
+        "model_type": "mellum", "num_experts": 4, "moe_intermediate_size": 5, "sliding_window": 5,
+        "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 5, "rotary_dim": 4},
+    "sarvam_mla": CORRECTED | LATENT | {
+        "model_type": "sarvam_mla", "num_experts": 4, "rope_scaling": DEEP_YARN | {"type": "deepseek_yarn"},
+    },
+    "sarvam_moe": GROUPED | {"model_type": "sarvam_moe", "num_experts": 4, "use_qkv_bias": True},
+    "solar_open": GROUPED | GROUPS | {"model_type": "solar_open"},
+    "youtu": SMALL | LATENT | {"model_type": "youtu", "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
+}  # fmt: skip
+FAMILIES = LATER_FAMILIES
+LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
+    "exaone-names": {key: value for key, value in FAMILIES["exaone"].items() if key != "num_hidden_layers"} | {
+        "num_layers": 3, "layer_norm_epsilon": 0.1, "activation_function": "gelu_new", "attention_bias": True,
+    },
+    "exaone_moe-listed": FAMILIES["exaone_moe"] | {
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "sliding_window": 4, "norm_topk_prob": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "granite_swa-plain": FAMILIES["granite_swa"] | {
+        "layer_rope_theta": None, "mlp_bias": True, "attention_bias": True, "tie_word_embeddings": False,
+    },
+    "granitemoe_swa-plain": FAMILIES["granitemoe_swa"] | {
+        "layer_rope_theta": [0, 0], "shared_intermediate_size": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "hunyuan_v1_moe-plain": FAMILIES["hunyuan_v1_moe"] | {
+        "rope_scaling": None, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "hyperclovax-plain": FAMILIES["hyperclovax"] | {"use_post_norm": False, "attention_multiplier": 0.3},
+    "llama4_text-listed": FAMILIES["llama4_text"] | {
+        "moe_layers": None, "no_rope_layers": [0, 1, 0], "use_qk_norm": False, "attention_bias": True,
+        "layer_types": ["chunked_attention", "full_attention", "full_attention"],
+    },
+    "llama4_text-plain": FAMILIES["llama4_text"] | {
+        "attention_chunk_size": None, "attn_temperature_tuning": False, "num_experts_per_tok": 1,
+    },
+    "mellum-version-5": FAMILIES["mellum"] | {
+        "mlp_layer_types": None, "norm_topk_prob": False, "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "minimax_m2-whole": {key: value for key, value in FAMILIES["minimax_m2"].items() if key != "rotary_dim"},
+    "sarvam_mla-latent": FAMILIES["sarvam_mla"] | GROUPS | {
+        "num_experts": 6, "rope_interleave": False, "first_k_dense_replace": 0, "rope_scaling": None, "head_dim": 13,
+    },
+    "sarvam_moe-plain": FAMILIES["sarvam_moe"] | {
+        "use_qkv_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.5,
+    },
+    "solar_open-biases": FAMILIES["solar_open"] | {"attention_bias": True, "norm_topk_prob": False},
+    "youtu-plain": FAMILIES["youtu"] | {
+        "q_lora_rank": None, "rope_interleave": False, "attention_bias": True, "tie_word_embeddings": False,
+    },
+}  # fmt: skip

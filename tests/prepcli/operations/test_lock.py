@@ -1,0 +1,210 @@
+"""`prep lock` approves the bytes of a checkpoint, and `--lock` refuses all others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+import xxhash
+
+import prepcli as prep
+from prepcli.errors import FAILED, USAGE, DamagedError, OutputExistsError, PrepError, UsageError
+from tests.helpers.quantized_folders import make_quantized
+from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write `m`, a model with an untied head and a padded vocabulary, to the working folder, and lock it."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("m"), LLAMA, vocab_size=136)
+    prep.lock("m")
+    return Path("m")
+
+
+def change_byte(path: Path, index: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[index] ^= 1
+    path.write_bytes(data)
+
+
+def change_last_value(folder: Path, name: str) -> None:
+    """Change the last byte of a tensor, where the header of its safetensors file places it."""
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        header_nbytes = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_nbytes])
+        if name in header:
+            change_byte(path, 8 + header_nbytes + header[name]["data_offsets"][1] - 1)
+
+
+def test_lock_has_the_digests_of_other_libraries(model: Path):
+    locked = json.loads(Path("m.lock.json").read_bytes())
+    assert locked["source"] == "m"
+    assert locked["revision"] is None
+    assert sorted(locked["files"]) == sorted(
+        path.name for path in model.iterdir() if path.name != "model.safetensors.index.json"
+    )
+    for name, entry in locked["files"].items():
+        data = (model / name).read_bytes()
+        assert entry == {"bytes": len(data), "digest": hashlib.sha256(data).hexdigest()}
+    tensors = read_tensors(model)
+    assert locked["tensors"].keys() == tensors.keys()
+    for name, array in tensors.items():
+        digest = xxhash.xxh3_128_hexdigest(array.tobytes())
+        assert locked["tensors"][name]["digests"] == [[0, array.shape[0], digest]]
+
+
+def test_result_counts_files_and_tensors(model: Path):
+    locked = prep.lock(model, "other.json")
+    assert (locked.path, locked.already_done) == (Path("other.json"), False)
+    assert locked.tensors == len(read_tensors(model))
+    assert locked.nbytes == sum(
+        (model / name).stat().st_size for name in json.loads(locked.path.read_text())["files"]
+    )
+
+
+def test_equal_lock_is_left_and_another_one_needs_overwrite(model: Path):
+    before = Path("m.lock.json").stat().st_mtime_ns
+    assert prep.lock(model).already_done
+    assert Path("m.lock.json").stat().st_mtime_ns == before
+    change_last_value(model, EMBEDDING)
+    with pytest.raises(OutputExistsError, match="already exists"):
+        prep.lock(model)
+    assert Path("m.lock.json").stat().st_mtime_ns == before
+    assert not prep.lock(model, overwrite=True).already_done
+    prep.save_init(model, lock="m.lock.json")
+
+
+CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "pad_vocab": prep.pad_vocab,
+    "save_init": prep.save_init,
+    "verify": prep.verify,
+    "load_params": prep.load_params,
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_locked_source_is_accepted(model: Path, name: str):
+    assert CONVERSIONS[name](model, lock="m.lock.json")
+
+
+@pytest.mark.parametrize("name", ["pad_vocab", "save_init", "load_params"])
+def test_changed_weight_is_refused_while_it_is_read(model: Path, name: str):
+    change_last_value(model, EMBEDDING)
+    with pytest.raises(DamagedError, match="is damaged"):
+        CONVERSIONS[name](model, lock="m.lock.json")
+    assert not [path for path in Path().iterdir() if path.name in ("m-init", "m-padded")]
+
+
+def test_verify_names_the_changed_weight(model: Path):
+    change_last_value(model, EMBEDDING)
+    result = prep.verify(model, lock="m.lock.json")
+    assert [difference["what"] for difference in result.differences] == [
+        "rows 0:136 do not match their recorded digest"
+    ]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_changed_settings_are_refused_before_the_weights(model: Path, name: str):
+    path = model / name
+    path.write_bytes(path.read_bytes().replace(b"{", b"{ ", 1))
+    with pytest.raises(PrepError, match=r"m differs from m\.lock\.json") as caught:
+        prep.save_init(model, lock="m.lock.json")
+    assert not Path("m-init").exists()
+    assert f"`{name}` has " in caught.value.why
+
+
+def test_additional_and_missing_files_are_named(model: Path):
+    Path("m/tokenizer.json").write_text("{}")
+    Path("m/generation_config.json").unlink()
+    with pytest.raises(PrepError) as caught:
+        prep.pad_vocab(model, lock="m.lock.json")
+    assert "`tokenizer.json` is not in the lock" in caught.value.why
+    assert "`generation_config.json` is missing" in caught.value.why
+
+
+def test_renamed_tensor_is_named(model: Path):
+    path = next(model.glob("*.safetensors"))
+    tensors = safetensors.numpy.load_file(path)
+    first = sorted(tensors)[0]
+    tensors["model.renamed"] = tensors.pop(first)
+    safetensors.numpy.save_file(tensors, path)
+    index = model / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(first, "model.renamed"))
+    with pytest.raises(PrepError) as caught:
+        prep.save_init(model, lock="m.lock.json", drop="*renamed")
+    assert f"tensor `{first}` is missing" in caught.value.why
+    assert "tensor `model.renamed` is not in the lock" in caught.value.why
+
+
+def test_rows_that_a_conversion_leaves_are_checked_too(model: Path, capsys):
+    """The true rows of a padded vocabulary have no digest of their own: the whole tensor is read once more."""
+    run_ok("pad-vocab", "m", "--true-vocab", "131", "--size", "144", "--lock", "m.lock.json")
+    change_last_value(model, EMBEDDING)  # in a padding row, which the output does not have
+    words = ("pad-vocab", "m", "--true-vocab", "131", "--size", "144", "--out", "again")
+    assert "is damaged" in run_failing(capsys, FAILED, *words, "--lock", "m.lock.json")
+
+
+def test_lock_of_an_output_covers_its_manifest(model: Path):
+    init = prep.save_init(model, mesh="1,1,2").path
+    prep.lock(init)
+    lock = f"{init}.lock.json"
+    prep.reshard(init, "wide", mesh="1,2,1", lock=lock)
+    prep.load_params(init, lock=lock)
+    manifest = init / "prep-manifest.json"
+    other = prep.save_init(model, "other", mesh="1,1,2", pad_vocab="16").path
+    shutil.rmtree(init)
+    shutil.copytree(other, init)
+    assert manifest.exists()
+    with pytest.raises(PrepError, match="differs from") as caught:
+        prep.load_params(init, lock=lock)
+    assert "prep-manifest.json" in caught.value.why
+
+
+def test_lock_needs_the_check_of_digests(model: Path):
+    with pytest.raises(UsageError, match=r"`lock` has no effect"):
+        prep.load_params(model, lock="m.lock.json", verify=False)
+
+
+def test_damaged_output_is_not_locked(model: Path):
+    padded = prep.pad_vocab(model).path
+    change_last_value(padded, EMBEDDING)
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.lock(padded)
+    assert not Path("m-padded.lock.json").exists()
+
+
+def test_decoded_weights_are_checked_as_they_are_stored(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_quantized(Path("q"), "fp8")
+    prep.lock("q")
+    prep.save_init("q", "init", quantized="dequantize", lock="q.lock.json")
+    weights = next(Path("q").glob("*.safetensors"))
+    change_byte(weights)
+    with pytest.raises(PrepError, match="differs from") as caught:
+        prep.save_init("q", "again", quantized="dequantize", lock="q.lock.json")
+    assert f"`{weights.name}` has the SHA-256" in caught.value.why
+
+
+def test_command_prints_the_path_and_json(model: Path, capsys):
+    report = run_json(capsys, "lock", "m", "--out", "new.json")
+    assert (report["path"], report["already"], report["revision"]) == ("new.json", False, None)
+    assert report["tensors"] == len(read_tensors(model))
+    assert "--lock" in run_failing(capsys, USAGE, "lock", "m", "--lock", "new.json")
+
+
+def test_broken_lock_is_one_error(model: Path, capsys):
+    Path("broken.json").write_text("{}")
+    err = run_failing(capsys, FAILED, "save-init", "m", "--lock", "broken.json")
+    assert "broken.json is not a lock file of this prep" in err
+    assert "`prep lock MODEL`" in err

@@ -1,0 +1,142 @@
+"""NVFP4 against compressed-tensors, and against the formula of ModelOpt in torch."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prepcli.errors import DamagedError, PrepError
+from prepcli.planning.tensors import FileTensor
+from prepcli.quantized.nvfp4 import Nvfp4Decoder
+from tests.helpers.lazy_modules import lazy_module
+from tests.helpers.quantized import (
+    assert_equal_bits,
+    decode_all,
+    reader_of,
+    stored,
+    to_numpy,
+    to_torch,
+)
+
+torch = lazy_module("torch")
+nvfp4 = lazy_module("compressed_tensors.compressors.nvfp4")
+quantization = lazy_module("compressed_tensors.quantization")
+E4M3 = ml_dtypes.float8_e4m3fn
+Arrays = dict[str, np.ndarray]
+
+
+def random_arrays(seed: int, rows: int, columns: int) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8),
+        "scale": rng.integers(0, 256, (rows, columns // 16), dtype=np.uint8).view(E4M3),
+        "tensor_scale": np.exp(rng.normal(0, 4, 1)).astype(np.float32),
+    }
+
+
+def decoder_of(arrays: Arrays, *, is_divisor: bool) -> Nvfp4Decoder:
+    tensors = [stored(name, array) for name, array in arrays.items()]
+    return Nvfp4Decoder("w", tensors[0], tensors[1], tensors[2], is_divisor=is_divisor)
+
+
+def compressed_values(arrays: Arrays) -> np.ndarray:
+    weights = quantization.QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    state = {
+        "weight_packed": to_torch(arrays["w"]),
+        "weight_scale": to_torch(arrays["scale"]),
+        "weight_global_scale": to_torch(arrays["tensor_scale"]),
+    }
+    return to_numpy(nvfp4.NVFP4PackedCompressor.decompress(state, scheme)["weight"])
+
+
+def modelopt_values(arrays: Arrays) -> np.ndarray:
+    """Return the values of `NVFP4QTensor.dequantize`: nibbles by a table, times the product of both scales."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    octets = to_torch(arrays["w"])
+    codes = torch.stack([octets & 15, octets >> 4], dim=-1).reshape(len(octets), -1).long()
+    magnitudes = table[codes % 8]
+    values = torch.where(codes < 8, magnitudes, -magnitudes)
+    scales = to_torch(arrays["scale"]).float() * to_torch(arrays["tensor_scale"])
+    products = values.reshape(*scales.shape, 16) * scales[..., None]
+    return to_numpy(products.reshape(values.shape))
+
+
+@pytest.mark.parametrize("batches", [1, pytest.param(7, marks=pytest.mark.slow)])
+def test_random_groups_equal_compressed_tensors(batches: int):
+    for seed in range(batches):
+        arrays = random_arrays(seed, 1000, 24_000 if batches > 1 else 2400)
+        decoder = decoder_of(arrays, is_divisor=True)
+        assert_equal_bits(decode_all(decoder, arrays), compressed_values(arrays))
+
+
+def test_random_groups_equal_modelopt():
+    arrays = random_arrays(1, 500, 4800)
+    values = decode_all(decoder_of(arrays, is_divisor=False), arrays)
+    assert_equal_bits(values, modelopt_values(arrays))
+
+
+def all_codes() -> Arrays:
+    """Return all bytes of codes with all scales."""
+    codes = np.arange(256, dtype=np.uint8)
+    return {
+        "w": np.tile(codes, (256, 1)),
+        "scale": np.repeat(codes[:, None], 32, axis=1).view(E4M3),
+        "tensor_scale": np.array([3.7], np.float32),
+    }
+
+
+@pytest.mark.parametrize("is_divisor", [True, False])
+def test_all_codes_and_scales_equal_the_reference(is_divisor: bool):
+    arrays = all_codes()
+    reference = compressed_values if is_divisor else modelopt_values
+    values = decode_all(decoder_of(arrays, is_divisor=is_divisor), arrays)
+    assert_equal_bits(values, reference(arrays))
+
+
+@pytest.mark.parametrize("rows_per_part", [1, 7, 100])
+def test_parts_equal_whole_tensor(rows_per_part: int):
+    arrays = random_arrays(3, 50, 320)
+    decoder = decoder_of(arrays, is_divisor=True)
+    assert_equal_bits(decode_all(decoder, arrays, rows_per_part), compressed_values(arrays))
+
+
+@pytest.mark.parametrize("tensor_scale", [3.7, 1e-3, 8000.0, 2.0**120])
+@pytest.mark.parametrize("is_divisor", [True, False])
+def test_all_codes_encode_exactly_or_are_refused(is_divisor: bool, tensor_scale: float):
+    arrays = {**all_codes(), "tensor_scale": np.array([tensor_scale], np.float32)}
+    for scale in range(256):
+        row = {**arrays, "w": arrays["w"][:1], "scale": arrays["scale"][scale : scale + 1]}
+        decoder = decoder_of(row, is_divisor=is_divisor)
+        with np.errstate(all="ignore"):
+            values = decode_all(decoder, row).astype(ml_dtypes.bfloat16).view(np.uint16)
+        # 16 codes have 16 values, or some have the same value.
+        is_distinct = len(np.unique(values)) == 16
+        # Scales from 128 on are negative, which no quantiser writes.
+        if is_distinct and scale < 128:
+            encoded = decoder.encode((0, 1), values, reader_of(row))
+            assert np.array_equal(encoded, row["w"])
+        else:
+            with pytest.raises(PrepError, match="cannot be computed"):
+                decoder.encode((0, 1), values, reader_of(row))
+
+
+def test_value_of_no_code_is_refused():
+    arrays = {**all_codes(), "w": np.arange(256, dtype=np.uint8)[None]}
+    arrays["scale"] = np.full((1, 32), 56, np.uint8).view(E4M3)
+    decoder = decoder_of(arrays, is_divisor=True)
+    values = decode_all(decoder, arrays).astype(ml_dtypes.bfloat16).view(np.uint16).copy()
+    values[0, 5] += 1
+    with pytest.raises(PrepError, match="not that of a code"):
+        decoder.encode((0, 1), values, reader_of(arrays))
+
+
+def test_scales_of_another_shape_are_refused():
+    weight = FileTensor("w", "uint8", (8, 32), 0, 0, 256)
+    scales = FileTensor("w_scale", "float8_e4m3fn", (8, 3), 0, 0, 24)
+    tensor_scale = FileTensor("w_global_scale", "float32", (1,), 0, 0, 4)
+    with pytest.raises(DamagedError, match=r"w_scale` has shape \[8, 3\]"):
+        Nvfp4Decoder("w", weight, scales, tensor_scale, is_divisor=True)

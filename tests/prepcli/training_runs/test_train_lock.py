@@ -1,0 +1,45 @@
+"""The recipe key `model.lock`: a run starts only from the approved bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prepcli as prep
+from prepcli.errors import DamagedError, PrepError
+from tests.helpers.run_cli import run_ok
+
+pytestmark = pytest.mark.usefixtures("work_dir")
+
+ONE_STEP = ("train.steps=1", "optimizer.warmup_steps=0", "data.holdout=0", "model.lock=start.json")
+
+
+def change_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_locked_model_trains_and_a_changed_one_does_not():
+    prep.lock("tiny", "start.json")
+    from_folder = (*ONE_STEP, "model.path=tiny")
+    run_ok("train", "recipe.toml", *(word for key in from_folder for word in ("--set", key)))
+    change_byte(max(Path("tiny").glob("*.safetensors")))
+    with pytest.raises(DamagedError, match="is damaged"):
+        prep.train("recipe.toml", "other", overrides=from_folder)
+
+
+def test_other_init_is_refused_by_its_manifest():
+    prep.lock("tiny-init", "start.json")
+    Path("tiny-init").rename("first")
+    prep.save_init("tiny", "tiny-init", scan=False)
+    with pytest.raises(PrepError, match=r"tiny-init differs from start\.json") as caught:
+        prep.train("recipe.toml", overrides=ONE_STEP)
+    assert "`prep-manifest.json` has" in caught.value.why
+
+
+def test_lock_needs_the_check_of_digests():
+    prep.lock("tiny-init", "start.json")
+    with pytest.raises(PrepError, match="has no effect without the check"):
+        prep.train("recipe.toml", overrides=ONE_STEP, verify=False)

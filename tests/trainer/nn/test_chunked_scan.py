@@ -1,0 +1,88 @@
+"""Tests of linear recurrences in chunks against the recurrences, token by token in NumPy."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from trainer.models.chunk_sizes import SCAN_CHUNK_SIZE
+from trainer.nn.chunked_scan import Recurrence, chunked_scan
+
+ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2, 4, 5
+
+
+def random_inputs(length: int, *, has_beta: bool, starts: tuple[int, ...] = ()) -> Recurrence:
+    """Return random inputs, with documents that start at some tokens of the first row."""
+    rng = np.random.default_rng(length)
+    keys = rng.standard_normal((ROWS, length, GROUPS, KEY_DIM))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    is_start = np.zeros((ROWS, length), bool)
+    is_start[0, list(starts)] = True
+    head_shape = (ROWS, length, GROUPS, HEADS)
+    return Recurrence(
+        q=rng.standard_normal((ROWS, length, GROUPS, KEY_DIM)).astype(np.float32),
+        k=keys.astype(np.float32),
+        v=rng.standard_normal((*head_shape, VALUE_DIM)).astype(np.float32),
+        log_decay=-rng.exponential(0.3, head_shape).astype(np.float32),
+        beta=rng.uniform(0, 1, head_shape).astype(np.float32) if has_beta else None,
+        is_start=is_start,
+    )
+
+
+def scan_by_token(inputs: Recurrence) -> tuple[np.ndarray, np.ndarray]:
+    """Compute S_t = a_t S_(t-1) + k_t u_t^T and y_t = S_t^T q_t in float64."""
+    length = inputs.q.shape[1]
+    state = np.zeros((ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM))
+    outputs = np.zeros((ROWS, length, GROUPS, HEADS, VALUE_DIM))
+    for t in range(length):
+        state[np.asarray(inputs.is_start)[:, t]] = 0
+        state *= np.exp(inputs.log_decay[:, t].astype(np.float64))[..., None, None]
+        key = inputs.k[:, t, :, None]
+        update = inputs.v[:, t].astype(np.float64)
+        if inputs.beta is not None:
+            predicted = (state * key[..., None]).sum(-2)
+            update = inputs.beta[:, t, ..., None] * (update - predicted)
+        state += key[..., None] * update[..., None, :]
+        outputs[:, t] = (state * inputs.q[:, t, :, None, :, None]).sum(-2)
+    return outputs, state
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+@pytest.mark.parametrize("length", [1, 5, SCAN_CHUNK_SIZE, 2 * SCAN_CHUNK_SIZE + 3])
+def test_chunked_scan_equals_the_recurrence(length: int, has_beta: bool):
+    inputs = random_inputs(length, has_beta=has_beta)
+    outputs, state = jax.jit(chunked_scan)(inputs, None)
+    expected_outputs, expected_state = scan_by_token(inputs)
+    np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_chunked_scan_starts_documents_with_a_zero_state(has_beta: bool):
+    starts = (0, 3, 4, SCAN_CHUNK_SIZE, SCAN_CHUNK_SIZE + 40)
+    inputs = random_inputs(2 * SCAN_CHUNK_SIZE + 3, has_beta=has_beta, starts=starts)
+    outputs, state = jax.jit(chunked_scan)(inputs, None)
+    expected_outputs, expected_state = scan_by_token(inputs)
+    np.testing.assert_allclose(outputs, expected_outputs, atol=2e-5)
+    np.testing.assert_allclose(state, expected_state, atol=2e-5)
+
+
+def test_chunked_scan_continues_from_a_state():
+    inputs = random_inputs(70, has_beta=True)
+    whole, last_state = chunked_scan(inputs, None)
+    first, state = chunked_scan(jax.tree.map(lambda x: x[:, :69], inputs), None)
+    second, state = chunked_scan(jax.tree.map(lambda x: x[:, 69:], inputs), state)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=1e-5)
+    np.testing.assert_allclose(state, last_state, atol=1e-5)
+
+
+def test_chunked_scan_has_finite_gradients_under_strong_decay():
+    inputs = random_inputs(SCAN_CHUNK_SIZE, has_beta=True)
+    inputs = inputs._replace(log_decay=inputs.log_decay * 1e3)
+    gradients = jax.grad(lambda q: chunked_scan(inputs._replace(q=q), None)[0].sum())(inputs.q)
+    decays = jax.grad(lambda g: chunked_scan(inputs._replace(log_decay=g), None)[0].sum())(
+        inputs.log_decay
+    )
+    assert np.isfinite(gradients).all()
+    assert np.isfinite(decays).all()

@@ -1,0 +1,286 @@
+"""Parts that families with recurrent mixers share: groups of layers, layer types, rows of mixers. No I/O, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.models import rows
+from trainer.models.architecture import ArchConfig
+from trainer.models.axis_map import LAYERS
+from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
+from trainer.models.errors import invalid_config_error
+from trainer.models.families import _llama_style, _moe_style
+from trainer.models.mixer_config import Mixer
+from trainer.models.parameters import Family, HFConfig, Parameter, read_size
+from trainer.models.rows import Parameters, embedding, linear, stack
+
+# Config -> numbers of some layers.
+LayerNumbers = Callable[[HFConfig], tuple[int, ...]]
+# Names of layer types in files of older versions of transformers.
+OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class LayerGroup(NamedTuple):
+    """Parameters that some or all layers have.
+
+    Attributes:
+        parameters: Parameters of one of these layers.
+        numbers: Numbers of these layers.
+        may_be_all: Whether they may be all layers of a model.
+    """
+
+    parameters: Parameters
+    numbers: LayerNumbers
+    may_be_all: bool = True
+
+
+def build_family(
+    name: str,
+    sizes: Callable[[HFConfig], dict[str, int]],
+    arch_config: Callable[[HFConfig], ArchConfig],
+    *,
+    layer: Parameters,
+    groups: Mapping[str, LayerGroup],
+    final_norm: Parameters = _llama_style.FINAL_RMS_NORM,
+    tied_by_default: bool = False,
+    dropped: Mapping[str, str] = _llama_style.LEGACY_BUFFERS,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
+) -> Family:
+    """Return a family whose layers differ in their parameters.
+
+    The parameters of a group are in `layers` if all layers have them, and else in a stack of the group's layers.
+
+    Args:
+        name: `model_type` of its config.json.
+        sizes: Atom -> extent, without those of groups.
+        arch_config: The architecture.
+        layer: Parameters of every layer.
+        groups: Path part and atom of a group -> its layers.
+        final_norm: Parameters of the norm after the last layer.
+        tied_by_default: Whether the head is tied if the config does not say.
+        dropped: Pattern of tensors to ignore -> their description.
+        dropout_fields: Fields of the config with dropout rates.
+    """
+
+    def all_sizes(config: HFConfig) -> dict[str, int]:
+        axis_sizes = sizes(config)
+        counts = {group: len(numbers) for group, numbers in layer_numbers(config).items()}
+        return {**axis_sizes, **counts}
+
+    def layer_numbers(config: HFConfig) -> dict[str, tuple[int, ...]]:
+        num_layers = sizes(config)[LAYERS]
+        numbers = {group: members.numbers(config) for group, members in groups.items()}
+        return {group: listed for group, listed in numbers.items() if 0 < len(listed) < num_layers}
+
+    parameters = stack(LAYERS, "layers.{layers}", layer)
+    for group, members in groups.items():
+
+        def is_partial(config: HFConfig, group: str = group) -> bool:
+            return group in layer_numbers(config)
+
+        def is_whole(config: HFConfig, members: LayerGroup = members) -> bool:
+            return len(members.numbers(config)) == sizes(config)[LAYERS]
+
+        partial = _moe_style.under_condition(members.parameters, is_partial)
+        parameters |= stack(group, f"layers.{{{group}}}", partial)
+        if members.may_be_all:
+            whole = _moe_style.under_condition(members.parameters, is_whole)
+            parameters |= stack(LAYERS, "layers.{layers}", whole)
+    return rows.build_family(
+        name=name,
+        prefix=_llama_style.TENSOR_PREFIX,
+        sizes=all_sizes,
+        arch_config=arch_config,
+        parameters={
+            **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+            **parameters,
+            **final_norm,
+            **_llama_style.HEAD,
+        },
+        tied_by_default=tied_by_default,
+        dropped=dropped,
+        dropout_fields=dropout_fields,
+        layer_numbers=layer_numbers,
+    )
+
+
+def read_layer_types(
+    config: HFConfig, layers: int, names: Sequence[str], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """Return the type of each layer.
+
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers.
+        names: Allowed types.
+        default: Type of the layer of an index, for configs without `layer_types`.
+
+    Raises:
+        PrepError: The list has another length or other names.
+    """
+    listed: Any = config.get("layer_types")
+    if listed is None:
+        listed = [default(layer) for layer in range(layers)]
+    if isinstance(listed, list):
+        listed = [OLD_LAYER_TYPES.get(name, name) if type(name) is str else name for name in listed]
+    is_valid = isinstance(listed, list) and all(name in names for name in listed)
+    if not is_valid or len(listed) != layers:
+        why = f"layer_types gives the layers {listed!r:.80}, it must give {layers} of {' and '.join(names)}"
+        raise invalid_config_error(why)
+    return tuple(listed)
+
+
+def layers_of_type(layer_types: Sequence[str], name: str) -> tuple[int, ...]:
+    """Return the numbers of the layers of a type."""
+    return tuple(layer for layer, listed in enumerate(layer_types) if listed == name)
+
+
+def short_conv(module: str, bias: rows.Condition) -> Parameters:
+    """Return the parameters of a gated short convolution.
+
+    Args:
+        module: Name of the module.
+        bias: When its projections and its convolution have a bias.
+    """
+    fused = f"mixer_channels embed <- {module}.in_proj.weight: (parts={{}} mixer_channels) embed"
+    return {
+        **linear("mixer.b", fused.format(0), bias),
+        **linear("mixer.c", fused.format(1), bias),
+        **linear("mixer.v", fused.format(2), bias),
+        **convolution("mixer.v_conv", f"{module}.conv", "mixer_channels", "mixer_channels", bias),
+        **linear("mixer.o", f"embed mixer_channels <- {module}.out_proj.weight: embed mixer_channels", bias),
+    }  # fmt: skip
+
+
+def convolution(
+    path: str, module: str, leaf_dims: str, channels: str, bias: rows.Condition | None
+) -> Parameters:
+    """Return the parameters of a causal convolution with one filter per channel.
+
+    Args:
+        path: Path in the tree.
+        module: Name of the module.
+        leaf_dims: Dims of the channels in the leaf.
+        channels: Dim of the channels in the tensor.
+        bias: When it has a bias.
+    """
+    parameters = {
+        f"{path}.weight": Parameter(f"{leaf_dims} kernel <- {module}.weight: {channels} 1 kernel")
+    }
+    if bias is not None:
+        parameters[f"{path}.bias"] = Parameter(f"{leaf_dims} <- {module}.bias: {channels}", bias)
+    return parameters
+
+
+QUERIES = "mixer_groups mixer_state"
+VALUES = "mixer_groups group_heads mixer_head_dim"
+HEADS = "mixer_groups group_heads"
+
+
+def mamba2(
+    module: str,
+    *,
+    bias: rows.Condition | None,
+    conv_bias: rows.Condition,
+    norm: rows.Condition = rows.ALWAYS,
+) -> Parameters:
+    """Return the parameters of Mamba-2.
+
+    Args:
+        module: Name of the module.
+        bias: When its projections have a bias.
+        conv_bias: When its convolution has a bias.
+        norm: When it has a norm.
+    """
+    # One tensor has gates, values, keys, queries and steps, in this order.
+    projections = {"z": VALUES, "v": VALUES, "k": QUERIES, "q": QUERIES, "dt": HEADS}
+    channels = {"v": VALUES, "k": QUERIES, "q": QUERIES}
+    parameters: Parameters = {}
+    for name, dims in projections.items():
+        part = mark_part(projections, name)
+        row = f"{dims} embed <- {module}.in_proj.weight: {part} embed"
+        parameters |= linear(f"mixer.{name}", row, bias)
+    for name, dims in channels.items():
+        part = mark_part(channels, name)
+        parameters |= convolution(f"mixer.{name}_conv", f"{module}.conv1d", dims, part, conv_bias)
+    out = f"embed {VALUES} <- {module}.out_proj.weight: embed ({VALUES})"
+    return {
+        **parameters,
+        "mixer.a_log.weight": Parameter(f"{HEADS} <- {module}.A_log: ({HEADS})"),
+        "mixer.d.weight": Parameter(f"{HEADS} <- {module}.D: ({HEADS})"),
+        "mixer.dt_bias.bias": Parameter(f"{HEADS} <- {module}.dt_bias: ({HEADS})"),
+        "mixer.norm.scale": Parameter(f"{VALUES} <- {module}.norm.weight: ({VALUES})", norm),
+        **linear("mixer.o", out, bias),
+    }
+
+
+def mark_part(parts: Mapping[str, str], name: str) -> str:
+    """Return a dim of unequal parts with one of them marked.
+
+    >>> mark_part({"a": "x y", "b": "z"}, "b")
+    '(x y | >z)'
+    """
+    marked = [f">{dims}" if part == name else dims for part, dims in parts.items()]
+    return f"({' | '.join(marked)})"
+
+
+def read_mamba2_sizes(
+    config: HFConfig,
+    *,
+    embed: int,
+    heads: tuple[str, int],
+    head_dim: tuple[str, int | None],
+    groups: tuple[str, int],
+    state: tuple[str, int],
+    kernel: tuple[str, int],
+) -> dict[str, int]:
+    """Return the extents of the atoms of Mamba-2.
+
+    Args:
+        config: Content of a config.json.
+        embed: Width of the layers times the expansion. It is the width of all heads together.
+        heads: Config field of the number of heads, and its default, like the following fields.
+        head_dim: Of the width of a head. The default None means that the heads share `embed`.
+        groups: Of the number of groups of heads.
+        state: Of the width of queries and keys.
+        kernel: Of the number of taps of the convolution.
+
+    Raises:
+        PrepError: A size is invalid, or the sizes do not agree.
+    """
+    num_heads = read_size(config, *heads)
+    num_groups = read_size(config, *groups)
+    field, default = head_dim
+    if config.get(field) == "auto" or (default is None and config.get(field) is None):
+        width = embed // num_heads
+    else:
+        width = read_size(config, field, default or 1)
+    if num_heads * width != embed:
+        why = f"{num_heads} heads of {width} elements do not make up the expanded width {embed}"
+        raise invalid_config_error(why)
+    if num_heads % num_groups:
+        why = f"{groups[0]} is {num_groups}, it must divide {heads[0]}, which is {num_heads}"
+        raise invalid_config_error(why)
+    return {
+        "mixer_groups": num_groups,
+        "group_heads": num_heads // num_groups,
+        "mixer_state": read_size(config, *state),
+        "mixer_head_dim": width,
+        "kernel": read_size(config, *kernel),
+    }
+
+
+def read_mamba2(config: HFConfig, **choices: Any) -> Mixer:
+    """Return the Mamba-2 mixer of a config, with other choices of `Mixer`.
+
+    Raises:
+        PrepError: `time_step_limit` is not a pair of numbers.
+    """
+    limits: Any = config.get("time_step_limit")
+    if limits is None:
+        return Mixer("mamba2", **choices)
+    is_pair = isinstance(limits, list | tuple) and len(limits) == 2
+    if not is_pair or not all(type(limit) in (int, float) for limit in limits):
+        raise invalid_config_error(f"time_step_limit is {limits!r:.60}, it must be two numbers")
+    return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])), **choices)

@@ -1,0 +1,138 @@
+"""Granite 4: Mamba-2 in most layers, attention in some, experts in all layers or in none, and Granite's factors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer.models.architecture import ArchConfig, reject_unsupported_fields
+from trainer.models.axis_map import ATTENTION_LAYERS, MIXER_LAYERS
+from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.families import (
+    _hybrid_style,
+    _llama_style,
+    _moe_style,
+    bamba,
+    granite,
+    granitemoe,
+)
+from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
+from trainer.models.parameters import HFConfig, if_set, read_size
+from trainer.models.rows import Parameters, matrix
+
+LINEAR = "linear_attention"
+FULL = "full_attention"
+FIELDS = (*granitemoe.FIELDS, "layer_types", "shared_intermediate_size")
+
+
+def sizes(config: HFConfig) -> dict[str, int]:
+    """Return the extent of each atom (named axis). Absent fields have the defaults of GraniteMoeHybridConfig."""
+    axis_sizes = _llama_style.sizes(config)
+    return {
+        **axis_sizes,
+        **bamba.mixer_sizes(config, axis_sizes["embed"]),
+        "shared_mlp": read_size(config, "shared_intermediate_size", 1024),
+        "experts": max(1, _read_num_experts(config)),
+        "gate_up": 2,
+    }
+
+
+def _read_num_experts(config: HFConfig) -> int:
+    """Return the number of experts, or 0 if the MLPs are dense.
+
+    Raises:
+        PrepError: The number is not an integer from 0 on.
+    """
+    count = config.get("num_local_experts", 8)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        why = f"num_local_experts is {count!r:.60}, it must be an integer from 0 on"
+        raise invalid_config_error(why)
+    return count
+
+
+def _has_experts(config: HFConfig) -> bool:
+    return _read_num_experts(config) > 0
+
+
+def layer_types(config: HFConfig) -> tuple[str, ...]:
+    """Return the type of each layer. By default all layers have Mamba-2."""
+    # The alias overrides.
+    listed = config.get("layers_block_type", config.get("layer_types"))
+    return _hybrid_style.read_layer_types(
+        {**config, "layer_types": listed},
+        read_size(config, "num_hidden_layers", 32),
+        (FULL, LINEAR),
+        lambda layer: LINEAR,
+    )
+
+
+def attention_layers(config: HFConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers with attention."""
+    return layers_of_type(layer_types(config), FULL)
+
+
+def mixer_layers(config: HFConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers with Mamba-2."""
+    return layers_of_type(layer_types(config), LINEAR)
+
+
+def arch_config(config: HFConfig) -> ArchConfig:
+    """Return the architecture. Raise PrepError if the config is invalid or not supported."""
+    reject_unsupported_fields(config, *FIELDS)
+    axis_sizes = sizes(config)
+    layers = mixer_layers(config)
+    if not layers:
+        why = "layer_types has full_attention only"
+        raise unsupported_config_error("layers without Mamba-2 are not supported", why)
+    arch = dataclasses.replace(
+        granite.scaled_arch_config(config, axis_sizes),
+        mixer=_hybrid_style.read_mamba2(config),
+        mixer_layers=layers,
+    )
+    if config.get("position_embedding_type") != "rope":
+        arch = dataclasses.replace(arch, rope=None)
+    if not _has_experts(config):
+        return arch
+    experts_per_token = _llama_style.read_experts_per_token(
+        config, axis_sizes["experts"], default=2
+    )
+    return dataclasses.replace(arch, experts_per_token=experts_per_token)
+
+
+def _shared_mlp(path: str) -> Parameters:
+    """Return the parameters of the MLP of every layer, which is beside the experts if there are any."""
+    gate_up = "shared_mlp embed <- shared_mlp.input_linear.weight: (gate_up={} shared_mlp) embed"
+    down = "embed shared_mlp <- shared_mlp.output_linear.weight: embed shared_mlp"
+    return {
+        **matrix(f"{path}.gate", gate_up.format(0)),
+        **matrix(f"{path}.up", gate_up.format(1)),
+        **matrix(f"{path}.down", down),
+    }
+
+
+def _mlp() -> Parameters:
+    """Return the parameters of the experts with the shared MLP, or of the shared MLP alone."""
+    # The gate of the experts and the gate of the dense MLP have one path, so one is the other's `else_row`.
+    experts = _moe_style.under_condition(
+        {**granitemoe.fused_experts(), **_shared_mlp("mlp.shared")}, _has_experts
+    )
+    for path, dense in _shared_mlp("mlp").items():
+        experts[path] = dataclasses.replace(experts[path], else_row=dense.row)
+    return experts
+
+
+FAMILY = _hybrid_style.build_family(
+    name="granitemoehybrid",
+    sizes=sizes,
+    arch_config=arch_config,
+    layer={**_llama_style.PRE_NORMS, **_mlp()},
+    groups={
+        ATTENTION_LAYERS: LayerGroup(
+            _llama_style.attention(
+                bias=if_set("attention_bias"), out_bias=if_set("attention_bias")
+            ),
+            attention_layers,
+            may_be_all=False,
+        ),
+        MIXER_LAYERS: LayerGroup(bamba.MIXER, mixer_layers),
+    },
+)

@@ -1,0 +1,48 @@
+"""Configs whose fields have other names in published files. No I/O, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class AliasedConfig(Mapping[str, Any]):
+    """A config in which some fields have two names. The alias overrides, as in `attribute_map` of transformers.
+
+    >>> config = AliasedConfig({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
+    >>> config.get("num_hidden_layers")
+    2
+    """
+
+    def __init__(self, config: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+        """Wrap a config.
+
+        Args:
+            config: Content of a config.json.
+            aliases: Alias -> name of the field that the family reads.
+        """
+        self._config = config
+        self._aliases = {name: alias for alias, name in aliases.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        alias = self._aliases.get(key)
+        if alias is not None and alias in self._config:
+            return self._config[alias]
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        names = dict.fromkeys(self._config)
+        names |= dict.fromkeys(
+            name for name, alias in self._aliases.items() if alias in self._config
+        )
+        return iter(names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a field by its own name, or the default if the config has neither name."""
+        alias = self._aliases.get(key)
+        if alias is not None and alias in self._config:
+            return self._config[alias]
+        return self._config.get(key, default)

@@ -1,0 +1,46 @@
+"""The weights of one layer, as its parts read them. `trainer.nn.layer_stack` takes them from the parameter tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
+
+from jax import Array
+
+# Leaves of a projection (`weight`, `bias`, `lora_a`, `lora_b`) or of a norm (`scale`, `bias`).
+Leaves = Mapping[str, Array]
+# Projections and norms of attention or of an MLP, by name, e.g. `q`, `o` and `q_norm`.
+Projections = Mapping[str, Leaves]
+
+
+class RouterWeights(TypedDict):
+    """The weights of a router. A correction shifts the choice of the experts, not their weights."""
+
+    weight: Array
+    bias: NotRequired[Array]
+    correction: NotRequired[Leaves]
+
+
+class MoeWeights(TypedDict):
+    """The weights of an MoE layer. The projections are stacked over its experts."""
+
+    router: RouterWeights
+    gate: Leaves
+    up: Leaves
+    down: Leaves
+    shared: NotRequired[Projections]
+    shared_gate: NotRequired[Leaves]
+    input_norm: NotRequired[Leaves]
+
+
+class BlockWeights(TypedDict):
+    """The weights of a layer. A norm without parameters is absent."""
+
+    attn: Projections
+    cross: NotRequired[Projections]
+    mlp: Projections | MoeWeights
+    attn_norm: NotRequired[Leaves]
+    attn_post_norm: NotRequired[Leaves]
+    cross_norm: NotRequired[Leaves]
+    mlp_norm: NotRequired[Leaves]
+    mlp_post_norm: NotRequired[Leaves]

@@ -1,0 +1,71 @@
+"""The sublayer of a layer in which tokens read earlier tokens: attention, or a recurrent mixer.
+
+`trainer.models.mixer_config.Mixer` has the equations of the mixers.
+
+Axes: B rows of the batch, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax import Array
+
+from trainer.nn.activation_names import name_activation
+from trainer.nn.attention import attention
+from trainer.nn.attention_steps import INPUT_NORM
+from trainer.nn.context import LayerContext
+from trainer.nn.gated_delta import gated_delta
+from trainer.nn.kv_cache import KVCache
+from trainer.nn.mamba2 import mamba2
+from trainer.nn.short_conv import short_conv
+
+# (hidden states [B, T, D], weights, context, states of the layer) -> output [B, T, D], new states
+MixerFunction = Callable[
+    [Array, Mapping[str, Any], LayerContext, Mapping[str, Array]],
+    tuple[Array, dict[str, Array]],
+]
+MIXERS: Mapping[str, MixerFunction] = {
+    "short_conv": short_conv,
+    "gated_delta": gated_delta,
+    "mamba2": mamba2,
+}
+# Key of a mixer in the weights of a layer.
+MIXER = "mixer"
+
+
+def mix_tokens(
+    x: Array,
+    weights: Mapping[str, Any],
+    context: LayerContext,
+    *,
+    input_norm: Mapping[str, Array] | None = None,
+) -> tuple[Array, KVCache | None]:
+    """Compute the attention of a layer, or its recurrent mixer if it has one.
+
+    Args:
+        x: Hidden states [B, T, D].
+        weights: Weights of the layer, with `attn` or `mixer`.
+        context: Architecture, sharding and cache of the layer.
+        input_norm: Weights of the norm of `x`. None skips the norm.
+
+    Returns:
+        The output [B, T, D], and the cache with the new tokens.
+    """
+    if MIXER not in weights:
+        return attention(x, weights["attn"], context, input_norm=input_norm)
+    mixer = context.arch_config.mixer
+    assert mixer is not None
+    mixer_weights = weights[MIXER]
+    if input_norm is not None:
+        mixer_weights = {**mixer_weights, INPUT_NORM: input_norm}
+    cache = context.kv_cache
+    states: Mapping[str, Array] = {}
+    if cache is not None:
+        assert cache.recurrent is not None
+        states = cache.recurrent.read()
+    output, new_states = MIXERS[mixer.kind](x, mixer_weights, context, states)
+    if cache is not None:
+        cache = cache.write_states(new_states, context.sharding)
+    return name_activation(output, "o"), cache
