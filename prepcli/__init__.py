@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
@@ -108,6 +109,7 @@ __all__ = [
     "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "TowersOptions",
     "TrainOptions",
     "TrainingRun",
     "UsageError",
@@ -153,6 +155,7 @@ _MODULES = {
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),

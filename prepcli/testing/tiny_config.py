@@ -63,7 +63,7 @@ REQUIRED_AXES = (
     "heads",
     "layers",
 )
-WINDOW_FIELDS = ("sliding_window", "window_size")
+WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
 # Lists with one entry per layer.
 LAYER_LISTS = ("layer_types", "attention_layers", "mlp_layer_types")
 # First layers with a dense MLP, in configs of DeepSeek.
@@ -76,6 +76,7 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
+    {"mlp_only_layers": [0]},
 )
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")
@@ -103,6 +104,11 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_enough_positions(family, {**config})
     sizes = family.sizes(config)
+    if "heads" not in sizes:
+        why = f"{family.name} has no attention heads to scale by"
+        raise usage_error(
+            "this config cannot be scaled down", why, "write a config with small sizes by hand"
+        )
     original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
     wanted = _tiny_sizes(family, config, original, num_heads, num_layers=max(2, len(kinds)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ def make_gguf(
     *,
     config: dict[str, Any] | None = None,
     tensors_per_part: int = 0,
+    add: Callable[[Any], object] = lambda writer: None,
 ) -> None:
     """Write a file: matrices of a type, and vectors in float32.
 
@@ -134,6 +135,7 @@ def make_gguf(
         extra: Further tensors.
         config: Content of config.json, if it is not the one of CONFIGS.
         tensors_per_part: Tensors of each file of a model in parts, or 0 for one file.
+        add: Adds further metadata.
     """
     config = config or CONFIGS[architecture]
     rng = np.random.default_rng(1)
@@ -141,6 +143,7 @@ def make_gguf(
     names = gguf.get_tensor_name_map(arch, 2)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     add_metadata(writer, config)
+    add(writer)
     quant_type = gguf.GGMLQuantizationType[type_name]
     # Heads of these families are tied, and have no tensor.
     is_tied = architecture in ("gemma2", "gemma3", "gpt2")

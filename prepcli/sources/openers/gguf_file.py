@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
+from prepcli.formats.gguf import GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
-from prepcli.planning.plan import Contiguous
+from prepcli.planning.plan import Contiguous, SmallFile
 from prepcli.planning.tensor_match import detect_names
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
@@ -27,6 +27,7 @@ from prepcli.sources.gguf_architectures import (
     GgufArchitecture,
     needs_config_reason,
 )
+from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.json_types import HFConfig, JsonObject
@@ -40,9 +41,6 @@ SPLIT_TENSORS_KEY = "split.tensors.count"
 FILE_NAME = "model.safetensors"
 # Each expert becomes a tensor. A hostile shape may have any number of empty ones.
 MAX_EXPERTS = 1 << 14
-# Each part is an open file.
-MAX_PARTS = 200
-_PART_NAME = re.compile(r"(?P<stem>.+)-(\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 
@@ -94,6 +92,12 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
                     default_dtype=DECODED_DTYPE,
                 )
             )
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
+    try:
+        made_files = tokenizer_files(header.metadata)
+    except ValueError as error:
+        remarks = (f"the tokenizer is not converted: {error}",)
     type_names = sorted({tensor.type.name for tensor in header.tensors})
     return Source(
         display_name=display_name,
@@ -109,6 +113,8 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
+        made_files=made_files,
+        remarks=remarks,
     )
 
 
@@ -118,19 +124,12 @@ def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
     Raises:
         PrepError: A part is missing.
     """
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match["count"])
-    if not 1 <= count <= MAX_PARTS:
-        return (path,)
-    names = [f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
-    paths = tuple(path.with_name(name) for name in names)
+    paths = tuple(path.with_name(name) for name in part_names(path.name))
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise PrepError(
             f"{display_name} is a part of a model",
-            f"it has {count} parts, and {missing[0]} is missing",
+            f"it has {len(paths)} parts, and {missing[0]} is missing",
             "put all parts into one folder",
         )
     return paths

@@ -229,6 +229,18 @@ def test_wrapper_with_other_computation_stays_verbatim():
     assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
 
 
+def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    run_ok("lock", "./m", "--out", "m.lock")
+    run_ok("save-init", "./m", "--lock", "m.lock")
+    name = "multi_modal_projector.linear_1.weight"
+    code, shape, data = tensors[name]
+    changed = {**tensors, name: (code, shape, data[::-1])}
+    write_safetensors(Path("m/model.safetensors"), changed)
+    (line, *_) = errors_of(capsys, "save-init", "./m", "--lock", "m.lock", "--out", "other")
+    assert line == f"error: {name} in ./m is damaged"
+
+
 def test_inspect_names_text_family_and_model(capsys: pytest.CaptureFixture[str]):
     write_model("llava")
     run_ok("save-init", "./m")

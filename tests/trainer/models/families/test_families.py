@@ -94,10 +94,13 @@ EXCLUSIVE_PARAMETERS: dict[str, list[dict[str, Any]]] = {
     "ernie4_5_moe": [{}, {"moe_layer_start_index": 0}],
     "granitemoeshared": [{"shared_intermediate_size": 4}],
     "exaone_moe": [{}, {"first_k_dense_replace": 0}],
+    "flint": [{}, {"mlp_only_layers": []}],
     "granitemoe_swa": [{"shared_intermediate_size": 4}],
+    "hy_v3": [{}, {"mlp_layer_types": ["sparse"] * 80}],
     "internlm3": [{"qkv_bias": True, "bias": True}],
     "llama4_text": [{}, {"interleave_moe_layer_step": 2}],
     "mellum": [{}, {"mlp_layer_types": ["dense", *["sparse"] * 27]}],
+    "minicpm3": [{}, {"q_lora_rank": None}],
     "sarvam_mla": [{"q_lora_rank": 8}, {"first_k_dense_replace": 0}],
     "sarvam_moe": [{"use_qkv_bias": True}, {"first_k_dense_replace": 0}],
     "youtu": [{}, {"q_lora_rank": None}],
@@ -262,8 +265,8 @@ def test_tied_by_default_equals_transformers():
             "starcoder2",
         ),
         *("ernie4_5", "cohere", "cohere2", "vaultgemma", "falcon", "gpt_bigcode", "bloom", "mpt"),
-        *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "granite_swa", "youtu"),
         *("biogpt", "ernie4_5_moe", "xglm", "mt5", "umt5", "lfm2", "lfm2_moe"),
+        *("granite_swa", "minicpm3", "youtu"),
     }
 
 
