@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from prepcli.operations.plan import plan
     from prepcli.operations.report import report
     from prepcli.operations.results import (
+        AcceptedChange,
         Conversion,
         Evaluation,
         EvaluationScores,
@@ -54,8 +55,10 @@ if TYPE_CHECKING:
         Inspection,
         LockedModel,
         NewTokens,
+        OldAndNew,
         RunsReport,
         StepPlan,
+        TensorDifference,
         TensorDistance,
         TensorSummary,
         TrainingRun,
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AcceptedChange",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -90,6 +94,7 @@ __all__ = [
     "NewRowOptions",
     "NewTokens",
     "Observer",
+    "OldAndNew",
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
@@ -101,6 +106,7 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "TensorDifference",
     "TensorDistance",
     "TensorSummary",
     "TowersOptions",
@@ -156,6 +162,7 @@ _MODULES = {
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
+            "AcceptedChange",
             "Conversion",
             "Evaluation",
             "EvaluationScores",
@@ -163,10 +170,11 @@ _MODULES = {
             "Inspection",
             "LockedModel",
             "NewTokens",
+            "OldAndNew",
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),

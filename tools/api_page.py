@@ -70,7 +70,9 @@ def api_page() -> str:
         for value in _classes_of(module):
             if is_typeddict(value) and value in public:
                 parts.append(_options_class(value))
-    parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
+    parts.append("## Results\n")
+    for value in _classes_of(results):
+        parts.append(_options_class(value) if is_typeddict(value) else _result_class(value))
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
     errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
@@ -127,7 +129,7 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def _options_class(cls: Any) -> str:
-    """Return the section of a group of options: its own keys, and the groups that it includes."""
+    """Return the section of a TypedDict: its own keys, and the groups of options that it includes."""
     (definition,) = [
         node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)
     ]

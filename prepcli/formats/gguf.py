@@ -158,6 +158,10 @@ class GgufTensor:
     nbytes: int
 
 
+GgufValue = int | float | bool | str | GgufArray
+GgufMetadata = Mapping[str, GgufValue]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """Header of a GGUF file.
@@ -175,7 +179,7 @@ class GgufHeader:
     size: int
     mtime_ns: int
     digest: str
-    metadata: Mapping[str, Any]
+    metadata: GgufMetadata
     tensors: tuple[GgufTensor, ...]
 
 
@@ -283,7 +287,7 @@ class _Cursor:
             raise ValueError("a string is not UTF-8") from error
 
 
-def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
+def _read_header(path: Path, cursor: _Cursor) -> tuple[GgufMetadata, tuple[GgufTensor, ...]]:
     """Return metadata and tensors. Raise ValueError if they are broken."""
     if cursor.remaining_nbytes < len(MAGIC) or cursor.take(len(MAGIC)) != MAGIC:
         raise DamagedError(
@@ -306,7 +310,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[
         raise ValueError(f"it has {tensor_count:,} tensors, the limit is {MAX_TENSORS:,}")
     if entry_count > MAX_ENTRIES:
         raise ValueError(f"it has {entry_count:,} metadata entries, the limit is {MAX_ENTRIES:,}")
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, GgufValue] = {}
     for _ in range(entry_count):
         key = cursor.string(MAX_KEY_NBYTES)
         if key in metadata:
@@ -320,7 +324,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[
     return metadata, tensors
 
 
-def _read_value(cursor: _Cursor) -> Any:
+def _read_value(cursor: _Cursor) -> GgufValue:
     """Return the next value of metadata."""
     value_type = cursor.number("<I")
     if value_type in NUMBER_FORMATS:
@@ -354,10 +358,14 @@ def _read_array(cursor: _Cursor) -> GgufArray:
     return GgufArray(item_type, count, bytes(cursor.header[start:]))
 
 
-def _alignment(metadata: Mapping[str, Any]) -> int:
+def _alignment(metadata: GgufMetadata) -> int:
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    is_number = type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT
-    if not is_number or alignment & (alignment - 1):
+    # `type`, because True is an int for `isinstance`.
+    if (
+        type(alignment) is not int
+        or not 0 < alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
         raise ValueError(
             f"the key `{ALIGNMENT_KEY}` is {alignment!r:.40}, not a power of two up to {MAX_ALIGNMENT:,}"
         )

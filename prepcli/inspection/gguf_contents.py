@@ -45,7 +45,7 @@ def read_gguf_contents(
         folder=path,
         entries=tuple(entries),
         files=source.files,
-        config={**source.config, "quantization_config": source.quantization},
+        config={**source.config, "quantization_config": dict(source.quantization)},
         manifest=NO_MANIFEST,
         blobs=source.blobs,
         decoders=tuple(decoders.values()),

@@ -201,7 +201,8 @@ def plan_pad_vocab(
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        # The order is part of the plan's digest, by which an earlier run is recognised.
+        # The digest of the plan depends on the order of the files and keys. It is the one of earlier versions, so that
+        # their half-done outputs resume.
         small_files=(
             *config_files(source, config),
             *index_files(layouts),

@@ -21,9 +21,9 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.formats.manifest import QuantizedRecord
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous, Strided
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
@@ -41,6 +41,7 @@ from prepcli.quantized.find_weights import (
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
+from trainer.models.json_types import HFConfig, JsonObject
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -455,7 +456,7 @@ def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
     }
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_quantization(config: HFConfig) -> JsonObject:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")

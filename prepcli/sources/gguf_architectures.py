@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from prepcli.formats.gguf import GgufMetadata
+from trainer.models.json_types import JsonValue
 
 # Tensors [experts, out, in] of all experts of a layer.
 EXPERT_TENSORS = (
@@ -45,7 +47,7 @@ class GgufArchitecture:
     class_name: str
     tensor_names: Mapping[str, str]
     config_keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
     interleaved: Collection[str] = ()
     transposed: Collection[str] = ()
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -311,7 +313,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 }
 
 
-def needs_config_reason(metadata: Mapping[str, Any], prefix: str, names: Collection[str]) -> str:
+def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
     """Return the fact that a config.json has and the metadata does not, or an empty string.
 
     Args:

@@ -20,8 +20,8 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.manifest import QuantizedRecord
 from prepcli.formats.untrusted import quote_name
+from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name

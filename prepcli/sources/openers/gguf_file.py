@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.registry import family_of
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -209,13 +208,13 @@ def _config_of_metadata(
     Raises:
         PrepError: A fact that changes the computation is missing, or has another type.
     """
-    prefix = header.metadata[ARCHITECTURE_KEY]
+    prefix = str(header.metadata[ARCHITECTURE_KEY])
     names = {tensor.name for tensor in header.tensors}
     reason = needs_config_reason(header.metadata, prefix, names)
     if reason:
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"the metadata of {display_name} is not complete", reason, hint)
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "torch_dtype": DECODED_DTYPE,
@@ -227,7 +226,7 @@ def _config_of_metadata(
         value = header.metadata.get(f"{prefix}.{key}")
         if value is None:
             continue
-        if type(value) not in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise DamagedError(
                 f"{display_name} has a broken header",
                 f"the key `{prefix}.{key}` is not a number",
