@@ -76,8 +76,6 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {LAYER_PATTERN: [[["global", "local"], 1]]},
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
-    # BLOOM's is 4 x hidden_size, so that it cannot be scaled by itself.
-    {"n_inner": None},
 )
 # In place of a default that makes all of a few layers dense.
 ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
