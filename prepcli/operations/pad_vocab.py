@@ -224,13 +224,12 @@ def plan_pad_vocab(
         init=options["init"],
         is_tied=match.is_tied,
     )
-    save_init_options = _save_init_options(options, source)
     return PlannedConversion(
         plan,
         name,
         notes=(note,),
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
-        next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
+        next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
     )
 
 
