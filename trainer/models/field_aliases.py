@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.models.json_types import HFConfig, JsonValue
 
-class AliasedConfig(Mapping[str, Any]):
+
+class AliasedConfig(Mapping[str, JsonValue]):
     """A config in which some fields have two names. The alias overrides, as in `attribute_map` of transformers.
 
     >>> config = AliasedConfig({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
@@ -14,7 +16,7 @@ class AliasedConfig(Mapping[str, Any]):
     2
     """
 
-    def __init__(self, config: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+    def __init__(self, config: HFConfig, aliases: Mapping[str, str]) -> None:
         """Wrap a config.
 
         Args:
@@ -24,7 +26,7 @@ class AliasedConfig(Mapping[str, Any]):
         self._config = config
         self._aliases = {name: alias for alias, name in aliases.items()}
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
         if alias is not None and alias in self._config:
             return self._config[alias]
