@@ -8,7 +8,6 @@ Axes: B rows of the batch, T tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from jax import Array
 
@@ -32,8 +31,6 @@ MIXERS: Mapping[str, MixerFunction] = {
     "gated_delta": gated_delta,
     "mamba2": mamba2,
 }
-# Key of a mixer in the weights of a layer.
-MIXER: Final = "mixer"
 
 
 def mix_tokens(
@@ -58,7 +55,7 @@ def mix_tokens(
         return attention(x, weights["attn"], context, input_norm=input_norm)
     mixer = context.arch_config.mixer
     assert mixer is not None
-    mixer_weights: Projections = weights[MIXER]
+    mixer_weights: Projections = weights["mixer"]
     if input_norm is not None:
         mixer_weights = {**mixer_weights, INPUT_NORM: input_norm}
     cache = context.kv_cache
