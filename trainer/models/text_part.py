@@ -39,7 +39,8 @@ TEXT_FAMILIES: dict[str, JsonObject] = {
     "glm4v_text": {"model_type": "glm4", "attention_bias": True},
     "glm_ocr_text": {"model_type": "glm4", "attention_bias": False},
     "granite_docling_text": {"model_type": "granite"},
-    "paddleocr_vl_text": {"model_type": "ernie4_5"},
+    # It rotates halves of heads, and Ernie 4.5 rotates neighbouring elements.
+    "paddleocr_vl_text": {"model_type": "llama"},
     "qwen2_5_omni_text": {"model_type": "qwen2"},
     "qwen2_5_vl": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
