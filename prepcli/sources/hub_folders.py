@@ -38,6 +38,7 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    "*processor_config.json",
     *QUANTIZATION_FILES,
 )
 

@@ -30,7 +30,6 @@ from trainer.models.parameters import (
     read_size,
 )
 from trainer.models.registry import FAMILIES
-from trainer.models.truncation import SECTIONS
 from trainer.models.unsupported import missing_mechanism
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
@@ -83,6 +82,8 @@ SHARED_FIELDS = (
     "pad_token_id",
     "torch_dtype",
 )
+# Keys of the text config in a config.json.
+SECTIONS = ("text_config", "llm_config", "language_config")
 TIED_FIELD = "tie_word_embeddings"
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 # Fields of a rotary embedding with several positions per token.

@@ -33,8 +33,19 @@ torch = lazy_module("torch")
 lazy_module("transformers")
 
 CONFIGS = {config["model_type"]: config for config in (*ALL_CONFIGS, *DENSE_CONFIGS.values())}
-# A family of each mechanism: dense, MoE, latent attention, attention sinks, ALiBi, and an encoder.
-MESH_FAMILIES = ("llama", "mixtral", "deepseek_v3", "gpt_oss", "bloom", "t5")
+# A family of each mechanism: dense, MoE, latent attention, attention sinks, ALiBi, an encoder, linear attention, state
+# space layers, and short convolutions.
+MESH_FAMILIES = (
+    "llama",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "bloom",
+    "t5",
+    "qwen3_next",
+    "mamba2",
+    "lfm2",
+)
 STEPS = 20
 BATCH = 4
 LENGTH = 16
