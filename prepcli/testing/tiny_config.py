@@ -78,7 +78,7 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {"num_experts_per_tok": 2},
 )
 # In place of a default that makes all of a few layers dense.
-ONE_DENSE_LAYER: dict[str, Any] = {"mlp_only_layers": [0]}
+ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
