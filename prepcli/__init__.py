@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
@@ -102,6 +103,7 @@ __all__ = [
     "StepPlan",
     "TensorDistance",
     "TensorSummary",
+    "TowersOptions",
     "TrainOptions",
     "TrainingRun",
     "UsageError",
@@ -147,6 +149,7 @@ _MODULES = {
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),

@@ -11,7 +11,13 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.operations import compute_options, inspection_options, options, results
+from prepcli.operations import (
+    compute_options,
+    inspection_options,
+    options,
+    results,
+    towers_options,
+)
 from prepcli.option_spec import option_specs
 
 HEAD = """# Python API
@@ -28,6 +34,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
+    "prepcli.operations.lock": "",
     "prepcli.operations.inspect": "",
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",
@@ -39,7 +46,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, compute_options, inspection_options)
+OPTION_MODULES = (options, towers_options, compute_options, inspection_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)

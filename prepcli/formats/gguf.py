@@ -14,6 +14,7 @@ allocated for them. Arrays stay bytes until they are used.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,10 @@ MAX_STRING_NBYTES = 16 << 20
 MAX_KEY_NBYTES = (1 << 16) - 1
 MAX_DIMS = 4
 READ_BLOCK_NBYTES = 1 << 20
+
+# Each part of a model is an open file.
+MAX_PARTS = 200
+_PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 # Values of metadata by type number. 8 is a string, and 9 an array.
 NUMBER_FORMATS = {
@@ -172,6 +177,20 @@ class GgufHeader:
     digest: str
     metadata: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a model, or of the file itself if it is no part.
+
+    >>> part_names("m-00002-of-00002.gguf")
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    match = _PART_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match["count"]) <= MAX_PARTS:
+        return [name]
+    stem = match["stem"]
+    count = int(match["count"])
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

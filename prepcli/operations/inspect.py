@@ -444,6 +444,6 @@ def _shapes_by_name(
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located, verbatim=None)
     return {
-        source.names.full_name(tensor.name): (tensor.shape, tensor.dtype)
-        for tensor in source.tensors
+        source.file_name(tensor): (tensor.shape, tensor.dtype)
+        for tensor in (*source.tensors, *source.tower_tensors)
     }

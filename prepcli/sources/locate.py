@@ -9,7 +9,7 @@ from typing import assert_never
 from prepcli.errors import Option, text, usage_error
 from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
-from prepcli.sources.detect import detect, detect_file
+from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
 from prepcli.sources.references import (
@@ -66,6 +66,8 @@ def locate(
     folder = open_folder(reference, access)
     if isinstance(reference, LocalPath) and reference.path.is_file():
         kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
+    elif isinstance(reference, HubRepo) and reference.file:
+        kind = detect_gguf(reference.file, reference.display_name, is_allowed=access.allow_gguf)
     else:
         kind = detect(
             folder,

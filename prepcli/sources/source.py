@@ -31,7 +31,7 @@ from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
+from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -130,6 +130,8 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
+        remarks: Notes about parts of the checkpoint that are not read.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
@@ -154,6 +156,8 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()

@@ -102,10 +102,12 @@ def copied_files(
 
 
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Return the small files of a source, to copy them. See `copied_files`."""
-    return copied_files(
+    """Return the small files of a source, to copy or write them. See `copied_files`."""
+    copies = copied_files(
         source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
     )
+    made = tuple(replace(file, path=path_prefix + file.path) for file in source.made_files)
+    return *copies, *made
 
 
 def settings_files(

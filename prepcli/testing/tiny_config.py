@@ -105,6 +105,11 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_enough_positions(family, {**config})
     sizes = family.sizes(config)
+    if "heads" not in sizes:
+        why = f"{family.name} has no attention heads to scale by"
+        raise usage_error(
+            "this config cannot be scaled down", why, "write a config with small sizes by hand"
+        )
     original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
     wanted = _tiny_sizes(family, config, original, num_heads, num_layers=max(2, len(kinds)))

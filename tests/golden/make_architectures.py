@@ -26,14 +26,15 @@ TYPES = (
     "mamba2",
     "qwen3_next",
 )
-MAX_PARAMETERS = 60_000_000
+MAX_PARAMETERS = 250_000_000
 WIDTH = 64
 # Tiny value -> config fields of transformers with this meaning.
 _SMALL_VALUES: tuple[tuple[int, str], ...] = (
     (
         WIDTH,
         "hidden_size d_model n_embd dim model_dim n_embed word_embed_proj_dim embed_dim hidden_dim embedding_size"
-        " width attention_hidden_size lru_width out_hidden_size projection_dim vision_embed_dim emb_dim",
+        " width attention_hidden_size lru_width out_hidden_size projection_dim vision_embed_dim emb_dim"
+        " text_hidden_size",
     ),
     (
         96,
@@ -63,7 +64,8 @@ _SMALL_VALUES: tuple[tuple[int, str], ...] = (
     ),
     (
         128,
-        "vocab_size true_vocab_size vocab_size_per_layer_input encoder_vocab_size decoder_vocab_size"
+        "vocab_size true_vocab_size unpadded_vocab_size vocab_size_per_layer_input encoder_vocab_size"
+        " decoder_vocab_size"
         " max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len"
         " max_sequence_length seq_length model_max_length mamba_d_ssm",
     ),
@@ -96,12 +98,15 @@ PER_LAYER_FIELDS = {
     *("attention_layers", "layers_types", "attn_type_list", "moe_layer_freq", "block_types"),
     *("layer_block_types", "deepstack_visual_indexes", "fullatt_block_indexes"),
     *("per_layer_config", "num_attention_heads_per_layer", "ffn_multipliers", "num_query_heads"),
-    *("activation_sparsity_pattern", "indexer_types", "mtp_layer_types"),
+    *("activation_sparsity_pattern", "indexer_types", "mtp_layer_types", "kv_source_layers"),
 }
 WRITTEN_FIELDS = {
     *("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"),
     "model_type",
 }
+# Ends of the names of sections.
+SECTION_ENDS = ("_config", "encoder", "decoder")
+DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 # Sizes of a type that the rules above make inconsistent.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -114,8 +119,25 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16},
-    "reformer": {"is_decoder": True},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}, "head_dim": 32},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": DEFAULT_ROPE}},
+    "emu3": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 8}},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "cosmos3_edge_text": {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}},
+    "hy_v4_vl_text": {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [4, 2, 2]}},
+    "granite4_vision": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2"},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 48],
+        "axial_pos_shape": [8, 16],
+        "attn_layers": ["local", "lsh"] * 2,
+    },
     "xlm": {"n_words": 128, "n_layers": 4, "n_heads": 4},
     "xlnet": {"d_head": 16, "d_inner": 96},
     "zaya": {"num_experts_per_tok": 1},
@@ -170,11 +192,12 @@ def _shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if name in WRITTEN_FIELDS or (name in PER_LAYER_FIELDS and not isinstance(value, int)):
             continue
-        if isinstance(value, dict) and name.endswith("_config"):
+        if isinstance(value, dict) and name.endswith(SECTION_ENDS):
             section: dict[str, Any] = dict(value)
             shrunk[name] = _shrink(section)
             if "model_type" in section:
                 shrunk[name]["model_type"] = section["model_type"]
+                shrunk[name] |= CHANGES.get(section["model_type"], {})
         elif name in SMALL_VALUES and isinstance(value, int | float) and value is not True:
             shrunk[name] = SMALL_VALUES[name]
         else:

@@ -119,12 +119,18 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config
 }  # fmt: skip
 # Families with golden files of their own, with sizes that meshes divide. Most tests of conversions leave them out.
 DENSE_SIZES = GROUPED_QUERY | {
-    **{"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4, "attention_heads": 4}
+    **{"n_embd": 64, "d_model": 64, "n_head": 4, "n_heads": 4, "attention_heads": 4},
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
 }
+# Sizes that depend on others: latent attention has as many heads of keys as of queries, and the heads of Mamba-2 make
+# up twice the width.
+DEPENDENT_SIZES: dict[str, dict[str, int]] = {
+    "mamba2": {"num_heads": 8}, "sarvam_mla": {"num_key_value_heads": 4}, "youtu": {"num_key_value_heads": 4},
+}  # fmt: skip
 DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     name: config | {
         key: value for key, value in DENSE_SIZES.items() if key in config and key != "num_hidden_layers"
-    }
+    } | DEPENDENT_SIZES.get(name, {})
     for name, config in DENSE_FAMILIES.items()
     if name == config["model_type"]
 }  # fmt: skip

@@ -121,7 +121,7 @@ def read_rope(
     Raises:
         PrepError: The config is invalid or the family does not support the rotary embedding.
     """
-    scaling = _read_scaling(config)
+    scaling = read_scaling(config)
     rope_type = _read_rope_type(scaling, rope_types)
     rotary_dim = _read_rotary_dim(config, scaling, head_dim, allow_partial=allow_partial)
     theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
@@ -169,7 +169,7 @@ def read_rope(
     )
 
 
-def _read_scaling(config: HFConfig) -> HFConfig:
+def read_scaling(config: HFConfig) -> HFConfig:
     """Return the object of the rope scaling, or an empty one."""
     # If a config has both, transformers reads the field of version 4.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -312,7 +312,7 @@ def yarn_scores_scale(config: HFConfig) -> float:
     Raises:
         PrepError: A number of the scaling is invalid.
     """
-    scaling = _read_scaling(config)
+    scaling = read_scaling(config)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "default" or not scaling.get("mscale_all_dim"):
         return 1.0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from trainer.models.axis_map import LAYER_ATOMS, bind_row
+from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import Option, PrepError, text
 from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 from trainer.models.parameters import Family, parameter_rows
@@ -36,10 +37,17 @@ PER_LAYER_FIELDS = frozenset(
         "attn_type_list",
         "block_configs",
         "indexer_types",
+        "kv_sharing_modes",
         "kv_source_layers",
         "no_rope_layers",
         "layer_rope_theta",
         "moe_layer_freq",
+        "moe_topk",
+        "num_experts",
+        "num_shared_expert",
+        "layers_num_experts",
+        "swiglu_limits",
+        "swiglu_limits_shared",
         "activation_sparsity_pattern",
         "intermediate_size",
         "ffn_multipliers",
@@ -49,6 +57,8 @@ PER_LAYER_FIELDS = frozenset(
 )
 # End of the names of other such lists, e.g. num_attention_heads_per_layer.
 PER_LAYER_SUFFIX = "_per_layer"
+# Settings of some layers, e.g. {"3": {...}}.
+LAYER_SECTIONS_FIELD = "per_layer_config"
 # Lists of the numbers of the layers with some property.
 LAYER_NUMBER_FIELDS = frozenset(
     {
@@ -101,6 +111,8 @@ def truncate_config(config: HFConfig, layers: int) -> JsonObject:
             truncated[field] = [[_first_entries(value, layers), 1]]
         elif field in LAYER_NUMBER_FIELDS and _are_layer_numbers(value):
             truncated[field] = [number for number in value if number < layers]
+        elif field == LAYER_SECTIONS_FIELD and isinstance(value, Mapping):
+            truncated[field] = _first_sections(value, layers)
         elif _has_entry_per_layer(field) and isinstance(value, list | str):
             truncated[field] = value[:layers]
     return truncated
@@ -229,6 +241,16 @@ def _first_entries(patterns: Sequence[tuple[list[JsonValue], int]], layers: int)
         # The config is untrusted: a count may be larger than the number of layers.
         entries += pattern * min(repeats, layers)
     return entries[:layers]
+
+
+def _first_sections(sections: HFConfig, layers: int) -> JsonObject:
+    """Return the sections without those of later layers, e.g. {"0": ..., "5": ...} and 3 layers -> {"0": ...}."""
+    first: JsonObject = {}
+    for key, section in sections.items():
+        number = parse_decimal(key)
+        if number is None or number < layers:
+            first[key] = section
+    return first
 
 
 def _is_count(value: JsonValue) -> TypeGuard[int]:

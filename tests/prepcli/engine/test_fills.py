@@ -142,6 +142,16 @@ def test_mean_does_not_depend_on_slab_boundaries(dtype: str, cuts: list[int]):
     )
 
 
+def test_mean_is_summed_in_groups_of_64_rows():
+    """Another size of groups would change the bits of outputs: a half-done one could not resume."""
+    table = np.zeros((66, 1))
+    table[0] = 2.0**53
+    # Added to 2^53 one by one, both are rounded away. As a group of their own they add 2.
+    table[64:] = 1
+    streams = padded_streams("float64", 66, 67, 1, Fill("mean"))
+    assert generate_rows(streams, table, []).tolist() == [[(2.0**53 + 2) / 66]]
+
+
 def test_mean_of_float16_does_not_overflow():
     table = np.full((70, 2), 60_000, np.float16)
     assert (

@@ -62,6 +62,13 @@ def test_parse_v3_reads_the_sharding_codec():
     assert array.chunk_key((3, 1)) == "c/3/1"
 
 
+def test_chunks_have_less_than_2_to_48_elements():
+    largest = [1 << 24, (1 << 24) - 1]
+    assert version_2(chunks=largest).chunk_shape == tuple(largest)
+    with pytest.raises(PrepError, match=r"chunks of 1 to 2\*\*48 - 1 elements"):
+        version_2(chunks=[1 << 24, 1 << 24])
+
+
 @pytest.mark.parametrize(
     ("encoding", "keys"),
     [

@@ -14,6 +14,7 @@ from tests.golden.make_architectures import FOLDER
 from tests.helpers.run_cli import run_failing, run_ok
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, make_checkpoint
+from trainer.models.json_types import JsonObject, JsonValue
 from trainer.models.registry import family_of
 from trainer.models.truncation import later_layers, truncate_config
 from trainer.models.verbatim import verbatim_family
@@ -147,6 +148,9 @@ def test_other_lists_with_as_many_entries_are_kept():
         ("layer_rope_theta", [1e4, 0, 1e4]),
         ("intermediate_size", [8, 16, 16]),
         ("num_key_value_heads_per_layer", [1, 2, 2]),
+        ("moe_topk", [8, 8, 4]),
+        ("num_experts", [64, 32, 64]),
+        ("swiglu_limits", [0.0, 7.0, 7.0]),
         ("hybrid_override_pattern", "M*-"),
     ],
 )
@@ -158,6 +162,20 @@ def test_entries_of_later_layers_are_removed(field: str, values: Any):
 def test_entries_of_layers_for_speculative_decoding_are_removed():
     config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "a", "b"]}
     assert truncate_config(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
+
+
+def test_sections_of_later_layers_are_removed():
+    sections: dict[str, JsonValue] = {"0": {"a": 1}, "2": {"a": 2}}
+    config: JsonObject = {"num_hidden_layers": 3, "per_layer_config": sections}
+    assert truncate_config(config, 2) == {
+        "num_hidden_layers": 2,
+        "per_layer_config": {"0": {"a": 1}},
+    }
+
+
+def test_section_with_other_keys_than_numbers_is_kept():
+    config: JsonObject = {"num_hidden_layers": 3, "per_layer_config": {"full_attention": {"a": 1}}}
+    assert truncate_config(config, 2) == config | {"num_hidden_layers": 2}
 
 
 def test_size_of_all_layers_is_kept():
@@ -179,9 +197,9 @@ def test_numbers_of_later_layers_are_removed():
 )
 def test_layers_of_nested_sections_are_truncated(sections: tuple[str, str]):
     outer, inner = sections
-    vision = {"num_hidden_layers": 4, "layer_types": ["a"] * 4}
-    text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
-    config = {outer: {inner: text, "vision_config": vision}}
+    vision: JsonObject = {"num_hidden_layers": 4, "layer_types": ["a", "a", "a", "a"]}
+    text: JsonObject = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
+    config: JsonObject = {outer: {inner: text, "vision_config": vision}}
     truncated = {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
     assert truncate_config(config, 2) == {outer: {inner: truncated, "vision_config": vision}}
     names = [f"{part}.layers.{i}.w" for part in ("model", "visual") for i in range(4)]

@@ -64,6 +64,12 @@ def match_model_error(
     return raised.value
 
 
+def test_name_in_a_message_has_no_unprintable_characters():
+    names = detect_names(family_of(GPT_NEO), GPT_NEO, full_names=stored_tensors(GPT_NEO))
+    assert names.display_name("été\x1b[2J") == r"transformer.\xe9t\xe9\x1b[2J"
+    assert names.display_name("été") == "transformer.été"
+
+
 @pytest.mark.parametrize(
     "config", [TIED, UNTIED, GPT2, LLAMA, LLAMA | {"attention_bias": True, "mlp_bias": True}]
 )

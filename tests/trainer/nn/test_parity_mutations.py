@@ -11,7 +11,7 @@ import pytest
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
-from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
+from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
 from trainer.models.architecture import (
     FULL_ATTENTION,
     NO_CLIP,
@@ -275,7 +275,7 @@ def test_mutation_changes_short_logits(name: str, mistake: str):
         tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config)
     )
     logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.short)
-    assert max_logit_error(golden, logits) > LOGITS_ATOL
+    assert max_short_logit_error(golden, logits) > LOGITS_ATOL
 
 
 def test_fast_mutations_exist():

@@ -155,6 +155,8 @@ def test_check_devices_accepts_offload_with_host_memory():
         ([], 20, 8, []),
         ([], 20, 64, ["takes sequences more than once: the data has 45"]),
         ([], 10_000, 8, ["10,000 steps are 1,778 epochs of 45 sequences"]),
+        ([], 5_625, 8, []),
+        ([], 5_626, 8, ["5,626 steps are 1,000 epochs of 45 sequences"]),
         (["train.steps=1", "optimizer.warmup_steps=0"], 1, 8, []),
     ],
 )

@@ -80,6 +80,7 @@ def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
         samples = sampler.generate(params)
         assert [sample.prompt for sample in samples] == [*PROMPTS]
         for sample in samples:
+            assert sample.text.startswith(" "), "it continues the prompt"
             prompt = tokenizer.encode_prompt(sample.prompt)
             assert_tokens_are_most_likely(setup, params, prompt, sample.text)
 
@@ -97,6 +98,7 @@ def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
     params = init_params(setup.model, 0)
     sampler = make_sampler(tokenizer, setup, decoder_start_id=0)
     texts = [sample.text for sample in sampler.generate(params)]
+    assert not any(text.startswith(" ") for text in texts), "a target continues no text"
     sources = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
     for text, source in zip(texts, sources, strict=True):
         encoder_inputs = {"source": np.array([source]), "present": np.ones((1, len(source)), bool)}
