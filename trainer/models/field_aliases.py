@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from trainer.models.json_types import HFConfig, JsonValue
 
@@ -28,9 +27,12 @@ class AliasedConfig(Mapping[str, JsonValue]):
 
     def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
-        if alias is not None and alias in self._config:
-            return self._config[alias]
-        return self._config[key]
+        name = alias if alias is not None and alias in self._config else key
+        # `fields_read` of the registry records the calls of `get`.
+        value = self._config.get(name)
+        if value is None and name not in self._config:
+            raise KeyError(key)
+        return value
 
     def __iter__(self) -> Iterator[str]:
         names = dict.fromkeys(self._config)
@@ -41,10 +43,3 @@ class AliasedConfig(Mapping[str, JsonValue]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field by its own name, or the default if the config has neither name."""
-        alias = self._aliases.get(key)
-        if alias is not None and alias in self._config:
-            return self._config[alias]
-        return self._config.get(key, default)
