@@ -160,6 +160,8 @@ def torch_adamw(model: Any) -> Any:
     from transformers.trainer import Trainer
 
     names = Trainer.get_decay_parameter_names(None, model)  # pyright: ignore[reportArgumentType]
+    # The Trainer tells norms by their names, and does not know the last one of Mamba-2.
+    names = [name for name in names if not name.endswith("norm_f.weight")]
     decayed: list[Any] = []
     others: list[Any] = []
     for name, parameter in model.named_parameters():
