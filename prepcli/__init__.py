@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from prepcli.operations.plan import plan
     from prepcli.operations.report import report
     from prepcli.operations.results import (
+        AcceptedChange,
         Conversion,
         Evaluation,
         EvaluationScores,
@@ -54,8 +55,10 @@ if TYPE_CHECKING:
         Inspection,
         LockedModel,
         NewTokens,
+        OldAndNew,
         RunsReport,
         StepPlan,
+        TensorDifference,
         TensorDistance,
         TensorSummary,
         TrainingRun,
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     )
     from prepcli.operations.save_init import reshard, save_init
     from prepcli.operations.save_params import save_params
+    from prepcli.operations.towers_options import TowersOptions
     from prepcli.operations.train import train
     from prepcli.operations.verify import verify
     from prepcli.planning.plan import Plan
@@ -70,6 +74,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AcceptedChange",
     "Conversion",
     "ConversionOptions",
     "DamagedError",
@@ -89,6 +94,7 @@ __all__ = [
     "NewRowOptions",
     "NewTokens",
     "Observer",
+    "OldAndNew",
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
@@ -100,8 +106,10 @@ __all__ = [
     "SaveInitOptions",
     "SourceOptions",
     "StepPlan",
+    "TensorDifference",
     "TensorDistance",
     "TensorSummary",
+    "TowersOptions",
     "TrainOptions",
     "TrainingRun",
     "UsageError",
@@ -147,12 +155,14 @@ _MODULES = {
         "SourceOptions",
         "VerbatimOptions",
     ),
+    "prepcli.operations.towers_options": ("TowersOptions",),
     "prepcli.operations.inspect": ("inspect",),
     "prepcli.operations.inspection_options": ("LockOptions", "PlanOptions", "VerifyOptions"),
     "prepcli.operations.plan": ("plan",),
     "prepcli.operations.report": ("report",),
     "prepcli.operations.results": (
         *(
+            "AcceptedChange",
             "Conversion",
             "Evaluation",
             "EvaluationScores",
@@ -160,10 +170,11 @@ _MODULES = {
             "Inspection",
             "LockedModel",
             "NewTokens",
+            "OldAndNew",
             "RunsReport",
             "StepPlan",
         ),
-        *("TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
+        *("TensorDifference", "TensorDistance", "TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.console.observer": ("Observer",),
     "prepcli.console.progress": ("Progress",),

@@ -171,6 +171,9 @@ PURE = sorted(
 )
 
 
+CONVERTS = sorted({*modules_in("prepcli")} - COMPUTES)
+
+
 def test_imported_names_include_function_bodies():
     text = "def f():\n    import jax.numpy as jnp\n    from orbax import checkpoint\n    if f:\n        import a.b\n"
     assert set(imported_names(text)) == {"jax.numpy", "orbax", "orbax.checkpoint", "a.b"}
@@ -199,33 +202,33 @@ def test_planning_imports_only_modules_below(number: int):
     assert not above & reachable(f"prepcli.planning.{PLANNING[number]}")
 
 
-@pytest.mark.parametrize("module", modules_in("trainer"))
-def test_trainer_does_not_import_prepcli(module: str):
-    assert not [name for name in reachable(module) if name.startswith("prepcli")]
+def test_trainer_does_not_import_prepcli():
+    for module in modules_in("trainer"):
+        assert not [name for name in reachable(module) if name.startswith("prepcli")], module
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_modules_import_only_the_standard_library(module: str):
+def test_pure_modules_import_only_the_standard_library():
     pure = (*PURE_PACKAGES, *PURE_MODULES, *PURE_LIBRARIES)
-    assert not [
-        name
-        for name in reachable(module)
-        if name not in pure and package_of(name) not in PURE_PACKAGES
-    ]
+    for module in PURE:
+        impure = [
+            name
+            for name in reachable(module)
+            if name not in pure and package_of(name) not in PURE_PACKAGES
+        ]
+        assert not impure, module
 
 
-@pytest.mark.parametrize("module", sorted({*modules_in("prepcli")} - COMPUTES))
-def test_conversions_import_no_framework(module: str):
-    assert not FRAMEWORKS & reachable(module, without=COMPUTES)
+def test_conversions_import_no_framework():
+    for module in CONVERTS:
+        assert not FRAMEWORKS & reachable(module, without=COMPUTES), module
 
 
-@pytest.mark.parametrize("module", sorted({*modules_in("prepcli")} - COMPUTES))
-def test_conversions_import_only_models_and_recipes(module: str):
-    reached = reachable(module, without=COMPUTES) - PROTOCOLS
-    used = {package_of(name) for name in reached if name.startswith("trainer.")}
-    assert used <= {
-        f"trainer.{name}" for name in ("models", "files", "recipe", "planning", "training")
-    }
+def test_conversions_import_only_models_and_recipes():
+    allowed = {f"trainer.{name}" for name in ("models", "files", "recipe", "planning", "training")}
+    for module in CONVERTS:
+        reached = reachable(module, without=COMPUTES) - PROTOCOLS
+        used = {package_of(name) for name in reached if name.startswith("trainer.")}
+        assert used <= allowed, module
 
 
 def test_modules_have_no_import_cycle():
@@ -240,15 +243,15 @@ def test_formats_are_independent_of_models_and_plans():
         assert not forbidden & reachable(module), module
 
 
-@pytest.mark.parametrize("module", modules_in("prepcli.engine"))
-def test_engine_is_independent_of_models_and_formats(module: str):
+def test_engine_is_independent_of_models_and_formats():
     models = (
         "prepcli.formats",
         "prepcli.planning.tensor_match",
         "trainer.models.families",
         "trainer.models.parameters",
     )
-    assert not [name for name in reachable(module) if name.startswith(models)]
+    for module in modules_in("prepcli.engine"):
+        assert not [name for name in reachable(module) if name.startswith(models)], module
 
 
 PROCESS_QUERIES = {
@@ -286,12 +289,12 @@ def test_attributes_used_include_function_bodies():
     assert "process_index" in attributes_used("from jax import process_index as index\n")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [module for module in modules_in("trainer") if package_of(module) != "trainer.distributed"],
-)
-def test_only_distributed_asks_for_processes(module: str):
-    used = attributes_used(MODULES[module].read_text())
-    assert module in NAMES_PROCESSES or not PROCESS_QUERIES & used
-    assert module in READS_ENVIRONMENT or not ENVIRONMENT & used
-    assert module in NAMES_PROCESSES or "trainer.models.launchers" not in read_graph()[module]
+def test_only_distributed_asks_for_processes():
+    for module in modules_in("trainer"):
+        if package_of(module) == "trainer.distributed":
+            continue
+        used = attributes_used(MODULES[module].read_text())
+        assert module in NAMES_PROCESSES or not PROCESS_QUERIES & used, module
+        assert module in READS_ENVIRONMENT or not ENVIRONMENT & used, module
+        launchers = "trainer.models.launchers"
+        assert module in NAMES_PROCESSES or launchers not in read_graph()[module], module

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -57,24 +61,32 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, text) for language, text in found]
 
 
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with tiny models under the names that pages use. Tests only copy it."""
+    folder = tmp_path_factory.mktemp("models")
+    tensors = make_checkpoint(
+        folder / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8
+    )
+    of_torch = folder / "gpt-neo-1.3B-bin"
+    of_torch.mkdir()
+    (of_torch / "config.json").write_bytes((folder / "gpt-neo-1.3B/config.json").read_bytes())
+    (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
+    make_checkpoint(folder / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
+    make_quantized(folder / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
+    write_tokenizer(folder / "gpt-neo-1.3B")
+    for name in ("text.txt", "validation.txt"):
+        (folder / name).write_text(" ".join(WORDS * 4))
+    make_adapter(folder / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
+    return folder
+
+
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with tiny models under the names that pages use. A folder takes precedence over an alias."""
+def models(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a copy of `model_folder`. A folder takes precedence over an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tensors = make_checkpoint(
-        tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8
-    )
-    of_torch = tmp_path / "gpt-neo-1.3B-bin"
-    of_torch.mkdir()
-    (of_torch / "config.json").write_bytes((tmp_path / "gpt-neo-1.3B/config.json").read_bytes())
-    (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
-    make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
-    make_quantized(tmp_path / "llama-13b-fp8", "fp8", base=LLAMA | {"vocab_size": 256})
-    write_tokenizer(tmp_path / "gpt-neo-1.3B")
-    for name in ("text.txt", "validation.txt"):
-        (tmp_path / name).write_text(" ".join(WORDS * 4))
-    make_adapter(tmp_path / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -187,11 +199,19 @@ def test_readme_begins_with_the_set_up_commands() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_the_text_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command, rest in re.findall(r"`prep ((?:launch )?[a-z-]+)([^`]*)`", page.read_text()):
+@cache
+def help_of(command: str) -> str:
+    """Return the help text of a command."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         assert main([*command.split(), "--help"]) == 0, command
-        options = capsys.readouterr().out
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for command, rest in re.findall(r"`prep ((?:launch )?[a-z-]+)([^`]*)`", page.read_text()):
+        options = help_of(command)
         for option in re.findall(r"--[a-z-]+", rest):
             assert re.search(rf"{option}\b", options), f"prep {command} {option}"
 

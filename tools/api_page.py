@@ -11,7 +11,13 @@ from typing import Any, is_typeddict
 
 import prepcli
 from prepcli import testing
-from prepcli.operations import compute_options, inspection_options, options, results
+from prepcli.operations import (
+    compute_options,
+    inspection_options,
+    options,
+    results,
+    towers_options,
+)
 from prepcli.option_spec import option_specs
 
 HEAD = """# Python API
@@ -28,6 +34,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.export": "",
     "prepcli.operations.merge": "",
     "prepcli.operations.verify": "Check",
+    "prepcli.operations.lock": "",
     "prepcli.operations.inspect": "",
     "prepcli.operations.load_params": "Compute",
     "prepcli.operations.generate": "",
@@ -39,7 +46,7 @@ FUNCTION_SECTIONS = {
     "prepcli.operations.save_params": "Save",
     "prepcli.operations.flax_models": "Flax",
 }
-OPTION_MODULES = (options, compute_options, inspection_options)
+OPTION_MODULES = (options, towers_options, compute_options, inspection_options)
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^([\w*]+): ", re.MULTILINE)
@@ -63,7 +70,9 @@ def api_page() -> str:
         for value in _classes_of(module):
             if is_typeddict(value) and value in public:
                 parts.append(_options_class(value))
-    parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
+    parts.append("## Results\n")
+    for value in _classes_of(results):
+        parts.append(_options_class(value) if is_typeddict(value) else _result_class(value))
     types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
     parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
     errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
@@ -120,7 +129,7 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def _options_class(cls: Any) -> str:
-    """Return the section of a group of options: its own keys, and the groups that it includes."""
+    """Return the section of a TypedDict: its own keys, and the groups of options that it includes."""
     (definition,) = [
         node for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)
     ]

@@ -20,8 +20,8 @@ from prepcli.operations.options import (
     PadVocabOptions,
     ReshardOptions,
     SaveInitOptions,
-    SharingOptions,
 )
+from prepcli.operations.sharing_options import SharingOptions
 
 if TYPE_CHECKING:
     from prepcli.console.ui import Ui

@@ -46,9 +46,9 @@ from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import ReadAheadCache, RemoteBlob, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
-from trainer.files.json_values import JsonObject
 from trainer.models.boxes import Box, intersect, slices, volume
 from trainer.models.checkpoint_store import HostLeaf, HostShard
+from trainer.models.json_types import JsonObject
 
 NOTE_STEM = "written"  # `.prep/written-I` of an incomplete step holds the digests and checksums of process I
 NUM_THREADS = 8  # concurrent requests for small objects

@@ -252,12 +252,16 @@ def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:
     return list(map(_as_boxes, _decode(shared)))
 
 
-def _as_boxes(process: Mapping[str, Any]) -> LeafBoxes:
+def _as_boxes(process: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> LeafBoxes:
     """Return the boxes of a process with tuples in place of the lists of JSON."""
     leaf_boxes: dict[str, list[Box]] = {}
     for name, boxes in process.items():
-        leaf_boxes[name] = [tuple(map(tuple, box)) for box in boxes]
+        leaf_boxes[name] = [_as_box(box) for box in boxes]
     return leaf_boxes
+
+
+def _as_box(ranges: Sequence[Sequence[int]]) -> Box:
+    return tuple((first, stop) for first, stop in ranges)
 
 
 def _encode(content: object) -> str:

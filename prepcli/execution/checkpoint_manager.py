@@ -1,5 +1,8 @@
 """The checkpoints of a training run: saves in the background, and rules for the steps to keep."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifest of a start describes a complete model.
+
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal, cast
 
 from prepcli.engine.budget import make_budget
 from prepcli.errors import PrepError
@@ -23,13 +26,13 @@ from prepcli.execution.step_exports import StepExports
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import (
-    PREP_KEYS,
     STATE_ITEM,
     Manifest,
     find_manifest_folder,
     read_manifest,
 )
 from prepcli.formats.run_steps import EvalLoss, best_steps, manifest_loss
+from prepcli.planning.manifest_fields import PREP_KEYS, ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -85,7 +88,7 @@ class CheckpointManager:
         name: str,
         keep: KeepRule | int | Literal["all"] = "all",
         exports: StepExports | None = None,
-        manifest_changes: Mapping[str, Any] | None = None,
+        manifest_changes: ManifestFields | None = None,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
         note: Callable[[str], None] = lambda text: None,
@@ -100,7 +103,7 @@ class CheckpointManager:
             keep: The steps to keep, or the number of newest ones.
             exports: Exports some of the steps in process 0.
             manifest_changes: Entries of the steps' manifests that replace the start checkpoint's, such as `config`,
-                `mesh`, `rules` or `lora`. A value of None keeps the entry.
+                `mesh`, `rules` or `lora`.
             group: Processes of the run.
             free_memory_nbytes: Returns the free memory of the host, or None if a copy of a state
                 always fits.
@@ -111,10 +114,12 @@ class CheckpointManager:
         """
         self._hf_folder: Path | None = None
         self._start_files: tuple[SmallFile, ...] = ()
-        self._start_manifest = {**self._open_start(start_checkpoint), "name": name}
-        for key, value in (manifest_changes or {}).items():
-            if value is not None:
-                self._start_manifest[key] = value
+        changes = manifest_changes or ManifestFields()
+        self._start_manifest: ManifestFields = {
+            **self._open_start(start_checkpoint),
+            "name": name,
+            **changes,
+        }
         # Read the files once before the first step: a link that leaves the checkpoint is an error now, not at a save.
         self._extra_files()
         self._storage = FolderStorage(storage) if isinstance(storage, Path) else storage
@@ -133,7 +138,7 @@ class CheckpointManager:
         """Whether this is process 0 of the run."""
         return self._group.index == 0
 
-    def _open_start(self, start_checkpoint: Path | StartModel) -> Mapping[str, Any]:
+    def _open_start(self, start_checkpoint: Path | StartModel) -> ManifestFields:
         """Return the manifest of the start checkpoint, and keep the location of its small files."""
         if isinstance(start_checkpoint, StartModel):
             self._start_files = start_checkpoint.small_files
@@ -345,9 +350,9 @@ class CheckpointManager:
             extra_files=self._extra_files(),
             path_prefix=f"{HF_FOLDER}/",
         )
-        return replace(
-            plan, small_files=small, settings={**plan.settings, **manifest_fields, "step": step}
-        )
+        # `_save` has checked that the trainer's keys are none of prep's.
+        settings = cast("ManifestFields", {**plan.settings, **manifest_fields, "step": step})
+        return replace(plan, small_files=small, settings=settings)
 
     def _min_split_nbytes(self) -> int:
         """Return the size per layer below which the shards of a leaf share a chunk."""

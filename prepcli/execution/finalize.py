@@ -20,7 +20,7 @@ from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
-from prepcli.formats.file_records import FileRecord, record_file, record_files
+from prepcli.formats.file_records import record_file, record_files
 from prepcli.formats.manifest import (
     FILES_KEY,
     HEADER_KEY,
@@ -28,12 +28,11 @@ from prepcli.formats.manifest import (
     QUANTIZED_KEY,
     SIZE_KEY,
     XXH3_KEY,
-    LeafRecord,
-    TensorRecord,
     encode_manifest,
 )
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
+from prepcli.planning.manifest_fields import FileRecord, LeafRecord, TensorRecord
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.state_names import PARAMS, qualify, split_name

@@ -9,8 +9,9 @@ from pathlib import Path
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
 from prepcli.errors import Option, PrepError, text
-from trainer.files.json_values import JsonObject, load_json
+from trainer.files.json_values import load_json
 from trainer.files.writing import write_file
+from trainer.models.json_types import JsonObject
 
 CHECKSUM_KEY = "checksum"  # key in each file, covers all other keys
 

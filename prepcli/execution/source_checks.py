@@ -17,7 +17,7 @@ from prepcli.planning.tensor_match import not_equal_error
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.dequantized import DequantizedBlob
 from prepcli.sources.source import Source
-from trainer.files.json_values import JsonValue
+from trainer.models.json_types import JsonValue
 
 # in the work folder: the state of the source when the run began
 SOURCE_STATE_FILE = "source.json"

@@ -29,8 +29,8 @@ from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_json_record, write_json_record
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Share
-from trainer.files.json_values import JsonObject
 from trainer.files.writing import MAX_NAME_NBYTES, fsync_path
+from trainer.models.json_types import JsonObject
 
 # Files in the work folder
 WORK_FOLDER = ".prep"

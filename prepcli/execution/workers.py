@@ -29,7 +29,7 @@ from prepcli.errors import (
 from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 
 # more than a Python process that has imported prep holds
 MAX_BASELINE_NBYTES = 64 * MIB

@@ -20,7 +20,7 @@ from prepcli.formats.manifest import Manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, assign_block_numbers
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"

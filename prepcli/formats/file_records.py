@@ -17,7 +17,6 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     SIZE_KEY,
     XXH3_KEY,
-    FileRecord,
     Manifest,
     accept_hint,
     read_manifest,
@@ -25,6 +24,7 @@ from prepcli.formats.manifest import (
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
+from prepcli.planning.manifest_fields import FileRecord
 from trainer.files.reading import open_regular_file, resolve_named_path
 
 READ_NBYTES = 1 << 20

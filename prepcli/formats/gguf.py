@@ -14,6 +14,7 @@ allocated for them. Arrays stay bytes until they are used.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,10 @@ MAX_STRING_NBYTES = 16 << 20
 MAX_KEY_NBYTES = (1 << 16) - 1
 MAX_DIMS = 4
 READ_BLOCK_NBYTES = 1 << 20
+
+# Each part of a model is an open file.
+MAX_PARTS = 200
+_PART_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 # Values of metadata by type number. 8 is a string, and 9 an array.
 NUMBER_FORMATS = {
@@ -153,6 +158,10 @@ class GgufTensor:
     nbytes: int
 
 
+GgufValue = int | float | bool | str | GgufArray
+GgufMetadata = Mapping[str, GgufValue]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """Header of a GGUF file.
@@ -170,8 +179,22 @@ class GgufHeader:
     size: int
     mtime_ns: int
     digest: str
-    metadata: Mapping[str, Any]
+    metadata: GgufMetadata
     tensors: tuple[GgufTensor, ...]
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a model, or of the file itself if it is no part.
+
+    >>> part_names("m-00002-of-00002.gguf")
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    match = _PART_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match["count"]) <= MAX_PARTS:
+        return [name]
+    stem = match["stem"]
+    count = int(match["count"])
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -264,7 +287,7 @@ class _Cursor:
             raise ValueError("a string is not UTF-8") from error
 
 
-def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
+def _read_header(path: Path, cursor: _Cursor) -> tuple[GgufMetadata, tuple[GgufTensor, ...]]:
     """Return metadata and tensors. Raise ValueError if they are broken."""
     if cursor.remaining_nbytes < len(MAGIC) or cursor.take(len(MAGIC)) != MAGIC:
         raise DamagedError(
@@ -287,7 +310,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[
         raise ValueError(f"it has {tensor_count:,} tensors, the limit is {MAX_TENSORS:,}")
     if entry_count > MAX_ENTRIES:
         raise ValueError(f"it has {entry_count:,} metadata entries, the limit is {MAX_ENTRIES:,}")
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, GgufValue] = {}
     for _ in range(entry_count):
         key = cursor.string(MAX_KEY_NBYTES)
         if key in metadata:
@@ -301,7 +324,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[Mapping[str, Any], tuple[
     return metadata, tensors
 
 
-def _read_value(cursor: _Cursor) -> Any:
+def _read_value(cursor: _Cursor) -> GgufValue:
     """Return the next value of metadata."""
     value_type = cursor.number("<I")
     if value_type in NUMBER_FORMATS:
@@ -335,10 +358,14 @@ def _read_array(cursor: _Cursor) -> GgufArray:
     return GgufArray(item_type, count, bytes(cursor.header[start:]))
 
 
-def _alignment(metadata: Mapping[str, Any]) -> int:
+def _alignment(metadata: GgufMetadata) -> int:
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    is_number = type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT
-    if not is_number or alignment & (alignment - 1):
+    # `type`, because True is an int for `isinstance`.
+    if (
+        type(alignment) is not int
+        or not 0 < alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
         raise ValueError(
             f"the key `{ALIGNMENT_KEY}` is {alignment!r:.40}, not a power of two up to {MAX_ALIGNMENT:,}"
         )

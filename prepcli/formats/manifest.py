@@ -4,6 +4,9 @@ prep writes it last, so an output without a manifest is incomplete. Later comman
 other libraries do not say: how leaves map to tensors, and which bytes each of them must have.
 """
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# `parse_manifest` checks that the required keys exist.
+
 from __future__ import annotations
 
 import json
@@ -12,14 +15,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NotRequired, TypedDict
+from typing import Final, cast
 
 from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, Command, DamagedError, Option, PrepError, text
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
+from prepcli.planning.manifest_fields import (
+    PREP_KEYS,
+    FileRecord,
+    LeafRecord,
+    ManifestFields,
+    QuantizedRecord,
+    TensorRecords,
+)
 from prepcli.planning.tensors import ITEM_BITS, CastEntry
-from trainer.files.json_values import JsonObject, JsonValue, load_json
+from trainer.files.json_values import load_json
+from trainer.models.json_types import HFConfig, JsonObject, JsonValue
 
 MANIFEST_FILE = "prep-manifest.json"
 # Item of a training step. The step's manifest is in the parent folder.
@@ -38,8 +50,6 @@ XXH3_KEY: Final = "xxh3"
 HEADER_KEY: Final = "header"
 # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
 SAMPLE_DIGEST_KEY = "sample_digest"
-# keys of a checkpoint of adapters: their settings, and the model that they belong to
-ADAPTER_KEYS = (LORA_KEY, BASE_KEY)
 
 # Keys that later commands read without a check, with the type that each must have.
 REQUIRED_KEYS = {
@@ -63,90 +73,6 @@ OPTIONAL_KEYS = {
     QUANTIZATION_KEY: dict,
     QUANTIZED_KEY: dict,
 }
-# Keys that prep writes. Further keys of a training step belong to the trainer.
-PREP_KEYS = {
-    "format",
-    "kind",
-    "request",
-    "plan",
-    "prep",
-    "source",
-    "command",
-    "name",
-    "family",
-    "config",
-    "vocab",
-    "layout",
-    "mesh",
-    "rules",
-    "scan",
-    "scan_axis",
-    "prefixed",
-    "tied",
-    "step",
-    "dropped",
-    "tensors",
-    "leaves",
-    "slots",
-    "others",
-    "compress",
-    "casts",
-    "packed",
-    QUANTIZATION_KEY,
-    QUANTIZED_KEY,
-    TOWERS_KEY,
-    "checksums",
-    FILES_KEY,
-    DIGEST_KEY,
-}
-
-
-class TensorRecord(TypedDict):
-    """Record of a tensor: its values, and the digest of each range of rows.
-
-    `digests` has one entry [first row, one past the last, digest] per range, e.g. [[0, 512, "9f..."]].
-    """
-
-    dtype: NotRequired[str]
-    shape: NotRequired[Sequence[int]]
-    digests: list[tuple[int, int, str]]
-
-
-class FileRecord(TypedDict):
-    """Record of a file: `bytes`, and either `xxh3` of the whole file or `header`.
-
-    The digests of tensors cover the payload of a safetensors or msgpack file. Its record has
-    `header`, the digest of all other bytes, instead of `xxh3`.
-    """
-
-    bytes: int
-    xxh3: NotRequired[str]
-    header: NotRequired[str]
-
-
-class LeafRecord(TypedDict):
-    """Record of a leaf: its shape, dtype and chunk shape."""
-
-    shape: Sequence[int]
-    dtype: str
-    chunk: Sequence[int]
-
-
-class QuantizedRecord(TypedDict):
-    """Record of a dequantised weight.
-
-    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
-    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
-    """
-
-    format: str
-    codes: str
-    dtype: str
-    shape: list[int]
-    digest: str
-
-
-TensorRecords = Mapping[str, TensorRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +93,7 @@ class Manifest:
         (True, False)
     """
 
-    fields: Mapping[str, Any]
+    fields: ManifestFields
 
     def __bool__(self) -> bool:
         """Return whether there is a manifest. Only NO_MANIFEST is false."""
@@ -189,7 +115,7 @@ class Manifest:
         return self.kind == "train"
 
     @property
-    def towers(self) -> Mapping[str, Any] | None:
+    def towers(self) -> Mapping[str, object] | None:
         """Facts of the multimodal model around the parameters. None for other models."""
         return self.fields.get(TOWERS_KEY)
 
@@ -219,7 +145,7 @@ class Manifest:
         return self.fields.get("name")
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> HFConfig:
         """Return the model's config.json. Empty without a manifest."""
         return self.fields.get("config", {})
 
@@ -312,7 +238,7 @@ class Manifest:
         return self.fields.get("checksums")
 
     @property
-    def casts(self) -> list[CastEntry]:
+    def casts(self) -> Sequence[CastEntry]:
         """Counts of the values that casts changed."""
         return self.fields.get("casts", [])
 
@@ -327,7 +253,7 @@ class Manifest:
         return self.fields.get("packed", {})
 
     @property
-    def quantization(self) -> Mapping[str, Any]:
+    def quantization(self) -> Mapping[str, object]:
         """Quantisation config of the model whose weights were decoded. Empty if none were."""
         return self.fields.get(QUANTIZATION_KEY, {})
 
@@ -340,6 +266,27 @@ class Manifest:
     def base(self) -> Mapping[str, object]:
         """Name and digests of the model that an adapter belongs to."""
         return self.fields.get(BASE_KEY, {})
+
+
+def step_fields(manifest: Manifest) -> ManifestFields:
+    """Return the keys of a training step that its copies keep: the trainer's, and the number of the step.
+
+    A resumed run reads them.
+    """
+    fields = manifest.fields.copy()
+    for key in PREP_KEYS - {"step"}:
+        fields.pop(key, None)
+    return fields
+
+
+def adapter_fields(manifest: Manifest) -> ManifestFields:
+    """Return the keys of a checkpoint of adapters: their settings and their base. Empty for other checkpoints."""
+    fields: ManifestFields = {}
+    if LORA_KEY in manifest.fields:
+        fields[LORA_KEY] = manifest.fields[LORA_KEY]
+    if BASE_KEY in manifest.fields:
+        fields[BASE_KEY] = manifest.fields[BASE_KEY]
+    return fields
 
 
 # The manifest of a checkpoint that prep did not write: every attribute has its default.
@@ -413,7 +360,8 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
     if fields.get("format") != FORMAT_VERSION:
         raise _version_error(path, fields.get("format"))
     _check_manifest(path, fields)
-    return Manifest(fields)
+    # The check has narrowed the keys that later commands read.
+    return Manifest(cast("ManifestFields", fields))
 
 
 def _version_error(path: Path, version: object) -> PrepError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 
 KNOWN_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",

@@ -37,7 +37,7 @@ from prepcli.formats.untrusted import (
     stat_file,
 )
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 
 # Orbax writes an item to a folder with this suffix, and renames it when it is complete.
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"

@@ -33,7 +33,7 @@ from prepcli.formats.untrusted import (
     unreadable_error,
 )
 from prepcli.planning.tensors import FileTensor, array_bits
-from trainer.files.json_values import JsonObject, JsonValue
+from trainer.models.json_types import JsonObject, JsonValue
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

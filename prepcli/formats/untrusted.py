@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
-from trainer.files.json_values import JsonObject, JsonValue, check_depth
+from trainer.files.json_values import check_depth
 from trainer.files.reading import (
     ACCESS_HINT,
     MAX_SMALL_FILE_NBYTES,
     open_regular_file,
     read_regular_file,
 )
+from trainer.models.json_types import JsonObject, JsonValue
 
 MAX_CONFIG_NBYTES = 16 << 20
 

@@ -14,7 +14,7 @@ from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS
 from prepcli.formats.untrusted import parse_json, quote_name
-from trainer.files.json_values import JsonObject, JsonValue
+from trainer.models.json_types import JsonObject, JsonValue
 
 ZARRAY = ".zarray"
 ZARR_JSON = "zarr.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
@@ -46,6 +46,7 @@ from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS, SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
 from trainer.models.axis_map import ParsedAxisMap
+from trainer.models.json_types import HFConfig
 from trainer.models.parameters import VERBATIM, Family, parameter_rows
 from trainer.models.registry import FAMILIES
 from trainer.models.text_part import TextPart
@@ -93,6 +94,16 @@ class TensorEntry:
         return None
 
 
+class AdapterSummary(TypedDict):
+    """Settings of an adapter, and the name of its base."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    scaling: float
+    base: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
     """The stored tensors of a checkpoint and its metadata.
@@ -108,7 +119,7 @@ class CheckpointContents:
         non_arrays: Descriptions of entries other than arrays.
         blobs: Byte sources of the chunks, if these are not `files`.
         codecs: Names of the compression codecs.
-        adapter: Settings of an adapter, empty for a model.
+        adapter: Settings of an adapter, None for a model.
         decoders: Decoders of quantised weights.
         text_part: The text part of a multimodal model in a Hugging Face folder.
         wrapper_type: `model_type` of a multimodal model, else empty.
@@ -119,12 +130,12 @@ class CheckpointContents:
     folder: Path
     entries: tuple[TensorEntry, ...]
     files: tuple[Path, ...]
-    config: Mapping[str, Any]
+    config: HFConfig
     manifest: Manifest
     non_arrays: tuple[str, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
     codecs: tuple[str, ...] = ()
-    adapter: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterSummary | None = None
     decoders: tuple[Decoder, ...] = ()
     text_part: TextPart | None = None
     wrapper_type: str = ""
@@ -170,7 +181,7 @@ def read_contents(
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
         # Headers and index apart, only this file is read.
-        check_local_files(local_files, (CONFIG,))
+        check_local_files(local_files, located.manifest, (CONFIG,))
         contents = READERS[located.kind](local_files.path, display_name)
         if config_path is not None:
             hints = SourceHints(config_path)
@@ -235,7 +246,7 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     from prepcli.sources.openers.peft_settings import read_settings
 
     header = read_header(path)
-    adapter: dict[str, Any] = {}
+    adapter: AdapterSummary | None = None
     remarks: list[str] = []
     try:
         settings = read_settings(path)
@@ -245,8 +256,8 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
             "alpha": lora.alpha,
             "use_rslora": lora.use_rslora,
             "scaling": lora.scaling,
+            "base": settings.base_model_name_or_path,
         }
-        adapter["base"] = settings.base_model_name_or_path
     except PrepError as error:
         remarks.append(f"{error.what}: {error.why}")
     return CheckpointContents(
@@ -262,7 +273,7 @@ def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_config_if_present(folder: Path) -> Mapping[str, Any]:
+def _read_config_if_present(folder: Path) -> HFConfig:
     if (folder / CONFIG).exists():
         return read_config(folder / CONFIG)
     return {}
@@ -442,7 +453,7 @@ def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
     )
 
 
-def _read_config_near(folder: Path, path: Path) -> Mapping[str, Any]:
+def _read_config_near(folder: Path, path: Path) -> HFConfig:
     config_path = find_config(folder, path)
     if config_path:
         return read_config(config_path)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from prepcli.formats.manifest import NO_MANIFEST
 from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.zarr import ChunkIndex
 from prepcli.inspection.contents import MAX_PATH_PARTS, CheckpointContents, TensorEntry
-from prepcli.planning.plan import Contiguous
+from prepcli.planning.plan import Contiguous, Locations
 from prepcli.quantized.gguf_blocks import FLOAT_TYPES, GgufDecoder
 from prepcli.sources.dequantized import DECODED_DTYPE, cast_decoded, decoder_of_tensor
 from prepcli.sources.openers.gguf_file import open_gguf
@@ -44,7 +45,7 @@ def read_gguf_contents(
         folder=path,
         entries=tuple(entries),
         files=source.files,
-        config={**source.config, "quantization_config": source.quantization},
+        config={**source.config, "quantization_config": dict(source.quantization)},
         manifest=NO_MANIFEST,
         blobs=source.blobs,
         decoders=tuple(decoders.values()),
@@ -52,9 +53,13 @@ def read_gguf_contents(
 
 
 def _entry(name: str, tensor: SourceTensor, decoder: GgufDecoder) -> TensorEntry:
-    (location,) = tensor.placement
-    assert isinstance(location, Contiguous)
-    decoded = StoredRange(location.file, location.offset, tensor.nbytes)
+    chunks: dict[ChunkIndex, StoredRange] = {}
+    placement: Locations = tensor.placement
+    location = placement[0]
+    if isinstance(location, Contiguous):
+        decoded = StoredRange(location.file, location.offset, tensor.nbytes)
+        chunks[(0,) * len(tensor.shape)] = decoded
+        placement = ()
     blocks = decoder.stored[0]
     return TensorEntry(
         name,
@@ -62,6 +67,7 @@ def _entry(name: str, tensor: SourceTensor, decoder: GgufDecoder) -> TensorEntry
         tensor.dtype,
         tensor.shape,
         tensor.shape,
-        {(0,) * len(tensor.shape): decoded},
+        chunks,
         StoredRange(blocks.file, blocks.offset, blocks.nbytes),
+        placement,
     )

@@ -14,8 +14,9 @@ from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
 from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
+from trainer.models.json_types import JsonObject
 from trainer.recipe.formatting import to_toml
-from trainer.recipe.toml_values import parse_toml
+from trainer.recipe.toml_values import TomlTable, parse_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile
 
 SAMPLES_FILE = "samples.jsonl"
@@ -72,7 +73,7 @@ class RunRecord:
     title: str
     metrics: RunMetrics
     recipe: Mapping[str, str]
-    environment: Mapping[str, Any]
+    environment: JsonObject
     checkpoints: tuple[SavedStep, ...]
     samples: tuple[SavedSample, ...]
     sample_counts: Mapping[str, int]
@@ -96,7 +97,7 @@ class RunRecord:
             return steps
         return None
 
-    def table(self, name: str) -> Mapping[str, Any]:
+    def table(self, name: str) -> JsonObject:
         """Return a table of the environment, empty if it is absent."""
         table = self.environment.get(name)
         if isinstance(table, dict):
@@ -186,7 +187,7 @@ def _unreadable_error(path: Path, error: OSError) -> PrepError:
     return PrepError(f"cannot read {path}", error.strerror or str(error), "check its permissions")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> TomlTable:
     try:
         return parse_toml(read_regular_file(path).decode())
     except OSError as error:
@@ -195,7 +196,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise PrepError(f"{path} is not TOML", str(error), RECIPE_HINT) from error
 
 
-def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _flatten(tables: TomlTable) -> Iterator[tuple[str, str]]:
     """Yield dotted key and value of each key of a recipe."""
     for name, value in tables.items():
         if isinstance(value, dict):
@@ -204,7 +205,7 @@ def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, to_toml(value)
 
 
-def _read_environment(path: Path) -> dict[str, Any]:
+def _read_environment(path: Path) -> JsonObject:
     try:
         environment = load_json(read_regular_file(path))
     except FileNotFoundError:

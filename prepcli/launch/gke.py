@@ -13,7 +13,7 @@ from prepcli.errors import FAILED, USAGE
 from prepcli.launch.job import LaunchJob, check_label
 from prepcli.launch.options import GkeOptions
 from prepcli.launch.shell import command_line, comment, environment_lines, script
-from trainer.files.json_values import JsonObject
+from trainer.models.json_types import JsonObject
 from trainer.models.process_address import DEFAULT_PORT
 
 # Folder of the recipe and the start script in a container.

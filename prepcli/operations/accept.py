@@ -1,11 +1,13 @@
 """Record the new digest of a settings or tokenizer file of an output that was changed on purpose."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# An output that lists its files has their records and the digest.
+
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prepcli.console.lists import join_names
 from prepcli.console.observer import Observer
@@ -26,9 +28,12 @@ from prepcli.formats.manifest import (
     parse_manifest,
 )
 from prepcli.formats.untrusted import read_small_file
+from prepcli.operations.results import AcceptedChange, OldAndNew
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.references import LocalPath, RunStep, parse_reference
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from trainer.files.writing import write_file
+from trainer.models.json_types import HFConfig
 
 MODEL_CONFIGS = (
     CONFIG,
@@ -50,7 +55,7 @@ class AcceptedFiles:
 
     folder: Path
     data: bytes
-    changes: list[dict[str, Any]]
+    changes: list[AcceptedChange]
 
     def write(self, observer: Observer) -> None:
         """Write the manifest, and note each change. Raise PrepError if it cannot be written."""
@@ -89,8 +94,9 @@ def accept_files(checkpoint: str, files: Sequence[str]) -> AcceptedFiles:
         what = text("{} has no effect for {}", Option("accept"), checkpoint)
         raise usage_error(what, why, text("remove {}", Option("accept")))
     names = [_recorded_name(folder, stored, file) for file in files]
-    # A copy, whose records change. Nothing else refers to its `files`.
-    manifest = dict(stored.fields)
+    # A copy, because its records change.
+    manifest = stored.fields.copy()
+    manifest[FILES_KEY] = dict(stored.files)
     changes = [_accept(folder, manifest, name) for name in dict.fromkeys(names)]
     return AcceptedFiles(folder, encode_manifest(manifest), changes)
 
@@ -138,7 +144,7 @@ def _settings_files(manifest: Manifest) -> list[str]:
     ]
 
 
-def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+def _accept(folder: Path, manifest: ManifestFields, name: str) -> AcceptedChange:
     """Change the record of one file, and return the changes."""
     # The user edited the manifest itself. `encode_manifest` computes its digest again.
     if name == MANIFEST_FILE:
@@ -147,28 +153,33 @@ def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]
         return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
     records = manifest[FILES_KEY]
     old = records[name]
-    change: dict[str, Any] = {"file": name}
-    if (folder / name).exists():
-        new: dict[str, Any] = {**record_file(folder / name)}
-        records[name] = new
-        if name in MODEL_CONFIGS:
-            config = read_config(folder / name)
-            change["keys"] = _changed_keys(manifest["config"], config)
-            manifest["config"] = config
-    else:
-        new = {SIZE_KEY: None, XXH3_KEY: None}
+    if not (folder / name).exists():
         del records[name]
-    return change | {key: {"old": old[key], "new": new[key]} for key in (SIZE_KEY, XXH3_KEY)}
+        return {
+            "file": name,
+            SIZE_KEY: {"old": old[SIZE_KEY], "new": None},
+            XXH3_KEY: {"old": old[XXH3_KEY], "new": None},
+        }
+    new = record_file(folder / name)
+    records[name] = new
+    sizes: OldAndNew = {"old": old[SIZE_KEY], "new": new[SIZE_KEY]}
+    digests: OldAndNew = {"old": old[XXH3_KEY], "new": new[XXH3_KEY]}
+    if name not in MODEL_CONFIGS:
+        return {"file": name, SIZE_KEY: sizes, XXH3_KEY: digests}
+    config = read_config(folder / name)
+    keys = _changed_keys(manifest["config"], config)
+    manifest["config"] = config
+    return {"file": name, "keys": keys, SIZE_KEY: sizes, XXH3_KEY: digests}
 
 
-def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Collection[str]:
+def _changed_keys(old: HFConfig, new: HFConfig) -> Sequence[str]:
     """Return the keys with different values in two configs."""
     # A key with the value None differs from an absent key.
     missing = object()
     return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
 
 
-def _describe(change: Mapping[str, Any]) -> str:
+def _describe(change: AcceptedChange) -> str:
     """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
     name = change["file"]
     digests = change[XXH3_KEY]

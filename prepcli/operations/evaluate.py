@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from prepcli.console.formatting import format_duration
 from prepcli.console.jax_logs import silence_jax
@@ -197,7 +197,17 @@ def _compute_results(
     return results
 
 
-def _scores(result: EvaluationResult, *, num_sequences: int) -> dict[str, Any]:
+class _Scores(TypedDict):
+    """The fields that all `EvaluationScores` have. A number that is not finite is None."""
+
+    loss: float | None
+    perplexity: float | None
+    accuracy: float | None
+    tokens: int
+    sequences: int
+
+
+def _scores(result: EvaluationResult, *, num_sequences: int) -> _Scores:
     """Return the fields of `EvaluationScores`. Infinite and NaN values, which JSON lacks, are None."""
     return {
         "loss": _finite_or_none(result.mean_loss),

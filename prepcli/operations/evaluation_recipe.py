@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from prepcli.errors import Key, Option, text, usage_error
 from prepcli.operations.compute_options import EvaluateOptions
@@ -17,6 +16,7 @@ from trainer.models.suggest import suggest
 from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe
+from trainer.recipe.toml_values import TomlTable
 
 MAX_DEFAULT_LENGTH = 1024
 RECIPE_NAME = Path("prep eval")  # in messages about keys without an option
@@ -87,7 +87,7 @@ def evaluation_recipe(
     for override in overrides:
         _check_override(override)
     default_length = min(max_positions or MAX_DEFAULT_LENGTH, MAX_DEFAULT_LENGTH)
-    data_table: dict[str, Any] = {
+    data_table: TomlTable = {
         "path": list(paths),
         "seq_length": options.get("seq_length") or default_length,
     }
@@ -96,7 +96,7 @@ def evaluation_recipe(
         if value is not None:
             data_table[key] = value
     # A recipe needs a batch, an optimizer and steps. An evaluation uses none of them.
-    tables: dict[str, Any] = {
+    tables: TomlTable = {
         "model": {"path": checkpoint, "dtype": dtype},
         "data": data_table,
         "batch": {"size": 1},

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -35,6 +35,7 @@ from prepcli.operations.options import DEFAULT_SHARD_SIZE, ExportOptions
 from prepcli.operations.push import check_private, convert_and_push
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.quantization_leaves import is_decoded_tensor
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch, vocab_tensors
@@ -60,7 +61,8 @@ from prepcli.targets.streams import (
     optimizer_nbytes,
     output_rows,
 )
-from trainer.models.parameters import HFConfig, TreeLayout
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import TreeLayout
 
 # Payloads start at a page boundary, like chunks, so that whole pages are copied.
 PAYLOAD_PAGE_OFFSET = 0
@@ -168,7 +170,7 @@ class _WeightFiles:
 
 def _config_for_layout(
     config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the config for a library that supports fewer fields, with `tie_word_embeddings` as stored.
 
     Raises:
@@ -271,7 +273,9 @@ def plan_copy(
         ),
         display_names=source.display_names(),
     )
-    return _planned_copy(plan, options, source, located, vocabulary=vocabulary)
+    return _planned_copy(
+        plan, options, source, located, vocabulary=vocabulary, vocab_rows=vocab_rows
+    )
 
 
 def _compared_names(source: Source, match: TensorMatch) -> set[str]:
@@ -287,11 +291,11 @@ def _planned_copy(
     located: LocatedCheckpoint,
     *,
     vocabulary: Vocabulary,
+    vocab_rows: int,
 ) -> PlannedConversion:
     """Return the plan with its default name, its notes and the fields of its report."""
     layout = options["layout"]
     num_files = len(plan.files)
-    vocab_rows = plan.settings["vocab"]["padded"]
     line = _summary_line(
         options,
         source,
@@ -319,7 +323,7 @@ def _planned_copy(
 
 def _written_config(
     options: ExportOptions, source: Source, vocabulary: Vocabulary, *, is_tied: bool
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the config.json of the output."""
     config = output_config(source, vocabulary, is_tied, options["dtype"])
     layout = source.family.layouts.get(options["layout"])
@@ -335,10 +339,10 @@ def _manifest_settings(
     vocabulary: Vocabulary,
     *,
     is_tied: bool,
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
+    config: HFConfig,
+) -> ManifestFields:
     """Return the fields of the output's manifest that describe the model."""
-    settings: dict[str, Any] = {
+    settings: ManifestFields = {
         "name": name,
         "kind": "hf",
         "family": source.family.name,
@@ -346,13 +350,12 @@ def _manifest_settings(
     }
     if layout != HF_LAYOUT:
         settings["layout"] = layout
-    return {
-        **settings,
-        "prefixed": source.names.is_prefixed,
-        "tied": is_tied,
-        "config": config,
-        **({} if source.wrapper is None else towers_entry(source)),
-    }
+    settings["prefixed"] = source.names.is_prefixed
+    settings["tied"] = is_tied
+    settings["config"] = config
+    if source.wrapper is None:
+        return settings
+    return {**settings, **towers_entry(source)}
 
 
 def _check_request(options: ExportOptions, source: Source) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prepcli.errors import GET_AGAIN_HINT, PrepError
-from prepcli.formats.manifest import ADAPTER_KEYS, Manifest
+from prepcli.formats.manifest import Manifest, adapter_fields
 from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.operations.conversion import OUT_PLACEHOLDER, PlannedConversion
 from prepcli.operations.options import ExportOptions
@@ -23,6 +21,7 @@ from prepcli.targets.streams import (
     output_rows,
 )
 from prepcli.targets.tokenizer_files import adapter_tokenizer
+from trainer.models.json_types import JsonObject
 from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
 from trainer.models.registry import family_of
 
@@ -60,7 +59,6 @@ def plan_adapter_export(
         for t in tensors
     }
     manifest = source.tree_manifest
-    settings = {key: manifest.fields[key] for key in ADAPTER_KEYS if key in manifest.fields}
     plan = Plan(
         command="export",
         request=format_command_line("export", source.display_name, ExportOptions, {"dtype": dtype}),
@@ -76,7 +74,7 @@ def plan_adapter_export(
         ),
         dropped=tuple(dropped_state(source)),
         settings={
-            **settings,
+            **adapter_fields(manifest),
             "name": located.model_name,
             "kind": "adapter",
             "family": source.family.name,
@@ -96,7 +94,7 @@ def plan_adapter_export(
     )
 
 
-def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
+def _peft_settings(source: Source, lora: LoraConfig) -> JsonObject:
     """Return the content of adapter_config.json."""
     family = family_of(source.config)
     config = source.config
@@ -112,7 +110,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         "bias": "none",
-        "target_modules": module_suffixes(family, config, lora),
+        "target_modules": [*module_suffixes(family, config, lora)],
         "modules_to_save": None,
         # GPT-2 stores its weights as [in, out]. With this flag PEFT transposes its update B A, which is [out, in].
         "fan_in_fan_out": any(

@@ -87,7 +87,7 @@ def _check_digest(source: Source, other: Source, recorded: Any) -> None:
     digest = towers_digest(other)
     if recorded.get("digest") == digest:
         return
-    what = f"{other.display_name} has other towers than the model that {source.display_name} started from"
+    what = f"{other.display_name} has other towers than the model of {source.display_name} at its start"
     why = f"their first rows have the digest {digest}, the step records {recorded.get('digest')}"
     hint = text(
         "{} of the model that the run started from, or {}",

@@ -15,6 +15,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import ModuleOptions, SourceOptions
 from prepcli.option_spec import PathLike
 from prepcli.restore.random_params import init_random_params, model_of_config
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family
 from trainer.models.registry import family_of
@@ -165,9 +166,7 @@ def _needs_flax() -> Iterator[None]:
         ) from error
 
 
-def _read_config(
-    model: PathLike | Mapping[str, Any], options: Any
-) -> tuple[Family, Mapping[str, Any]]:
+def _read_config(model: PathLike | HFConfig, options: Any) -> tuple[Family, HFConfig]:
     """Return the family and the config of a model. Only headers of a checkpoint are read."""
     if isinstance(model, Mapping):
         return family_of(model), model
@@ -176,7 +175,7 @@ def _read_config(
 
 
 def _build(
-    model: PathLike | Mapping[str, Any],
+    model: PathLike | HFConfig,
     mesh: str | None,
     options: Any,
     progress: Progress | Observer | None,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from prepcli.console.formatting import format_duration
 from prepcli.console.jax_logs import silence_jax
@@ -39,6 +39,7 @@ from prepcli.operations.token_stream import TokenStream
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
+from trainer.models.json_types import HFConfig
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -255,7 +256,7 @@ def _encode_prompts(
     *,
     tokenizer: TextTokenizer | None,
     model: ModelSpec,
-    config: Mapping[str, Any],
+    config: HFConfig,
 ) -> _EncodedPrompts:
     from trainer.training.datasets import decoder_start_token_id
 

@@ -9,13 +9,13 @@ with prep.harness_model("gpt-neo-1.3B-init") as model:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import SilentObserver
@@ -39,6 +39,17 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
+
+
+class HarnessOptions(TypedDict, total=False):
+    """Options of a text in a request of lm-evaluation-harness."""
+
+    until: str | Sequence[str]
+    max_gen_toks: int
+    temperature: float | None
+    do_sample: bool
+    top_k: int | None
+    top_p: float | None
 
 
 class Instance(Protocol):
@@ -168,7 +179,7 @@ class HarnessMethods:
             max_length=self.max_length,
         )
 
-    def _generation_config(self, options: Mapping[str, Any]) -> GenerationConfig:
+    def _generation_config(self, options: HarnessOptions) -> GenerationConfig:
         from trainer.generation.decode import GenerationConfig
         from trainer.generation.sampling import Sampling
 
@@ -222,7 +233,7 @@ def _cut_at(text: str, until: str | Sequence[str]) -> str:
     return text[:end]
 
 
-def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
+def _sampling(options: HarnessOptions) -> tuple[float, int, float]:
     """Return temperature, top-k and top-p. The default is greedy decoding."""
     temperature = float(options.get("temperature") or 0.0)
     if not options.get("do_sample", temperature > 0) or temperature == 0:

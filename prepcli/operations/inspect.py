@@ -7,12 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Unpack
+from typing import NotRequired, TypedDict, Unpack
 
 from prepcli.console.observer import Observer, SilentObserver
 from prepcli.engine.blobs import open_blobs
 from prepcli.errors import Command, Option, PrepError, join_texts, text, usage_error
 from prepcli.inspection.contents import (
+    AdapterSummary,
     CheckpointContents,
     TensorEntry,
     count_parameters,
@@ -32,6 +33,7 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.operations.results import Inspection, TensorSummary
 from prepcli.option_spec import PathLike
+from prepcli.planning.manifest_fields import VocabularyRecord
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.quantized.find_weights import quantization_settings
@@ -48,6 +50,41 @@ from trainer.models.suggest import suggest
 ShapeAndDtype = tuple[tuple[int, ...], str]
 
 
+class QuantizationSummary(TypedDict):
+    """Method of quantised weights, their numbers, and their dtype when decoded."""
+
+    method: object
+    weights: int
+    values: int
+    dtype: str
+
+
+class SourceSummary(TypedDict):
+    """Facts of a checkpoint, the fields of `source` in the JSON object. A fact that it does not have is None."""
+
+    name: str
+    revision: str | None
+    files: int
+    bytes: int
+    format: str
+    family: str | None
+    tensors: int
+    chunks: int
+    values: int
+    parameters: int | None
+    step: int | None
+    optimizer_bytes: int
+    vocab: VocabularyRecord | None
+    dtypes: Mapping[str, int]
+    layout: str | None
+    mesh: str | None
+    scan: bool | None
+    scan_axis: int | None
+    others: Sequence[str]
+    adapter: NotRequired[AdapterSummary]
+    quantization: NotRequired[QuantizationSummary]
+
+
 @dataclass(frozen=True, slots=True)
 class InspectedCheckpoint:
     """A checkpoint after reading its headers or index.
@@ -60,7 +97,7 @@ class InspectedCheckpoint:
 
     located: LocatedCheckpoint
     contents: CheckpointContents
-    summary: Mapping[str, Any]
+    summary: SourceSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,17 +396,17 @@ def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry
 
 def _summarize(
     contents: CheckpointContents, located: LocatedCheckpoint, observer: Observer
-) -> dict[str, Any]:
+) -> SourceSummary:
     """Return the fields of `source` in the JSON object, in their order."""
     manifest = contents.manifest
     vocabulary = _read_vocabulary_or_warn(contents, observer)
-    vocab = None
+    vocab: VocabularyRecord | None = None
     if vocabulary is not None:
         vocab = {"true": vocabulary.true_size, "padded": vocabulary.stored_size}
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
-    fields: dict[str, Any] = {
+    fields: SourceSummary = {
         "name": contents.display_name,
         "revision": located.local_files.commit,
         "files": len(contents.files),
@@ -384,10 +421,12 @@ def _summarize(
         "optimizer_bytes": nbytes_below(contents, OPT_STATE),
         "vocab": vocab,
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+        "layout": manifest.fields.get("layout"),
+        "mesh": manifest.fields.get("mesh"),
+        "scan": manifest.fields.get("scan"),
+        "scan_axis": manifest.fields.get("scan_axis"),
+        "others": contents.non_arrays,
     }
-    for key in ("layout", "mesh", "scan", "scan_axis"):
-        fields[key] = manifest.fields.get(key)
-    fields["others"] = contents.non_arrays
     if contents.adapter:
         fields["adapter"] = contents.adapter
     if contents.decoders:
@@ -444,6 +483,6 @@ def _shapes_by_name(
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located, verbatim=None)
     return {
-        source.names.full_name(tensor.name): (tensor.shape, tensor.dtype)
-        for tensor in source.tensors
+        source.file_name(tensor): (tensor.shape, tensor.dtype)
+        for tensor in (*source.tensors, *source.tower_tensors)
     }

@@ -63,7 +63,7 @@ class LockOptions(SourceOptions, total=False):
         OptionSpec(
             None,
             "Replace a lock file that differs.",
-            "Replace a lock file that differs; default: False.",
+            "Replace a lock file that differs. Default: False.",
             default=False,
             position=43,
         ),
@@ -76,7 +76,7 @@ class LockArguments(TypedDict):
     out: Annotated[
         PathLike | None,
         OptionSpec(
-            "FILE", "Write to FILE; default: NAME.lock.json.", "The lock file.", position=40
+            "FILE", "Write to FILE. Default: NAME.lock.json.", "The lock file.", position=40
         ),
     ]
 

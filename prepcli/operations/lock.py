@@ -44,8 +44,8 @@ def lock(
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        out: The lock file; default: the checkpoint's name and `.lock.json`, in the working directory.
-        progress: Receives the bytes read; default: none. See `Progress`.
+        out: The lock file. Default: the checkpoint's name and `.lock.json`, in the working directory.
+        progress: Receives the bytes read. Default: none. See `Progress`.
         **options: See `LockOptions`.
 
     Returns:

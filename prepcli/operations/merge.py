@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
@@ -131,7 +131,7 @@ def plan_merge(
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], adapter_path)
     # An export removes the padding of the vocabulary. A merge changes only the tensors of the adapter.
-    copy_options: Any = with_defaults(ExportOptions, {"keep_padding": True})
+    copy_options = with_defaults(ExportOptions, {"keep_padding": True})
     copy = plan_copy(copy_options, source, located)
     updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
     streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)

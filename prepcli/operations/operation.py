@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
@@ -35,16 +35,15 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
 
-    def add_defaults(values: dict[str, Any]) -> dict[str, Any]:
-        schema = _options_of(function)
-        return values if schema is None else with_defaults(schema, values)
-
     # The defaults belong to keyword options. The decorator does not know their types.
     operation: Callable[..., R] = function
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        arguments: Any = add_defaults(kwargs)
+        arguments: Mapping[str, object] = kwargs
+        schema = _options_of(function)
+        if schema is not None:
+            arguments = with_defaults(schema, kwargs)
         if isinstance(kwargs.get("progress"), CommandObserver):
             return operation(*args, **arguments)
         given = {**dict(zip(positional_names, args)), **kwargs}
@@ -78,7 +77,7 @@ def rendered_for_python() -> Iterator[None]:
 
 
 @functools.cache
-def _options_of(function: Callable[..., object]) -> type | None:
+def _options_of(function: Callable[..., object]) -> type[Mapping[str, object]] | None:
     """Return the TypedDict of `**options: Unpack[X]`, or None if a function takes no such options."""
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

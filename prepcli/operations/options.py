@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypedDict
 
+from prepcli.operations.towers_options import TowersOptions
 from prepcli.option_spec import (
     NOT_RECORDED,
     NonNegativeInt,
@@ -413,7 +414,7 @@ class ReshardOptions(LayoutOptions, total=False):
     ]
 
 
-class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
+class ExportOptions(ConversionOptions, VerbatimOptions, TowersOptions, total=False):
     """Options of `export`."""
 
     layout: Annotated[
@@ -498,30 +499,6 @@ class ExportOptions(ConversionOptions, VerbatimOptions, total=False):
             record=45,
         ),
     ]
-    text_only: Annotated[
-        bool,
-        OptionSpec(
-            None,
-            "Write the text model of a multimodal checkpoint alone.",
-            "Write the text model of a multimodal checkpoint without its towers; default: False.",
-            default=False,
-            position=27,
-            record=63,
-        ),
-    ]
-    towers: Annotated[
-        PathLike | None,
-        OptionSpec(
-            "CHECKPOINT",
-            "Read the towers of a training step from CHECKPOINT; default: the model that the run"
-            " started from.",
-            "Checkpoint with the towers of a training step; default: the model that the run started"
-            " from.",
-            cli_type=str,
-            position=28,
-            record=64,
-        ),
-    ]
     push: Annotated[
         str | None,
         OptionSpec(
@@ -589,32 +566,6 @@ class ConversionArguments(TypedDict, total=False):
             "Return the plan from headers only.",
             default=False,
             position=42,
-        ),
-    ]
-
-
-class SharingOptions(TypedDict, total=False):
-    """How a command divides its work among processes."""
-
-    processes: Annotated[
-        str | None,
-        OptionSpec(
-            "N/I",
-            "Write as process I (from 0) of N. Default: from the variables of SLURM or JAX.",
-            "Share of this process.",
-            environment="PREP_PROCESSES",
-            position=45,
-        ),
-    ]
-    workers: Annotated[
-        PositiveInt,
-        OptionSpec(
-            "N",
-            "Use N processes on this host.",
-            "Number of processes on this host.",
-            default=1,
-            maximum=256,
-            position=46,
         ),
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -36,10 +36,11 @@ from prepcli.sources.multimodal import towers_entry
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_axis_maps
 from prepcli.targets.hf_folder import (
     FileGroup,
+    config_files,
+    copied_small_files,
     header_entries,
     index_files,
     lay_out_weight_files,
-    model_files,
     output_config,
 )
 from prepcli.targets.streams import (
@@ -200,7 +201,13 @@ def plan_pad_vocab(
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        small_files=model_files(source, config, index_files(layouts)),
+        # The digest of the plan depends on the order of the files and keys. It is the one of earlier versions, so that
+        # their half-done outputs resume.
+        small_files=(
+            *config_files(source, config),
+            *index_files(layouts),
+            *copied_small_files(source),
+        ),
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),
@@ -208,10 +215,13 @@ def plan_pad_vocab(
         checks=match.checks,
         settings={
             "name": name,
+            "kind": "hf",
+            "family": source.family.name,
             "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
+            "prefixed": source.names.is_prefixed,
             "tied": match.is_tied,
             "config": config,
-            **_source_settings(source),
+            **towers_entry(source),
         },
         display_names={t.name: source.file_name(t) for t in model_tensors},
     )
@@ -231,16 +241,6 @@ def plan_pad_vocab(
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
         next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
     )
-
-
-def _source_settings(source: Source) -> dict[str, Any]:
-    """Return the fields of the output's manifest from the source."""
-    return {
-        "kind": "hf",
-        "family": source.family.name,
-        "prefixed": source.names.is_prefixed,
-        **towers_entry(source),
-    }
 
 
 def _vocab_fields(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import NoReturn, Unpack
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
@@ -85,7 +85,7 @@ def plan(
     )
     device = devices.kind.device if devices.kind else ANY_ACCELERATOR
 
-    def replan(values: Mapping[str, Any]) -> TrainingPlan:
+    def replan(values: Mapping[str, object]) -> TrainingPlan:
         changed = with_overrides(recipe, values)
         return plan_training(changed, planned.model, planned.rules, device=device)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prepcli.console.observer import Observer
 from prepcli.errors import Key, Option, PrepError, text, usage_error
@@ -26,6 +25,7 @@ from trainer.planning.model_shapes import PlannedModel, model_of_config, model_o
 from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.model_table import Model
 from trainer.recipe.raw_recipe import RawRecipe
+from trainer.recipe.toml_values import TomlTable
 
 RECIPE_SUFFIX = ".toml"
 NAME_SIGNS = frozenset("/@:~")  # of paths, hub ids, revisions and URLs
@@ -203,7 +203,7 @@ def _default_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
     return RawRecipe(Path("plan.toml"), tables)
 
 
-def _default_data(arch_config: ArchConfig) -> dict[str, Any]:
+def _default_data(arch_config: ArchConfig) -> TomlTable:
     """Return the `[data]` table of the default recipe."""
     # `max_positions` is 0 for T5, which has relative positions and no limit.
     length = min(arch_config.max_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
@@ -18,7 +17,13 @@ from prepcli.operations.operation import public
 from prepcli.operations.results import RunsReport
 from prepcli.option_spec import PathLike
 from prepcli.pages.html_page import check_page_path
-from prepcli.pages.report_page import changed_keys, run_names, summary_cells, write_report_page
+from prepcli.pages.report_page import (
+    RunSummary,
+    changed_keys,
+    run_names,
+    summary_cells,
+    write_report_page,
+)
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.retries import retry_policy_from_env
 
@@ -91,7 +96,7 @@ def _read_record(path: Path, observer: Observer) -> RunRecord:
     return run
 
 
-def summarize(run: RunRecord) -> dict[str, Any]:
+def summarize(run: RunRecord) -> RunSummary:
     """Return the main numbers of a run. Missing numbers are None."""
     metrics = run.metrics
     tokens = metrics.last("tokens")

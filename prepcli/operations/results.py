@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from prepcli.errors import PrepError
+from prepcli.pages.report_page import RunSummary
 from prepcli.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,6 +47,38 @@ class Conversion:
     next_command: str = field(default="", repr=False)
     warnings: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+class TensorDifference(TypedDict):
+    """A difference of one tensor, or of one range of its rows.
+
+    `leaf` is empty for a tensor without a path in the parameter tree. Different values have the `index` of the first
+    one, its values `a` and `b`, and the `count`.
+    """
+
+    leaf: str
+    tensor: str
+    what: str
+    index: NotRequired[Sequence[int]]
+    a: NotRequired[object]
+    b: NotRequired[object]
+    count: NotRequired[int]
+
+
+class OldAndNew(TypedDict):
+    """A value before and after a change. `new` is None for a removed file."""
+
+    old: int | str | None
+    new: int | str | None
+
+
+class AcceptedChange(TypedDict):
+    """A file that was changed on purpose, with its size and digest, and the changed keys of a config.json."""
+
+    file: str
+    keys: NotRequired[Sequence[str]]
+    bytes: NotRequired[OldAndNew]
+    xxh3: OldAndNew
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +124,11 @@ class Verification:
     is_equal: bool
     tensors: int | None
     values: int | None
-    differences: Sequence[Mapping[str, Any]]
+    differences: Sequence[TensorDifference]
     seconds: float
     ignored_padding_rows: int = 0
     checked: tuple[str, ...] = ()
-    accepted: tuple[Mapping[str, Any], ...] = ()
+    accepted: tuple[AcceptedChange, ...] = ()
     checkpoint: str = ""
     against: str | None = None
     total_tensors: int = 0
@@ -298,7 +331,7 @@ class RunsReport:
     """
 
     path: Path
-    runs: tuple[Mapping[str, Any], ...]
+    runs: tuple[RunSummary, ...]
     changed_keys: tuple[str, ...]
     names: tuple[str, ...] = ()
 

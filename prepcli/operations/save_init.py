@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import Observer, observer_of
@@ -19,14 +19,14 @@ from prepcli.errors import Command, Option, PrepError, text, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
 from prepcli.execution.workers import ProcessOptions
 from prepcli.formats.manifest import (
-    ADAPTER_KEYS,
-    PREP_KEYS,
     QUANTIZATION_KEY,
     QUANTIZED_KEY,
     STATE_ITEM,
     Manifest,
+    adapter_fields,
     find_manifest_folder,
     read_manifest,
+    step_fields,
 )
 from prepcli.formats.ocdbt_read import MAX_ENTRIES
 from prepcli.formats.orbax import find_item
@@ -45,6 +45,7 @@ from prepcli.operations.options import ReshardOptions, SaveInitOptions
 from prepcli.operations.pad_vocab import check_seed, make_fill
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple, format_command_line, with_defaults
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.quantization_leaves import is_quantization_tensor
 from prepcli.planning.tensor_match import TensorMatch
@@ -199,7 +200,7 @@ def plan_resharded_item(
 ) -> PlannedConversion:
     """Plan a copy of an Orbax checkpoint. See `plan_orbax_item`."""
     # `reshard` has none of the options of new rows and casts.
-    values: Any = with_defaults(SaveInitOptions, options)
+    values = with_defaults(SaveInitOptions, options)
     return plan_orbax_item(
         values, source, located, params_only=options["params_only"], command="reshard"
     )
@@ -271,7 +272,7 @@ def plan_orbax_item(
     return PlannedConversion(
         plan,
         f"{located.model_name}-{suffix}",
-        notes=tuple(_layout_lines(layout, item, dropped_state_tensors)),
+        notes=(*source.remarks, *_layout_lines(layout, item, dropped_state_tensors)),
         fields=fields,
         next_command=next_command,
     )
@@ -346,6 +347,11 @@ def _item_plan(
         match.is_tied,
         options["dtype"],
     )
+    settings = _manifest_settings(source, name, layout)
+    if level:
+        settings["compress"] = f"{METHOD}:{level}"
+    settings["tied"] = match.is_tied
+    settings["config"] = config
     return Plan(
         command=command,
         request=request,
@@ -360,12 +366,7 @@ def _item_plan(
         leaves=item.leaves,
         dropped=dropped,
         checks=match.checks,
-        settings={
-            **_manifest_settings(source, name, layout),
-            **({"compress": f"{METHOD}:{level}"} if level else {}),
-            "tied": match.is_tied,
-            "config": config,
-        },
+        settings=settings,
         display_names=source.display_names(),
         item=STATE_ITEM if layout.is_training_step else "",
         zstd_level=level,
@@ -409,21 +410,13 @@ def _resolve_layout(options: SaveInitOptions, source: Source, *, params_only: bo
     )
 
 
-def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[str, Any]:
-    # A step keeps the keys of the trainer, which a resumed run reads. prep writes its own keys again, except for the
-    # number of the step.
-    step_fields = {
-        key: value
-        for key, value in layout.source_manifest.fields.items()
-        if key not in PREP_KEYS or key == "step"
-    }
-    return {
-        **(step_fields if layout.is_training_step else {}),
-        **{
-            key: value
-            for key, value in layout.source_manifest.fields.items()
-            if key in ADAPTER_KEYS
-        },
+def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> ManifestFields:
+    kept: ManifestFields = {}
+    if layout.is_training_step:
+        kept = step_fields(layout.source_manifest)
+    fields: ManifestFields = {
+        **kept,
+        **adapter_fields(layout.source_manifest),
         **_quantization_entries(source),
         "name": name,
         "kind": "train" if layout.is_training_step else "init",
@@ -435,27 +428,22 @@ def _manifest_settings(source: Source, name: str, layout: _ItemLayout) -> dict[s
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
-        **_stacked_manifest_entry(source, layout),
-        **towers_entry(source),
     }
+    # The numbers in the names of stacked tensors.
+    if source.family.is_verbatim:
+        fields["stacked"] = stacked_numbers(source.family, layout.scan)
+    return {**fields, **towers_entry(source)}
 
 
-def _quantization_entries(source: Source) -> dict[str, Any]:
+def _quantization_entries(source: Source) -> ManifestFields:
     """Return the manifest's entries of dequantised weights. A copy of an init keeps them."""
-    entries: dict[str, Any] = {}
+    entries: ManifestFields = {}
     settings = source.quantization or source.tree_manifest.quantization
     if settings:
         entries[QUANTIZATION_KEY] = settings
     if source.quantized:
         entries[QUANTIZED_KEY] = source.quantized
     return entries
-
-
-def _stacked_manifest_entry(source: Source, layout: _ItemLayout) -> dict[str, Any]:
-    """Return the manifest's list of the numbers in the names of stacked tensors, for verbatim leaves."""
-    if not source.family.is_verbatim:
-        return {}
-    return {"stacked": stacked_numbers(source.family, layout.scan)}
 
 
 def _check_verbatim_request(options: SaveInitOptions, source: Source) -> None:

@@ -3,6 +3,9 @@
 The function imports jax.
 """
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifest of a reader describes a complete model.
+
 from __future__ import annotations
 
 import os
@@ -19,6 +22,7 @@ from prepcli.operations.conversion import common_options, open_checkpoint
 from prepcli.operations.operation import public
 from prepcli.operations.options import SourceOptions
 from prepcli.option_spec import PathLike
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
@@ -27,6 +31,7 @@ from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
 from prepcli.training_runs.start import start_manifest
 from trainer.models.checkpoint_store import LeafSpec
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import param_leaves
 
 COMMAND = "save-params"
@@ -104,18 +109,17 @@ def _plan(shapes: Mapping[str, LeafSpec], source: Source, name: str) -> Plan:
     )
 
 
-def _manifest(source: Source, name: str, *, vocab_rows: int) -> dict[str, Any]:
+def _manifest(source: Source, name: str, *, vocab_rows: int) -> ManifestFields:
     """Return the manifest of the model with a vocabulary of this many rows, for chunks of bounded size."""
     with WeightsReader(source, vocab_rows, verify=False) as reader:
-        return start_manifest(source, reader, name) | {
+        return {
+            **start_manifest(source, reader, name),
             "mesh": None,
-            "rules": [*reader.manifest["rules"]],
+            "rules": [*source.tree_manifest.rules],
         }
 
 
-def _check_leaves(
-    shapes: Mapping[str, LeafSpec], source: Source, manifest: Mapping[str, Any]
-) -> None:
+def _check_leaves(shapes: Mapping[str, LeafSpec], source: Source, manifest: ManifestFields) -> None:
     """Raise PrepError unless the leaves have the paths and shapes of the model's parameters."""
     expected = {
         f"{PARAMS}.{path}": leaf.shape
@@ -141,7 +145,7 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
     )
 
 
-def _small_files(source: Source, config: Mapping[str, Any]) -> tuple[SmallFile, ...]:
+def _small_files(source: Source, config: HFConfig) -> tuple[SmallFile, ...]:
     prefix = f"{HF_FOLDER}/"
     extra_files = copied_small_files(source, prefix)
     return settings_files(config, (), extra_files=extra_files, path_prefix=prefix)

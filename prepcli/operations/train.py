@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from prepcli.console.jax_logs import silence_jax
 from prepcli.console.observer import Observer, SilentCommandObserver, run_observer_of
@@ -109,9 +109,9 @@ class CheckpointExporter:
         return conversion.details["pushed"]
 
 
-def _details(result: TrainResult) -> dict[str, Any]:
+def _details(result: TrainResult) -> dict[str, object]:
     """Return the fields of the JSON object of a run."""
-    details: dict[str, Any] = {
+    details: dict[str, object] = {
         "output": result.output,
         "run": result.run,
         "step": result.step,

@@ -32,7 +32,7 @@ from prepcli.operations.conversion import (
 )
 from prepcli.operations.inspection_options import VerifyOptions
 from prepcli.operations.operation import public
-from prepcli.operations.results import TensorDistance, Verification
+from prepcli.operations.results import TensorDifference, TensorDistance, Verification
 from prepcli.option_spec import PathLike
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensor_match import DEFAULT_MATCH_OPTIONS, TensorMatch
@@ -516,9 +516,9 @@ def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
     return (_true_rows(model, tensor)[1], *tensor.shape[1:])
 
 
-def _finding_fields(finding: Finding) -> dict[str, object]:
+def _finding_fields(finding: Finding) -> TensorDifference:
     """Return the entry of a finding in `Verification.differences`."""
-    fields: dict[str, object] = {
+    fields: TensorDifference = {
         "leaf": finding.label.leaf,
         "tensor": finding.label.tensor,
         "what": finding.text,

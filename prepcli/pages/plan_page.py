@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.pages.charts import Bar, Curve, line_chart, stacked_bar
@@ -32,7 +31,7 @@ GIB = 1 << 30
 LENGTH_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 MIN_LENGTH = 128
 
-Replan = Callable[[Mapping[str, Any]], TrainingPlan]
+Replan = Callable[[Mapping[str, object]], TrainingPlan]
 
 
 def write_plan_page(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.run_record import RunRecord, SavedSample
@@ -48,8 +48,23 @@ summary { cursor: pointer; padding: .4rem 0 }
 """
 
 
+class RunSummary(TypedDict):
+    """The main numbers of a run. Missing numbers are None."""
+
+    run: str
+    step: int
+    steps: int | None
+    tokens: int | None
+    loss: float | None
+    eval_loss: float | None
+    best_eval_loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    skipped: int | None
+
+
 def write_report_page(
-    path: Path, runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]
+    path: Path, runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]
 ) -> None:
     """Write the page of one or several runs.
 
@@ -73,7 +88,7 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
     return titles
 
 
-def summary_cells(summary: Mapping[str, Any]) -> dict[str, str]:
+def summary_cells(summary: RunSummary) -> dict[str, str]:
     """Return the main numbers of a run as cells of a table, by the name of the column.
 
     Args:
@@ -108,7 +123,7 @@ def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
     return changed
 
 
-def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, str]]) -> Iterator[str]:
     names = run_names(runs)
     labels = [_label(number, name) for number, name in enumerate(names)]
     heading = f"{len(names)} runs"
@@ -266,7 +281,7 @@ def _environment_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> It
 
 
 def _value_table(
-    heading: str, tables: Sequence[Mapping[str, Any]], labels: Sequence[str]
+    heading: str, tables: Sequence[Mapping[str, object]], labels: Sequence[str]
 ) -> Iterator[str]:
     """Yield a table with one row per key and one column per run. Differences are highlighted."""
     yield f"<h2>{heading}</h2>"
@@ -300,7 +315,7 @@ def _checkpoints_section(runs: Sequence[RunRecord], labels: Sequence[str]) -> It
         yield "<p>No step is saved.</p>"
 
 
-def _all_keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+def _all_keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the keys of all mappings once, in the order in which they appear."""
     keys: dict[str, None] = {}
     for mapping in mappings:

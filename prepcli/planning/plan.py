@@ -12,10 +12,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import ChunkedLocation, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
 from trainer.models.boxes import Box, Range, full_box, strides, volume
@@ -307,7 +307,7 @@ class Plan:
     leaves: tuple[OutputLeaf, ...] = ()
     dropped: tuple[DroppedTensor, ...] = ()
     checks: tuple[EqualityCheck, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: ManifestFields = field(default_factory=ManifestFields)
     display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
     zstd_level: int | None = None

@@ -24,7 +24,8 @@ from prepcli.errors import (
 )
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, ParsedAxisMap, TensorDim, bind_row
-from trainer.models.parameters import Family, HFConfig, dropped_patterns
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family, dropped_patterns
 
 VOCAB_ATOM = "vocab"
 # Rule of the tensors that a user drops, as plans and JSON objects name it.

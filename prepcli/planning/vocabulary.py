@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prepcli.errors import Option, PrepError, text, usage_error
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY = "vocab_size"
@@ -37,7 +36,7 @@ NO_VOCABULARY = Vocabulary(0, 0)
 
 
 def read_vocabulary(
-    config: Mapping[str, Any], default_size: int, *, true_size: int | None = None
+    config: HFConfig, default_size: int, *, true_size: int | None = None
 ) -> Vocabulary:
     """Read the vocabulary sizes from a config.
 
@@ -83,7 +82,7 @@ def check_padded_size(rows: int, option: Option) -> int:
     return rows
 
 
-def with_vocabulary(config: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+def with_vocabulary(config: HFConfig, vocabulary: Vocabulary) -> JsonObject:
     """Return the config with the given vocabulary sizes. Without padding, the config has no true size."""
     updated = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
     updated.pop(TRUE_VOCAB_SIZE_KEY, None)

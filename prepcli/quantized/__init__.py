@@ -1,1 +1,1 @@
-"""Decoders of quantised tensors to floats, one module per format. They read and decode parts of a tensor."""
+"""Decoders and encoders of quantised tensors, one module per format. They read and decode parts of a tensor."""

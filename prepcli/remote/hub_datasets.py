@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from prepcli.errors import Key, PrepError, text, usage_error
 from trainer.files.reading import read_regular_file
@@ -32,9 +32,11 @@ MAX_README_NBYTES = 16 << 20
 NAME_FILES_HINT = "name its files: `hf://datasets/OWNER/NAME/FILE`"
 
 Splits = Mapping[str, Sequence[str]]  # files by split
+# The files of a split, or the splits of a configuration.
+Item = TypeVar("Item")
 
 
-def read_metadata(readme: Path | None) -> Mapping[str, Any]:
+def read_metadata(readme: Path | None) -> Mapping[str, object]:
     """Return the metadata at the top of a dataset's README. It is empty without a README.
 
     Raises:
@@ -56,7 +58,7 @@ def read_metadata(readme: Path | None) -> Mapping[str, Any]:
 def select_files(
     dataset: str,
     names: Iterable[str],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     *,
     config: str | None,
     split: str | None,
@@ -92,8 +94,8 @@ def select_files(
 
 
 def _choose(
-    dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted: str | None, default: str
-) -> Any:
+    dataset: str, noun: str, key: str, items: Mapping[str, Item], wanted: str | None, default: str
+) -> Item:
     """Return the requested item, the only one, or the default."""
     items = {name: item for name, item in items.items() if item}
     if wanted is None and len(items) == 1:
@@ -114,7 +116,7 @@ def _choose(
     raise usage_error(what, f"its {noun}s: {', '.join(items)}", hint)
 
 
-def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _tables(metadata: Mapping[str, object]) -> list[dict[str, object]]:
     """Return the configurations in a README."""
     tables = metadata.get("configs")
     if not isinstance(tables, list):
@@ -130,7 +132,7 @@ def _text(value: object) -> str:
 
 
 def _listed_configs(
-    metadata: Mapping[str, Any], names: Sequence[str], accepts: Callable[[str], bool]
+    metadata: Mapping[str, object], names: Sequence[str], accepts: Callable[[str], bool]
 ) -> dict[str, Splits]:
     """Return the files of the configurations in a README, by name and split."""
     configs: dict[str, Splits] = {}
@@ -148,7 +150,7 @@ def _listed_configs(
     return configs
 
 
-def _listed_splits(data_files: Any, names: Sequence[str], folder: str) -> Splits:
+def _listed_splits(data_files: object, names: Sequence[str], folder: str) -> Splits:
     """Return the files of a `data_files` entry: patterns, or tables with a split and its patterns."""
     if isinstance(data_files, list):
         entries = data_files

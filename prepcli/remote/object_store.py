@@ -417,7 +417,7 @@ def _check_installed(url: ObjectStoreUrl) -> None:
         )
 
 
-def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, bool | str]:
     """Read the connection variables of the environment, such as AWS_ALLOW_HTTP.
 
     obstore reads them itself, but ignores them when it gets options, as it does here.
@@ -425,7 +425,7 @@ def client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
     >>> client_settings("AWS_", {"AWS_ALLOW_HTTP": "1", "AWS_TIMEOUT": "30 s"})
     {'allow_http': True, 'timeout': '30 s'}
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, bool | str] = {}
     for name in _CLIENT_FLAGS:
         text = environ.get(prefix + name.upper(), "")
         if text:
@@ -441,7 +441,7 @@ def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore
     from obstore.store import GCSStore, S3Store
 
     request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)
-    limits: dict[str, Any] = {
+    limits: dict[str, timedelta] = {
         "connect_timeout": timedelta(seconds=timeout_s),
         "timeout": timedelta(seconds=request_limit_s),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import format_table
@@ -42,7 +41,7 @@ def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
     yield wrap_line(compiled_caveat(step), columns)
 
 
-def compiled_fields(step: CompiledStep | None) -> dict[str, Any] | None:
+def compiled_fields(step: CompiledStep | None) -> dict[str, object] | None:
     """Return the compiled step as fields of the JSON object, or None if the step was not compiled."""
     if step is None:
         return None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report
@@ -29,7 +26,7 @@ def conversion_report(conversion: Conversion, level: int) -> Report:
     return Report(output, fields, conversion.next_command)
 
 
-def _leaf_fields(plan: Plan) -> list[Mapping[str, Any]]:
+def _leaf_fields(plan: Plan) -> list[dict[str, object]]:
     """Return the name, the shapes and the dtype of each leaf."""
     return [
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
@@ -28,7 +27,7 @@ def demo_report(run: DemoRun, columns: int | None) -> Report:
         width=columns,
         wrapped=["result"],
     )
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "output": str(run.out),
         "steps": [asdict(step) for step in run.steps],
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prepcli.console.ui import Report, format_table
 from prepcli.operations.results import Evaluation, EvaluationScores
 
@@ -32,7 +30,7 @@ def evaluation_report(evaluation: Evaluation, columns: int | None) -> Report:
     return Report(_table(evaluation, columns), fields, process=evaluation.process)
 
 
-def _score_fields(scores: EvaluationScores) -> dict[str, Any]:
+def _score_fields(scores: EvaluationScores) -> dict[str, float | int | None]:
     """Return scores as JSON fields: loss, perplexity, accuracy, counts, and one field per metric."""
     return {
         "loss": scores.loss,

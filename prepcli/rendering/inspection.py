@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.console.observer import LEAVES
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import Cell, Report, Ui, format_table
 from prepcli.errors import PrepError
-from prepcli.inspection.contents import CheckpointContents, TensorEntry, nbytes_below
+from prepcli.inspection.contents import (
+    AdapterSummary,
+    CheckpointContents,
+    TensorEntry,
+    nbytes_below,
+)
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats
@@ -21,6 +25,7 @@ from prepcli.operations.inspect import (
     SelectedTensors,
     ShapeAndDtype,
     ShapeComparison,
+    SourceSummary,
 )
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 from prepcli.sources.source import CONFIG
@@ -54,7 +59,7 @@ def tensors_report(selected: SelectedTensors, ui: Ui, *, tree: bool = False) -> 
     checkpoint = selected.checkpoint
     contents = checkpoint.contents
     entries = selected.entries
-    fields: dict[str, Any] = {"source": checkpoint.summary, "tensors": []}
+    fields: dict[str, object] = {"source": checkpoint.summary, "tensors": []}
     if ui.as_json:
         # A checkpoint may have millions of tensors. The text needs only the first ones.
         fields["tensors"] = _tensor_fields(selected)
@@ -109,7 +114,7 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
     a_name = comparison.checkpoint.contents.display_name
     b_name = comparison.against.contents.display_name
     differences = comparison.differences
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "source": comparison.checkpoint.summary,
         "against": comparison.against.summary,
         "differences": [
@@ -130,7 +135,7 @@ def shape_comparison_report(comparison: ShapeComparison, ui: Ui) -> Report:
 
 def _tree_view(
     entries: Sequence[TensorEntry], max_rows: int, ui: Ui
-) -> tuple[str, list[dict[str, Any]]]:
+) -> tuple[str, list[dict[str, object]]]:
     """Return the tree as text and as JSON fields."""
     nodes = build_tree(entries)
     # Only the shown rows are built, because a malicious header may have millions.
@@ -142,7 +147,7 @@ def _tree_view(
     return text, fields
 
 
-def _tensor_fields(selected: SelectedTensors) -> list[dict[str, Any]]:
+def _tensor_fields(selected: SelectedTensors) -> list[dict[str, object]]:
     """Return the JSON fields of each tensor."""
     contents = selected.checkpoint.contents
     tensors = [_entry_fields(contents, entry) for entry in selected.entries]
@@ -172,10 +177,10 @@ def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tupl
     return file.name, stored.offset
 
 
-def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str, Any]:
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str, object]:
     """Return an entry's JSON fields. File and offset are of its first chunk."""
     file_name, offset = _first_chunk_place(contents, entry) or (None, None)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "name": entry.name,
         "shape": entry.shape,
         "dtype": entry.dtype,
@@ -224,7 +229,7 @@ def _stats_table(
     return format_table(rows, header, set(header[3:]), columns, optional=("shape",))
 
 
-def _stats_fields(statistics: TensorStats | None) -> dict[str, Any] | None:
+def _stats_fields(statistics: TensorStats | None) -> dict[str, object] | None:
     if statistics is None:
         return None
     counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
@@ -235,7 +240,7 @@ def _value_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
+def header_lines(contents: CheckpointContents, source: SourceSummary) -> list[str]:
     """Describe the model and its storage in one line each, and the first entries that are not arrays."""
     size_in_values = (
         f"{source['parameters']:,} parameters"
@@ -273,7 +278,7 @@ def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> lis
     return [model, "; ".join(stored), *extra_lines]
 
 
-def _adapter_text(adapter: Mapping[str, Any]) -> str:
+def _adapter_text(adapter: AdapterSummary) -> str:
     """Return the settings of an adapter, such as `LoRA adapter, rank 8, alpha 16, scaled by 2`."""
     base = f" of {adapter['base']:.100}" if adapter["base"] else ""
     return f"LoRA adapter{base}, rank {adapter['rank']}, alpha {adapter['alpha']:g}, scaled by {adapter['scaling']:g}"
@@ -296,7 +301,7 @@ def _family_text(contents: CheckpointContents) -> str:
     return f"unknown family (no {CONFIG}: `--config PATH`)" if needs_config else "unknown family"
 
 
-def _layout_text(source: Mapping[str, Any]) -> str:
+def _layout_text(source: SourceSummary) -> str:
     stacked = (
         f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
     )
@@ -314,7 +319,7 @@ def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> 
     return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
 
 
-def shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
+def shape_fields(shape: ShapeAndDtype | None) -> dict[str, object] | None:
     """Return a shape and dtype for the JSON object."""
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
 

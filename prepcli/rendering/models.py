@@ -35,12 +35,17 @@ def aliases_report(aliases: Sequence[Alias], columns: int | None) -> Report:
     }
     names = ", ".join(FAMILIES)
     families = f"{len(FAMILIES)} model types convert, train and generate: {names}"
+    multimodal = (
+        "a multimodal model with a text part of such a type (model_type of its text_config) converts with its towers,"
+        " and trains and generates as its text part"
+    )
     others = f"all other model types convert: {CANNOT_TRAIN}"
     width = columns or TEXT_WIDTH
     lines = [
         _alias_table(aliases, columns),
         "",
         textwrap.fill(families, width),
+        textwrap.fill(multimodal, width),
         textwrap.fill(others, width),
     ]
     return Report("\n".join(lines), fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.observer import LEAVES
@@ -64,7 +63,7 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
         ui: Its verbosity and width determine the rows and columns of the table.
     """
     search = meshes.search
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     for option in search.options:
         entries.append(plan_fields(option.plan) | kind_fields(option.estimate))
     fields = {
@@ -81,7 +80,7 @@ def meshes_report(meshes: FittingMeshes, ui: Ui) -> Report:
     return Report(f"{title}\n{text}", fields)
 
 
-def _change_fields(change: MemoryChange | None) -> dict[str, Any] | None:
+def _change_fields(change: MemoryChange | None) -> dict[str, object] | None:
     if change is None:
         return None
     return {"set": dict(change.values), "peak": change.plan.memory.peak}
@@ -182,7 +181,7 @@ def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:
         yield f"  {rest} x another reason"
 
 
-def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
+def plan_fields(plan: TrainingPlan) -> dict[str, object]:
     """Return the plan as fields of a JSON object, without the memory of each kind of accelerator."""
     return {
         "mesh": str(plan.mesh),
@@ -211,7 +210,7 @@ def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def kind_fields(estimate: KindEstimate) -> dict[str, Any]:
+def kind_fields(estimate: KindEstimate) -> dict[str, object]:
     """Return the estimated time, memory and MFU of a step on one kind of accelerator as fields of a JSON object."""
     time = estimate.time
     return {

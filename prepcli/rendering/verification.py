@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.observer import LEAVES
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import GET_AGAIN_HINT, PrepError
-from prepcli.operations.results import Verification
+from prepcli.operations.results import TensorDifference, Verification
 from prepcli.sources.tensor_labels import TensorLabel
 
 
@@ -28,7 +26,7 @@ def verification_report(verification: Verification, ui: Ui) -> Report:
         text = f"ok: {_checked_text(verification)} ({verification.seconds:.1f} s)"
         return Report(text, _equal_fields(verification))
     _note_differences(verification, ui)
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "differences": verification.differences,
         "ignored_padding_rows": verification.ignored_padding_rows,
         **_distance_fields(verification),
@@ -54,8 +52,8 @@ def _checked_text(verification: Verification) -> str:
     return f"{text} equal, no values read{padding}"
 
 
-def _equal_fields(verification: Verification) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tensors": verification.tensors, "values": verification.values}
+def _equal_fields(verification: Verification) -> dict[str, object]:
+    fields: dict[str, object] = {"tensors": verification.tensors, "values": verification.values}
     if verification.checked:
         fields["checked"] = list(verification.checked)
     else:
@@ -68,11 +66,11 @@ def _equal_fields(verification: Verification) -> dict[str, Any]:
     return fields | _distance_fields(verification)
 
 
-def _distance_fields(verification: Verification) -> dict[str, Any]:
+def _distance_fields(verification: Verification) -> dict[str, object]:
     """Return the distances for JSON. Infinity is no JSON number: it becomes null."""
     if not verification.distances:
         return {}
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     for distance in verification.distances:
         entry = asdict(distance)
         for name in ("max_abs", "mean_abs", "cosine"):
@@ -121,5 +119,5 @@ def _difference_error(verification: Verification) -> PrepError:
     return PrepError(f"{what} ({counts})", f"{_label(first)} {first['what']}", hint)
 
 
-def _label(difference: Mapping[str, Any]) -> TensorLabel:
+def _label(difference: TensorDifference) -> TensorLabel:
     return TensorLabel(difference["leaf"], difference["tensor"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.item_reader import BoxArrays, ItemReader
@@ -24,7 +22,7 @@ class AverageReader:
     def __init__(self, reader: ItemReader) -> None:
         """Wrap the reader of an item with averages of all parameters."""
         self._reader = reader
-        self.manifest: Mapping[str, Any] = reader.manifest
+        self.manifest = reader.manifest
         self.is_remote = reader.is_remote
         prefix = f"{AVERAGE_SLOT}."
         self.leaves: dict[str, LeafSpec] = {}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.planning.checksum_blocks import chunk_blocks
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.digest_checks import RECREATE_HINT
@@ -107,7 +107,7 @@ class ItemReader:
     def __init__(
         self,
         item: OrbaxItem,
-        manifest: Mapping[str, Any],
+        manifest: ManifestFields,
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
         *,

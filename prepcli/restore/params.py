@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.errors import GET_AGAIN_HINT, Command, Option, PrepError, text, usage_error
 from prepcli.remote.placeholders import rename_in_errors
@@ -17,6 +17,7 @@ from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_axis_maps
 from trainer.models.mesh import Mesh
 from trainer.models.partition import vocab_multiple
+from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def open_model(
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
     with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
         model = model_from_manifest(reader.manifest)
-        sharding = make_sharding(mesh, reader.manifest)
+        sharding = make_sharding(mesh, source.tree_manifest.rules)
         check_mesh_divides(model, sharding)
         yield OpenedModel(reader, model, sharding)
 
@@ -120,7 +121,7 @@ def open_checked_reader(
                 on_unchecked()
             return AverageReader(reader) if source.has_averages else reader
         reader.close()
-    sharding = make_sharding(mesh, {"rules": manifest.rules})
+    sharding = make_sharding(mesh, manifest.rules)
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
 
 
@@ -138,13 +139,11 @@ def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: boo
     return WeightsReader(source, vocab_multiple(dims, mesh, rules), verify)
 
 
-def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:
-    """Return the sharding context of a mesh, with the partition rules of a manifest. `mesh=None`: one device."""
+def make_sharding(mesh: str | None, rules: Sequence[str]) -> ShardingContext:
+    """Return the sharding context of a mesh, with partition rules. `mesh=None`: one device."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
-    from trainer.training.setup import rules_from_manifest
 
     if mesh is None:
         return ShardingContext()
-    rules = rules_from_manifest(manifest)
-    return make_sharding_context(parse_mesh(mesh), rules, origin=Option("mesh"))
+    return make_sharding_context(parse_mesh(mesh), merge_rules(rules), origin=Option("mesh"))

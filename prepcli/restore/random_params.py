@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
 from prepcli.restore.params import make_sharding
+from trainer.models.json_types import HFConfig
 from trainer.models.parameters import parameter_rows
 from trainer.models.partition import vocab_multiple
 from trainer.models.registry import family_of
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ModelSpec
 
 
-def model_of_config(
-    config: Mapping[str, Any], mesh: str | None
-) -> tuple[ModelSpec, ShardingContext]:
+def model_of_config(config: HFConfig, mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
     """Return the model of a config, with stacked layers and a vocabulary padded to the size that a mesh divides.
 
     Args:
@@ -33,7 +31,7 @@ def model_of_config(
     from trainer.training.setup import check_mesh_divides
 
     family = family_of(config)
-    sharding = make_sharding(mesh, {"rules": ()})
+    sharding = make_sharding(mesh, ())
     vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
     dims = {path: row.leaf_dims for path, row in parameter_rows(family, config).items()}
     multiple = vocab_multiple(dims, sharding.mesh, sharding.rules)

@@ -64,7 +64,7 @@ def load_verbatim_params(
         if tensor.nbytes == 0:
             arrays[tensor.name] = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
     with errors, open_checked_reader(source, path, mesh, verify, on_unchecked) as reader:
-        sharding = make_sharding(mesh, {"rules": _rules(source)})
+        sharding = make_sharding(mesh, _rules(source))
         check_leaf_rules(sharding.rules, {name: leaf.dims for name, leaf in leaves.items()})
         loader = make_loader(reader)
         for name, leaf in leaves.items():

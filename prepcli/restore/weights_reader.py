@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RERUN_HINT, PrepError
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
@@ -90,10 +90,13 @@ class WeightsReader:
         config = source.config
         if not source.family.is_verbatim:
             config = with_vocabulary(config, self.vocabulary)
-        self.manifest: Mapping[str, Any] = {
-            "config": config, "tied": match.is_tied, "scan": True, "scan_axis": 0,
+        self.manifest: ManifestFields = {
+            "config": config,
+            "tied": match.is_tied,
+            "scan": True,
+            "scan_axis": 0,
             "rules": source.tree_manifest.rules,
-        }  # fmt: skip
+        }
         sizes = source.family.sizes(source.config)
         padded = {VOCAB_ATOM: padded_vocab_size}
         axis_maps = {path: bind_row(row, sizes, padded) for path, row in rows.items()}

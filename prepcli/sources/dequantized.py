@@ -21,10 +21,13 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray, Files
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.formats.manifest import QuantizedRecord
-from prepcli.planning.plan import Contiguous
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.manifest_fields import QuantizedRecord
+from prepcli.planning.plan import Contiguous, Strided
 from prepcli.planning.quantization_leaves import QUANTIZATION
 from prepcli.planning.state_names import qualify
+from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.decoder import Decoder, StoredMatrix
 from prepcli.quantized.find_weights import (
@@ -38,6 +41,7 @@ from prepcli.quantized.find_weights import (
 from prepcli.sources.model_family import as_verbatim
 from prepcli.sources.source import CONFIG, Source, SourceTensor, read_json_object
 from trainer.models.boxes import Range
+from trainer.models.json_types import HFConfig, JsonObject
 
 DECODED_DTYPE = "bfloat16"
 # Memory per decoded value: codes, scales and zero points in float32, and the value itself.
@@ -273,9 +277,17 @@ def _parameter_dtype(source: Source, other: Source) -> str:
 def decoder_of_tensor(source: Source, tensor: SourceTensor) -> Decoder:
     """Return the decoder of a decoded tensor. A decoder may have several tensors, e.g. one for each expert."""
     blob = _decoded_blob(source)
-    location = tensor.placement[0]
-    assert isinstance(location, Contiguous)
-    return blob.decoders[bisect.bisect_right(blob.starts(), location.offset) - 1]
+    offset = _blob_offset(tensor.placement[0])
+    return blob.decoders[bisect.bisect_right(blob.starts(), offset) - 1]
+
+
+def _blob_offset(location: Contiguous | Strided | ChunkedLocation | GappedRegion) -> int:
+    """Return the offset of a location in the decoded weights."""
+    if isinstance(location, Contiguous):
+        return location.offset
+    assert isinstance(location, ChunkedLocation)
+    assert isinstance(location.placement, StridedPlacement)
+    return location.placement.offset
 
 
 def _decoded_blob(source: Source) -> DequantizedBlob:
@@ -289,19 +301,35 @@ def cast_decoded(source: Source, dtype: str) -> Source:
     """Return a source with decoded tensors in a dtype."""
     blob = _decoded_blob(source)
     cast_blob = replace(blob, dtype=dtype)
-    starts = blob.starts()
-    cast_starts = cast_blob.starts()
     tensors: list[SourceTensor] = []
     for tensor in source.tensors:
-        location = tensor.placement[0]
-        if tensor.default_dtype and isinstance(location, Contiguous):
-            number = bisect.bisect_right(starts, location.offset) - 1
-            values = (location.offset - starts[number]) // itemsize(tensor.dtype)
-            offset = cast_starts[number] + values * itemsize(dtype)
-            cast_location = Contiguous(location.file, offset)
-            tensor = replace(tensor, dtype=dtype, placement=(cast_location,), default_dtype="")
+        if tensor.default_dtype:
+            placement = tuple(
+                _cast_location(location, tensor.dtype, blob, cast_blob)
+                for location in tensor.placement
+            )
+            tensor = replace(tensor, dtype=dtype, placement=placement, default_dtype="")
         tensors.append(tensor)
     return replace(source, tensors=tuple(tensors), blobs=(*source.blobs[:-1], cast_blob))
+
+
+def _cast_location(
+    location: Contiguous | Strided | ChunkedLocation | GappedRegion,
+    dtype: str,
+    blob: DequantizedBlob,
+    cast_blob: DequantizedBlob,
+) -> Contiguous | ChunkedLocation:
+    """Return a location of values of a dtype in a blob of another dtype."""
+    starts = blob.starts()
+    old_offset = _blob_offset(location)
+    number = bisect.bisect_right(starts, old_offset) - 1
+    values = (old_offset - starts[number]) // itemsize(dtype)
+    offset = cast_blob.starts()[number] + values * itemsize(cast_blob.dtype)
+    if isinstance(location, Contiguous):
+        return Contiguous(location.file, offset)
+    assert isinstance(location, ChunkedLocation)
+    placement = replace(location.placement, offset=offset)
+    return replace(location, placement=placement, itemsize=itemsize(cast_blob.dtype))
 
 
 def find_source_weights(source: Source) -> QuantizedWeights:
@@ -428,7 +456,7 @@ def quantized_record(decoder: Decoder, method: str) -> QuantizedRecord:
     }
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_quantization(config: HFConfig) -> JsonObject:
     """Return a config.json without its quantisation config."""
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text_config = kept.get("text_config")

@@ -215,15 +215,22 @@ def detect_file(path: Path, display_name: str, *, allow_gguf: bool = False) -> K
     if (kind := sniff_msgpack_kind(path)) is not None:
         return kind
     verdict, selected_names = apply_rules([path.name])
-    if verdict is GGUF and allow_gguf:
-        return "gguf"
-    if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
-        raise verdict.error(selected_names, display_name)
+    if verdict is GGUF:
+        return detect_gguf(path.name, display_name, is_allowed=allow_gguf)
+    if verdict is DISTRIBUTED:
+        raise DISTRIBUTED.error(selected_names, display_name)
     raise PrepError(
         f"{display_name} is a file",
         "only Flax, EasyLM and GGUF checkpoints are single files",
         f"name its folder: `{path.parent}`",
     )
+
+
+def detect_gguf(name: str, display_name: str, *, is_allowed: bool) -> Kind:
+    """Return the kind of a GGUF file. Raise PrepError if the command does not read them."""
+    if not is_allowed:
+        raise GGUF.error([name], display_name)
+    return "gguf"
 
 
 def apply_rules(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prepcli.sources.source import read_config
+from trainer.models.json_types import HFConfig
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def model_eos_token_ids(
-    config: Mapping[str, Any], generation_config: Path | None, vocab: int
+    config: HFConfig, generation_config: Path | None, vocab: int
 ) -> tuple[int, ...]:
     """Return the token ids that end a text, from generation_config.json or else config.json.
 

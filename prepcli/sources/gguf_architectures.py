@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from prepcli.formats.gguf import GgufMetadata
+from trainer.models.json_types import JsonValue
 
 # Tensors [experts, out, in] of all experts of a layer.
 EXPERT_TENSORS = (
@@ -36,6 +38,8 @@ class GgufArchitecture:
         defaults: Further fields of config.json.
         interleaved: Tensors with interleaved rows of heads.
         transposed: Tensors stored transposed.
+        rows: Axis map of each tensor that is a part of one of Hugging Face, or its transpose: dims of the stored
+            tensor, name with `{layer}`, dims of Hugging Face's tensor.
         norm_offset: Number that llama.cpp adds to the weights of norms.
     """
 
@@ -43,9 +47,10 @@ class GgufArchitecture:
     class_name: str
     tensor_names: Mapping[str, str]
     config_keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, JsonValue] = field(default_factory=dict)
     interleaved: Collection[str] = ()
     transposed: Collection[str] = ()
+    rows: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
 
 
@@ -181,6 +186,22 @@ MIXTRAL = GgufArchitecture(
     interleaved=_INTERLEAVED,
 )
 
+# llama.cpp splits the columns of gate and up, which alternate, and transposes the matrices of experts.
+_GPT_OSS_EXPERTS = _LAYER + "mlp.experts."
+_GPT_OSS_ROWS = {
+    "blk.ffn_down_exps.weight": (
+        f"experts embed mlp <- {_GPT_OSS_EXPERTS}down_proj: experts mlp embed"
+    ),
+    "blk.ffn_down_exps.bias": f"experts embed <- {_GPT_OSS_EXPERTS}down_proj_bias: experts embed",
+}
+for _number, _name in enumerate(("gate", "up")):
+    _GPT_OSS_ROWS[f"blk.ffn_{_name}_exps.weight"] = (
+        f"experts mlp embed <- {_GPT_OSS_EXPERTS}gate_up_proj: experts embed (mlp gate_up={_number})"
+    )
+    _GPT_OSS_ROWS[f"blk.ffn_{_name}_exps.bias"] = (
+        f"experts mlp <- {_GPT_OSS_EXPERTS}gate_up_proj_bias: experts (mlp gate_up={_number})"
+    )
+
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
         "llama",
@@ -225,6 +246,23 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
         # llama.cpp always normalizes the weights of the selected experts.
         defaults={"norm_topk_prob": True},
+    ),
+    "gpt-oss": GgufArchitecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _EMBEDDINGS
+        | _ATTENTION
+        | _modules({"blk.ffn_gate_inp": _LAYER + "mlp.router"}, bias=True)
+        | {
+            "blk.attn_norm.weight": _LAYER + "input_layernorm.weight",
+            "blk.post_attention_norm.weight": _LAYER + "post_attention_layernorm.weight",
+            "blk.attn_sinks.weight": _LAYER + "self_attn.sinks",
+        },
+        _CONFIG_KEYS
+        | _HEAD_DIM
+        | _WINDOW
+        | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        rows=_GPT_OSS_ROWS,
     ),
     "gemma": GgufArchitecture(
         "gemma",
@@ -275,7 +313,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 }
 
 
-def needs_config_reason(metadata: Mapping[str, Any], prefix: str, names: Collection[str]) -> str:
+def needs_config_reason(metadata: GgufMetadata, prefix: str, names: Collection[str]) -> str:
     """Return the fact that a config.json has and the metadata does not, or an empty string.
 
     Args:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from prepcli.errors import Option, PrepError, Text, text
+from prepcli.console.lists import join_names
+from prepcli.errors import Command, Option, PrepError, Text, text
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import select_flax_files
+from prepcli.formats.gguf import part_names
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.torch_files import select_torch_files
@@ -36,6 +38,7 @@ SMALL_FILE_PATTERNS = (
     "added_tokens.json",
     "chat_template*",
     "spiece.model",
+    "*processor_config.json",
     *QUANTIZATION_FILES,
 )
 
@@ -59,14 +62,14 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
         )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
         if is_offline:
-            return _cached_folder(repo)
+            return _cached_files(repo)
         try:
             listing = list_repository(hub_id, revision, retry_policy=access.retry_policy)
         except Exception as error:
             if access.stream or not is_hub_down(error):
                 raise
             return _fall_back_to_cache(error, repo, access)
-    return HubFolder(listing, access)
+    return HubFolder(listing, access, repo.file)
 
 
 def _offline_reason(access: Access) -> Text:
@@ -75,6 +78,16 @@ def _offline_reason(access: Access) -> Text:
         return text("{} disables network access", Option("offline", True))
     variable = f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
     return text("{} disables network access", variable)
+
+
+def _cached_files(repo: HubRepo) -> LocalFolder:
+    """Return the cached snapshot of a model, or a file of it. Raise FileNotFoundError if there is none."""
+    if not repo.file:
+        return _cached_folder(repo)
+    path = cached_snapshot(repo.display_name, repo.revision)
+    if not (path / repo.file).is_file():
+        raise FileNotFoundError(f"{path} has no {repo.file}")
+    return LocalFolder(repo.display_name, path / repo.file, commit=path.name)
 
 
 def _cached_folder(repo: HubRepo) -> LocalFolder:
@@ -92,7 +105,7 @@ def _cached_folder(repo: HubRepo) -> LocalFolder:
 def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> LocalFolder:
     """Return the cached snapshot after an error of the hub. Raise that error if there is none."""
     try:
-        folder = _cached_folder(repo)
+        folder = _cached_files(repo)
     except FileNotFoundError:
         raise error from None
     access.warn(
@@ -103,10 +116,17 @@ def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> Loca
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The files of a repository as a `Folder`. `prepare_local_files` downloads the model unless it is streamed."""
+    """The files of a repository as a `Folder`. `prepare_local_files` downloads the model unless it is streamed.
+
+    Attributes:
+        listing: The listed files.
+        access: Settings for reading them.
+        file: A GGUF file to read, with its other parts. Empty for the model of the top folder.
+    """
 
     listing: HubListing
     access: Access
+    file: str = ""
 
     @property
     def display_name(self) -> str:
@@ -124,6 +144,8 @@ class HubFolder:
 
     def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch the files of one weight format with config and tokenizer: whole, or only headers to stream."""
+        if self.file:
+            return self._fetch_gguf()
         names = files_to_download(self.names(), self.access.copied_files)
         if not _select_weights(names):
             raise no_checkpoint_error(sorted(self.names()), self.display_name)
@@ -136,6 +158,27 @@ class HubFolder:
                 return self._fetch_streamed(kind, names)
             path = self.listing.download(names, self.access.progress)
         return LocalFiles(path, commit=path.name)
+
+    def _fetch_gguf(self) -> LocalFiles:
+        """Download a GGUF file, or all parts of its model."""
+        names = part_names(self.file)
+        missing = [name for name in names if name not in self.listing.siblings]
+        if missing:
+            known = [name for name in self.listing.siblings if name.endswith(".gguf")]
+            why = f"its GGUF files are {join_names(known)}" if known else "it has no GGUF file"
+            hint = text(
+                "{} lists the tensors of a file", Command("inspect", "OWNER/NAME/FILE.gguf")
+            )
+            raise PrepError(f"{self.display_name} has no {missing[0]}", why, hint)
+        if self.access.stream:
+            raise PrepError(
+                f"cannot stream {self.file}",
+                text("{} reads safetensors", Option("stream", True)),
+                text("without {} it is downloaded first", Option("stream", True)),
+            )
+        with self._translate_errors():
+            path = self.listing.download(names, self.access.progress)
+        return LocalFiles(path / self.file, commit=path.name)
 
     def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> LocalFiles:
         """Fetch the small files, and the headers of the safetensors files."""

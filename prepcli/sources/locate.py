@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import assert_never
 
 from prepcli.errors import Option, text, usage_error
-from prepcli.formats.manifest import NO_MANIFEST, find_manifest_folder, read_manifest
+from prepcli.formats.file_records import read_manifest_of_file
+from prepcli.formats.manifest import Manifest, find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
-from prepcli.sources.detect import detect, detect_file
+from prepcli.sources.detect import detect, detect_file, detect_gguf
 from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
 from prepcli.sources.references import (
@@ -31,6 +32,7 @@ class LocatedCheckpoint:
         model_name: Name that outputs are called after, without a folder.
         kind: Format of the checkpoint.
         local_files: Local files from which the checkpoint is opened.
+        manifest: Manifest of an output of prep, else None.
         part: EasyLM part in the name, as `params` in `params::PATH`.
     """
 
@@ -38,6 +40,7 @@ class LocatedCheckpoint:
     model_name: str
     kind: Kind
     local_files: LocalFiles
+    manifest: Manifest | None
     part: str = ""
 
 
@@ -66,6 +69,8 @@ def locate(
     folder = open_folder(reference, access)
     if isinstance(reference, LocalPath) and reference.path.is_file():
         kind = detect_file(reference.path, reference.display_name, allow_gguf=access.allow_gguf)
+    elif isinstance(reference, HubRepo) and reference.file:
+        kind = detect_gguf(reference.file, reference.display_name, is_allowed=access.allow_gguf)
     else:
         kind = detect(
             folder,
@@ -74,15 +79,18 @@ def locate(
         )
     # Only now, with a known and supported format, are files fetched: a refused model costs a listing.
     local_files = folder.prepare_local_files(kind)
+    with local_files.rename_in_errors(reference.display_name):
+        manifest = _read_manifest(local_files.path)
     if isinstance(reference, LocalPath):
         part = reference.part
     else:
         part = ""
     return LocatedCheckpoint(
         display_name=reference.display_name,
-        model_name=_manifest_name(reference, local_files) or reference.model_name,
+        model_name=_recorded_name(reference, local_files, manifest) or reference.model_name,
         kind=kind,
         local_files=local_files,
+        manifest=manifest,
         part=part,
     )
 
@@ -105,12 +113,19 @@ def open_folder(reference: Reference, access: Access) -> Folder:
             assert_never(reference)
 
 
-def _manifest_name(reference: Reference, local_files: LocalFiles) -> str:
+def _read_manifest(path: Path) -> Manifest | None:
+    """Read the manifest of a folder, or the one that records a single file."""
+    if path.is_file():
+        return read_manifest_of_file(path)
+    return read_manifest(find_manifest_folder(path))
+
+
+def _recorded_name(reference: Reference, local_files: LocalFiles, manifest: Manifest | None) -> str:
     """Return the model name in the manifest. Empty if the name has a slash, which would leave the output folder."""
-    if isinstance(reference, HubRepo):
+    # A model of the hub has the name of its repository, and a single file its own.
+    if manifest is None or isinstance(reference, HubRepo) or local_files.path.is_file():
         return ""
-    with local_files.rename_in_errors(reference.display_name):
-        name = (read_manifest(find_manifest_folder(local_files.path)) or NO_MANIFEST).name
+    name = manifest.name
     if isinstance(name, str) and name == Path(name).name:
         return name
     return ""

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prepcli.errors import Option, PrepError, text, usage_error
-from prepcli.formats.manifest import Manifest, QuantizedRecord
+from prepcli.formats.manifest import Manifest
+from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import DroppedTensor
 from prepcli.planning.state_names import split_name
 from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.sources.source import Source, SourceTensor, read_config, side_files
 from prepcli.sources.source_hints import CONFIG, SourceHints
-from trainer.models.parameters import VERBATIM, Family, HFConfig
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import VERBATIM, Family
 from trainer.models.registry import FAMILIES, family_of
 from trainer.models.text_part import read_text_part, text_section
 from trainer.models.truncation import later_layers, truncate_config

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import TOWERS_KEY
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Contiguous, DroppedTensor, Strided
 from prepcli.planning.state_names import TOWERS, qualify
 from prepcli.planning.strided_copies import ChunkedLocation
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.sources.source import Source, SourceTensor, Wrapper
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 from trainer.models.registry import FAMILIES
 from trainer.models.text_part import TextPart, read_text_part
 
@@ -71,7 +71,7 @@ def split_text_part(source: Source) -> Source:
     )
 
 
-def towers_entry(source: Source) -> dict[str, Any]:
+def towers_entry(source: Source) -> ManifestFields:
     """Return the manifest's entry of a multimodal model: its type, and the prefixes of its text part in files."""
     recorded = source.tree_manifest.towers
     if recorded is not None:

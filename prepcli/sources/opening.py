@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.errors import Option, Text, text
-from prepcli.formats.file_records import check_files, check_header, read_manifest_of_file
-from prepcli.formats.manifest import SIZE_KEY, find_manifest_folder, read_manifest
+from prepcli.formats.file_records import check_files, check_header
+from prepcli.formats.manifest import SIZE_KEY, Manifest, find_manifest_folder
 from prepcli.planning.plan import SourceFile
 from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
 from prepcli.sources.dequantized import dequantize_source
@@ -28,15 +28,19 @@ from prepcli.sources.source import Source
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import VERBATIM
 
-OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
+# Openers of the formats that prep writes. The manifest names the family, and has the digests of the tensors.
+OUTPUT_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints, Manifest | None], Source]] = {
     "safetensors": open_safetensors,
     "flax": open_flax,
     "easylm": open_easylm,
+    "orbax": open_orbax,
+    "adapter": open_adapter_alone,
+}
+# Openers of the formats that prep only reads.
+FOREIGN_OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "torch": open_torch,
     "meta": open_meta,
     "dcp": open_dcp,
-    "orbax": open_orbax,
-    "adapter": open_adapter_alone,
     "gguf": open_gguf,
 }
 
@@ -65,9 +69,13 @@ def open_source(
     local_files = located.local_files
     display_name = located.display_name
     with local_files.rename_in_errors(display_name):
-        check_local_files(local_files)
+        check_local_files(local_files, located.manifest)
         hints = SourceHints(config_path, located.part, verbatim, copied_files)
-        source = OPENERS[located.kind](local_files.path, display_name, hints)
+        if located.kind in OUTPUT_OPENERS:
+            open_output = OUTPUT_OPENERS[located.kind]
+            source = open_output(local_files.path, display_name, hints, located.manifest)
+        else:
+            source = FOREIGN_OPENERS[located.kind](local_files.path, display_name, hints)
         _check_headers(source)
         if local_files.remote is not None:
             source = _with_remote_blobs(source, local_files.remote)
@@ -89,25 +97,26 @@ def _split_unless_verbatim(source: Source, verbatim: bool | None) -> Source:
     return split_text_part(source)
 
 
-def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:
+def check_local_files(
+    local_files: LocalFiles, manifest: Manifest | None, names: Collection[str] | None = None
+) -> None:
     """Check the listed files of a checkpoint, as far as they were fetched.
 
     Args:
         local_files: The files.
+        manifest: Manifest of an output of prep, else None.
         names: Names of the listed files to check. None checks all.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.
-        PrepError: The manifest is invalid, or a file cannot be read.
+        PrepError: A file cannot be read.
     """
+    if manifest is None:
+        return
     folder = find_manifest_folder(local_files.path)
-    manifest = read_manifest(folder)
     # `OUTPUT/flax_model.msgpack` given by its own path: its manifest is in the same folder.
     if local_files.path.is_file():
         folder = local_files.path.parent
-        manifest = read_manifest_of_file(local_files.path)
-    if manifest is None:
-        return
     records = manifest.files
     if names is None:
         selected = {*records}

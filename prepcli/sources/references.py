@@ -32,6 +32,7 @@ MAX_LISTED_FOLDERS = 8
 MAX_NAME_CHARS = 100
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_HUB_FILE = re.compile(rf"(?P<hub_id>{_HUB_ID.pattern})/(?P<file>[^@]+\.gguf)", re.ASCII)
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
@@ -80,11 +81,12 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """A revision of a repository on the hub. `model_name` is its alias, or the last part of its id."""
+    """A revision of a repository on the hub. `model_name` is its alias, or the last part of its id or file."""
 
     display_name: str  # the hub id
     model_name: str
     revision: str | None = None  # None: `main`
+    file: str = ""  # a GGUF file of the repository, or empty for the model of its top folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,16 @@ def _without_revision(
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
-    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`. Raise UsageError for other texts."""
+    """Parse `ALIAS`, `OWNER/NAME` or `OWNER/NAME/FILE.gguf`, each also with `@REVISION`.
+
+    Raises:
+        UsageError: It is another text.
+    """
     name, revision = _split_revision(name, revision)
+    match = _HUB_FILE.fullmatch(name)
+    # A folder with the name of the owner shows that the user means a path.
+    if match and not (cwd / name.partition("/")[0]).is_dir():
+        return HubRepo(match["hub_id"], Path(match["file"]).stem, revision, match["file"])
     # A text that can only be a path is not looked up on the hub. The error of the hub would hide
     # that the folder does not exist.
     if reason := _path_reason(name):

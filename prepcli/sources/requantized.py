@@ -20,8 +20,8 @@ from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.manifest import QuantizedRecord
 from prepcli.formats.untrusted import quote_name
+from prepcli.planning.manifest_fields import QuantizedRecord
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import qualify, split_name
@@ -44,6 +44,8 @@ from trainer.models.boxes import Range
 
 # Values to encode at a time. Temporary arrays take about 24 bytes per value.
 BLOCK_VALUES = 1 << 19
+# Of a bfloat16 value.
+DECODED_NBYTES = 2
 # Scales up to this size are kept in memory while a weight is encoded.
 MAX_KEPT_NBYTES = 4 << 20
 
@@ -97,7 +99,9 @@ class RequantizedReader:
     def __init__(self, blob: RequantizedBlob, max_nbytes: int) -> None:
         self._weights = blob.weights
         self._starts = blob.starts()
-        self._max_codes_nbytes = max_nbytes // 2
+        self._max_codes_nbytes = max_nbytes // 4
+        # A read of decoded rows takes twice its size.
+        self._max_read_nbytes = max_nbytes // 4
         self._files = open_blobs(blob.stored)
         self._weight_number = -1
         # Scales of the last weight.
@@ -162,17 +166,27 @@ class RequantizedReader:
         matrix, first_column = divmod(rows[0], decoder.columns)
         columns = slice(first_column, first_column + rows[1] - rows[0])
         codes = np.empty((rows[1] - rows[0], row_nbytes), np.uint8)
-        multiple = decoder.row_multiple
-        step = max(1, BLOCK_VALUES // decoder.columns // multiple) * multiple
+        # In the leaves of an init, rows of these tensors are short runs. Many rows are read at once, to join the runs.
+        read_rows_count = self._num_rows(decoder, self._max_read_nbytes // DECODED_NBYTES)
+        step = self._num_rows(decoder, BLOCK_VALUES)
         done = 0
-        for first in range(0, height, step):
-            stop = min(first + step, height)
-            decoded_rows = (matrix * height + first, matrix * height + stop)
-            values = read_rows(self._files, weight.values, decoded_rows).view(np.uint16)
-            part = decoder.encode(decoded_rows, values, self._read_matrix)[columns]
-            codes[:, done : done + part.shape[1]] = part
-            done += part.shape[1]
+        for read_first in range(0, height, read_rows_count):
+            read_stop = min(read_first + read_rows_count, height)
+            read_range = (matrix * height + read_first, matrix * height + read_stop)
+            values = read_rows(self._files, weight.values, read_range).view(np.uint16)
+            for first in range(read_range[0], read_range[1], step):
+                stop = min(first + step, read_range[1])
+                block = values[first - read_range[0] : stop - read_range[0]]
+                part = decoder.encode((first, stop), block, self._read_matrix)[columns]
+                codes[:, done : done + part.shape[1]] = part
+                done += part.shape[1]
         return codes
+
+    @staticmethod
+    def _num_rows(decoder: InvertibleDecoder, max_values: int) -> int:
+        """Return the number of decoded rows with at most a number of values, as a multiple of whole blocks."""
+        multiple = decoder.row_multiple
+        return max(1, max_values // decoder.columns // multiple) * multiple
 
     def _read_matrix(
         self, matrix: StoredMatrix, rows: Range, columns: Range | None = None

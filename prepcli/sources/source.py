@@ -20,18 +20,13 @@ from prepcli.errors import (
     usage_error,
 )
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import (
-    MANIFEST_FILE,
-    NO_MANIFEST,
-    Manifest,
-    QuantizedRecord,
-    TensorRecords,
-)
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, Manifest
 from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.gapped_regions import GappedRegion
 from prepcli.planning.grids import StridedPlacement
-from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
+from prepcli.planning.manifest_fields import QuantizedRecord, TensorRecords
+from prepcli.planning.plan import DroppedTensor, Locations, SmallFile, SourceFile
 from prepcli.planning.quantization_leaves import DECODED, QUANTIZATION
 from prepcli.planning.state_names import TOWERS, qualify, split_name
 from prepcli.planning.state_rows import is_leaf_path
@@ -48,7 +43,8 @@ from prepcli.planning.vocabulary import NO_VOCABULARY, Vocabulary, read_vocabula
 from prepcli.remote.remote_files import RemoteBlob
 from trainer.files.json_values import load_json
 from trainer.models.axis_map import ParsedAxisMap
-from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import Family, parameter_rows
 
 CONFIG = "config.json"
 # In an init checkpoint: config, tokenizer and the other files of the model.
@@ -130,6 +126,8 @@ class Source:
         quantized: Records of the decoded weights with scales in `state_tensors`, by name.
         config_path: File that `config` was read from, or None.
         left_files: Side files of the model that are not copied, because no pattern selects them.
+        made_files: Small files with the content of metadata, such as the tokenizer of GGUF.
+        remarks: Notes about parts of the checkpoint that are not read.
         is_locked: Whether a lock approves the files and the digests of the tensors. See `sources.locked`.
         wrapper: The multimodal model around the parameters, if any.
         tower_tensors: Its other tensors, named `towers/TENSOR`.
@@ -154,6 +152,8 @@ class Source:
     quantized: Mapping[str, QuantizedRecord] = field(default_factory=dict)
     config_path: Path | None = None
     left_files: tuple[Path, ...] = ()
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
     is_locked: bool = False
     wrapper: Wrapper | None = None
     tower_tensors: tuple[SourceTensor, ...] = ()
@@ -265,7 +265,7 @@ def source_axis_maps(
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> HFConfig:
     """Read a config.json.
 
     Raises:
@@ -278,7 +278,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """Read a small file with a JSON object.
 
     Raises:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
-from prepcli.formats.manifest import Manifest, TensorRecords
+from prepcli.formats.manifest import Manifest
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
+from prepcli.planning.manifest_fields import TensorRecords
 from prepcli.planning.plan import Contiguous, DroppedTensor
 from prepcli.planning.quantization_leaves import (
     QUANTIZATION,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.manifest import NO_MANIFEST, Manifest
@@ -21,6 +20,7 @@ from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.sources.source import CONFIG, Source, SourceTensor
 from prepcli.sources.symlinks import resolve_small_file
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.text_part import with_text_config
 
 # File name, entries in order, page offset of the first tensor
@@ -102,14 +102,16 @@ def copied_files(
 
 
 def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Return the small files of a source, to copy them. See `copied_files`."""
-    return copied_files(
+    """Return the small files of a source, to copy or write them. See `copied_files`."""
+    copies = copied_files(
         source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix
     )
+    made = tuple(replace(file, path=path_prefix + file.path) for file in source.made_files)
+    return *copies, *made
 
 
 def settings_files(
-    config: Mapping[str, Any],
+    config: HFConfig,
     layouts: Sequence[SafetensorsLayout],
     *,
     extra_files: Iterable[SmallFile],
@@ -123,9 +125,7 @@ def settings_files(
     )
 
 
-def config_files(
-    source: Source, config: Mapping[str, Any], path_prefix: str = ""
-) -> tuple[SmallFile, ...]:
+def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the config.json of an output.
 
     A verbatim output has a byte-for-byte copy, as long as its content is the source's. So does a multimodal one, with
@@ -150,7 +150,7 @@ def config_files(
 
 
 def model_files(
-    source: Source, config: Mapping[str, Any], index: Iterable[SmallFile]
+    source: Source, config: HFConfig, index: Iterable[SmallFile]
 ) -> tuple[SmallFile, ...]:
     """Return the files of a Hugging Face folder beside the weights: config.json, side files and the index.
 
@@ -163,7 +163,7 @@ def model_files(
 
 
 def _config_file(
-    source: Source, config: Mapping[str, Any], path_prefix: str, *, is_equal: bool
+    source: Source, config: HFConfig, path_prefix: str, *, is_equal: bool
 ) -> tuple[SmallFile, ...]:
     """Return a config.json: a copy of the source's file if the content is equal and the file exists."""
     path = source.config_path
@@ -188,7 +188,7 @@ def json_bytes(content: object) -> bytes:
 
 def output_config(
     source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
     if source.family.is_verbatim:
         if source.config_path is None or dtype is None:

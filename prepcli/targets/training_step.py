@@ -1,17 +1,20 @@
 """The plan of a saved training step: a training state in memory, written to an Orbax item in the layout of an init."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifest of a start describes a complete model.
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prepcli.formats.manifest import LORA_KEY, STATE_ITEM, TOWERS_KEY, Manifest
 from prepcli.planning import coverage
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
@@ -22,24 +25,13 @@ from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 
 # keys of config.json in different versions of transformers
 DTYPE_KEYS = ("dtype", "torch_dtype")
-COPIED_KEYS = (
-    "name",
-    "family",
-    "vocab",
-    "layout",
-    "mesh",
-    "rules",
-    "scan",
-    "scan_axis",
-    "prefixed",
-    "tied",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +43,13 @@ class StartModel:
         small_files: Tokenizer and other files to copy to each step.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: ManifestFields
     small_files: tuple[SmallFile, ...]
 
 
 def plan_training_step(
     leaves: Mapping[str, LeafSpec],
-    start_manifest: Mapping[str, Any],
+    start_manifest: ManifestFields,
     *,
     request: str,
     slab_nbytes: int,
@@ -95,16 +87,26 @@ def plan_training_step(
     )
     # The state has the padded vocabulary of the start already, so no row is filled.
     resize = VocabResize(vocabulary, vocab_tensor_names(source, match), Fill("zeros"))
-    source_name = start_manifest["name"]
+    source_name = str(start_manifest["name"])
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":
         source_name = start_manifest["source"]["name"]
-    settings = {key: start_manifest.get(key) for key in COPIED_KEYS}
+    settings: ManifestFields = {
+        "name": start_manifest["name"],
+        "family": start_manifest.get("family"),
+        "vocab": start_manifest.get("vocab"),
+        "layout": start_manifest.get("layout"),
+        "mesh": start_manifest["mesh"],
+        "rules": start_manifest["rules"],
+        "scan": start_manifest["scan"],
+        "scan_axis": start_manifest["scan_axis"],
+        "prefixed": source.names.is_prefixed,
+        "tied": start_manifest["tied"],
+    }
     if LORA_KEY in start_manifest:
         settings[LORA_KEY] = start_manifest[LORA_KEY]
     elif TOWERS_KEY in start_manifest:
         settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
-    settings["prefixed"] = source.names.is_prefixed
     settings["kind"] = "train"
     settings["config"] = source.config
     plan = Plan(
@@ -126,7 +128,7 @@ def plan_training_step(
     return plan
 
 
-def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any]) -> Source:
+def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: ManifestFields) -> Source:
     """Return the leaves as a source. File n of the source is leaf n."""
     config = _config_of_leaves(leaves, start_manifest["config"])
     names = TensorNames(
@@ -138,11 +140,17 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
         placement = partial(_single_chunk, number)
         stored_leaves[name] = StoredLeaf(leaf.shape, leaf.dtype, chunk_shape, placement)
     # Training has changed the values: the digests that the start's manifest records no longer apply.
-    no_records = {"tensors": {}, "slots": {}, "others": {}}
-    manifest = Manifest({**start_manifest, "config": config, **no_records})
+    fields: ManifestFields = {
+        **start_manifest,
+        "config": config,
+        "tensors": {},
+        "slots": {},
+        "others": {},
+    }
+    manifest = Manifest(fields)
     tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
     return Source(
-        start_manifest["name"],
+        str(start_manifest["name"]),
         Path(),
         names.family,
         config,
@@ -156,7 +164,7 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
     )
 
 
-def _is_prefixed(start_manifest: Mapping[str, Any]) -> bool:
+def _is_prefixed(start_manifest: ManifestFields) -> bool:
     """Return whether tensor names have a prefix: the family's, or for adapters always PEFT's."""
     return start_manifest["prefixed"] or LORA_KEY in start_manifest
 
@@ -167,7 +175,7 @@ def _single_chunk(number: int, piece: LeafPiece) -> Placement:
     return StridedPlacement(number, 0, zeros, zeros)
 
 
-def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: HFConfig) -> HFConfig:
     """Return the config with the parameters' dtype in its dtype keys."""
     dtypes = {leaf.dtype for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")}
     changed_config = dict(config)

@@ -10,7 +10,7 @@ import numpy as np
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.safetensors import INDEX_FILE, read_safetensors_folder
 from prepcli.formats.safetensors_layout import encode_index, lay_out_files, split_into_shards
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 
 def write_checkpoint(

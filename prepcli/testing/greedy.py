@@ -13,7 +13,7 @@ import numpy as np
 
 from prepcli.testing.tiny_transformers import Tensors
 from prepcli.testing.torch_transformers import exact_log
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 # Lengths of prompts: below and beyond sliding windows and the positions of pretraining.
 LENGTHS = (

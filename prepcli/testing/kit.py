@@ -13,7 +13,7 @@ from prepcli.testing.checks import CHECKS, Check, FailedCheckError, SkippedCheck
 from prepcli.testing.subject import FamilyUnderTest
 from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import INSTALL_HINT, missing_reference_packages
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 # An odd number finds more mistakes.
 NUM_HEADS = 3

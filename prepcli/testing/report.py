@@ -16,7 +16,7 @@ from prepcli.testing.checks import CHECKS, Check
 from prepcli.testing.kit import NUM_HEADS, CheckResult, check_family
 from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import missing_reference_packages
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
 

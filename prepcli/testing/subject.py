@@ -21,8 +21,8 @@ from prepcli.testing.tiny_transformers import (
     tiny_transformer,
 )
 from prepcli.testing.torch_transformers import torch_model
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import Tree
-from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 
 

@@ -63,7 +63,7 @@ REQUIRED_AXES = (
     "heads",
     "layers",
 )
-WINDOW_FIELDS = ("sliding_window", "window_size")
+WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
 # Lists with one entry per layer.
 LAYER_LISTS = ("layer_types", "attention_layers", "mlp_layer_types")
 # First layers with a dense MLP, in configs of DeepSeek.
@@ -77,6 +77,8 @@ DEFAULT_CHANGES: tuple[JsonObject, ...] = (
     {"rotary_dim": HEAD_DIM // 4},
     {"num_experts_per_tok": 2},
 )
+# In place of a default that makes all of a few layers dense.
+ONE_DENSE_LAYER: JsonObject = {"mlp_only_layers": [0]}
 # Lists of LongRoPE with one entry per pair of rotated dims.
 FACTOR_LISTS = ("short_factor", "long_factor")
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
@@ -103,6 +105,11 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_enough_positions(family, {**config})
     sizes = family.sizes(config)
+    if "heads" not in sizes:
+        why = f"{family.name} has no attention heads to scale by"
+        raise usage_error(
+            "this config cannot be scaled down", why, "write a config with small sizes by hand"
+        )
     original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
     wanted = _tiny_sizes(family, config, original, num_heads, num_layers=max(2, len(kinds)))
@@ -111,6 +118,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     if _counts_dense_layers(family, config):
         tiny[NUM_DENSE] = 1
     tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
+    if _has_only_dense_layers(family, tiny):
+        tiny |= ONE_DENSE_LAYER
     tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
         why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
@@ -180,6 +189,21 @@ def _num_experts(arch_config: ArchConfig) -> int:
     if router.num_groups == 1:
         return max(EXPERTS, top_k)
     return router.num_groups * max(2, math.ceil(top_k / router.groups_per_token))
+
+
+def _has_only_dense_layers(family: Family, config: HFConfig) -> bool:
+    """Return whether the sizes of a config are invalid without ONE_DENSE_LAYER, and valid with it."""
+    try:
+        family.sizes(config)
+    except PrepError:
+        pass
+    else:
+        return False
+    try:
+        family.sizes({**config, **ONE_DENSE_LAYER})
+    except PrepError:
+        return False
+    return True
 
 
 def _counts_dense_layers(family: Family, config: HFConfig) -> bool:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.models.axis_map import AxisMap, SizedAxis, bind_row
+from trainer.models.json_types import HFConfig
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import HFConfig, parameter_rows
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model

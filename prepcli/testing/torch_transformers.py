@@ -13,7 +13,7 @@ import numpy as np
 
 from prepcli.errors import PrepError
 from prepcli.testing.tiny_transformers import Tensors
-from trainer.models.parameters import HFConfig
+from trainer.models.json_types import HFConfig
 
 REFERENCE_PACKAGES = ("torch", "transformers")
 INSTALL_HINT = "pip install 'prepcli[hf]' torch"

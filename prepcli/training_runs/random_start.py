@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.vocabulary import TRUE_VOCAB_SIZE_KEY
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.targets.tokenizer_files import random_start_files
 from prepcli.targets.training_step import StartModel
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.config_overrides import override_fields
-from trainer.models.json_types import JsonObject
+from trainer.models.json_types import HFConfig, JsonObject
+from trainer.models.parameters import read_size
 from trainer.models.presets import find_preset
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -33,7 +36,7 @@ class RandomReader:
         manifest: The manifest that an init of the model would have.
     """
 
-    manifest: Mapping[str, Any]
+    manifest: ManifestFields
     is_remote = False
 
     @property
@@ -80,21 +83,26 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
         PrepError: The config is invalid or not supported, or there is no tokenizer.
     """
     model = model_of_config(random_config(recipe.model))
-    manifest = {**_model_manifest(model, mesh, rules), "name": _model_name(recipe.model)}
+    manifest = _model_manifest(model, mesh, rules)
+    manifest["name"] = _model_name(recipe.model)
     return StartModel(manifest, random_start_files(recipe))
 
 
-def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> dict[str, Any]:
+def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> ManifestFields:
     """Return the entries of the manifest that `prep save-init` would write for a model."""
     family = family_of(model.config)
     described = model.manifest(mesh, merge_rules(rules))
-    padded_size = family.sizes(described["config"])["vocab"]
+    config: HFConfig = described["config"]
+    padded_size = family.sizes(config)["vocab"]
     return {
-        **described,
+        "config": config,
+        "tied": described["tied"],
+        "scan": described["scan"],
+        "scan_axis": described["scan_axis"],
         "kind": "init",
         "family": family.name,
         "vocab": {
-            "true": described["config"].get("true_vocab_size", padded_size),
+            "true": read_size(config, TRUE_VOCAB_SIZE_KEY, padded_size),
             "padded": padded_size,
         },
         "layout": "native",

@@ -3,6 +3,9 @@
 A run with LoRA has two: the base, which is frozen, and the adapters.
 """
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifest of a reader describes a complete model.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -26,6 +29,7 @@ from prepcli.formats.manifest import (
     read_manifest,
 )
 from prepcli.formats.orbax import find_item
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.remote.object_store import is_url, parse_url
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, sample_digest, towers_digest
@@ -132,7 +136,7 @@ class StartCheckpoint:
         return rename_in_errors(self.model_reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
-    def manifest(self) -> Mapping[str, Any]:
+    def manifest(self) -> ManifestFields:
         """Manifest that describes the model."""
         manifest = self.model_reader.manifest
         if isinstance(self.model, StartModel):
@@ -315,7 +319,8 @@ def open_model_start(
     if rules is None:
         rules = source.tree_manifest.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
-    manifest = start_manifest(source, reader, located.model_name) | {
+    manifest: ManifestFields = {
+        **start_manifest(source, reader, located.model_name),
         "mesh": str(sharding.mesh),
         "rules": rules,
     }
@@ -349,7 +354,7 @@ def _open_random_start(
     return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
 
 
-def start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
     """Return the manifest of an init with the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {

@@ -34,6 +34,7 @@ from prepcli.execution.joint_work import joint_work
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.execution.step_exports import StepExports
 from prepcli.formats.run_steps import EVAL_SEQUENCES, RECIPE_FILE
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.sources.folders import make_access
 from prepcli.training_runs.checks import check_config
 from prepcli.training_runs.environment import write_environment
@@ -416,6 +417,15 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
     table = run.recipe.checkpoint
     sharding = prepared.loop.setup.forward_config.sharding
 
+    changes: ManifestFields = {"config": prepared.model_config, "mesh": str(sharding.mesh)}
+    if run.recipe.rules is not None:
+        changes["rules"] = run.recipe.rules
+    if prepared.start.lora is not None:
+        changes["lora"] = prepared.start.lora
+    towers = prepared.start.towers_facts(run.recipe.model.path or "")
+    if towers is not None:
+        changes["towers"] = towers
+
     def free_nbytes_per_process() -> int | None:
         free_nbytes = free_memory()
         if free_nbytes is None:
@@ -428,13 +438,7 @@ def _open_checkpoints(prepared: PreparedRun, exports: StepExports | None) -> Che
         name=run.recipe.name,
         keep=KeepRule(table.keep, table.milestones, best=table.best is not None),
         exports=exports,
-        manifest_changes={
-            "config": prepared.model_config,
-            "mesh": str(sharding.mesh),
-            "rules": run.recipe.rules,
-            "lora": prepared.start.lora,
-            "towers": prepared.start.towers_facts(run.recipe.model.path or ""),
-        },
+        manifest_changes=changes,
         group=run.group,
         free_memory_nbytes=free_nbytes_per_process,
         note=run.observer.warn,

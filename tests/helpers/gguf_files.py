@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # transformers loads the architecture `llama` without experts only.
 MIXTRAL = FAMILY_CONFIGS["mixtral"] | WIDE | {"num_experts_per_tok": 2}
+# transformers loads this architecture from safetensors only.
+GPT_OSS = (
+    FAMILY_CONFIGS["gpt_oss"]
+    | WIDE
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+)
 CONFIGS["phi3"].pop("head_dim")
 CONFIGS["qwen2moe"].pop("head_dim")
 CONFIGS["qwen2"].pop("head_dim")
@@ -56,7 +62,7 @@ def interleave(array: np.ndarray, heads: int) -> np.ndarray:
 
 def stored_array(architecture: str, name: str, array: np.ndarray) -> np.ndarray:
     """Return a tensor as llama.cpp stores it."""
-    config = CONFIGS[architecture]
+    config = CONFIGS.get(architecture, {})
     if name.endswith("shared_expert_gate.weight"):
         return array[0]
     if architecture == "llama" and "q_proj" in name:
@@ -68,6 +74,23 @@ def stored_array(architecture: str, name: str, array: np.ndarray) -> np.ndarray:
     if architecture == "gpt2" and ("c_" in name) and array.ndim == 2:
         return array.T
     return array
+
+
+def split_gate_up(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Split and transpose the experts of gpt-oss as `GptOssModel` of llama.cpp's convert_hf_to_gguf.py."""
+    split: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        prefix, _, matrix = name.partition(".experts.")
+        end = "bias" if matrix.endswith("_bias") else "weight"
+        stored = array.swapaxes(1, 2) if array.ndim == 3 else array
+        if matrix.startswith("gate_up_proj"):
+            split[f"{prefix}.experts.gate_proj.{end}"] = stored[:, ::2]
+            split[f"{prefix}.experts.up_proj.{end}"] = stored[:, 1::2]
+        elif matrix.startswith("down_proj"):
+            split[f"{prefix}.experts.down_proj.{end}"] = stored
+        else:
+            split[f"{name}.weight" if name.endswith("sinks") else name] = array
+    return split
 
 
 def merge_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -124,6 +147,7 @@ def make_gguf(
     *,
     config: dict[str, Any] | None = None,
     tensors_per_part: int = 0,
+    add: Callable[[Any], object] = lambda writer: None,
 ) -> None:
     """Write a file: matrices of a type, and vectors in float32.
 
@@ -134,6 +158,7 @@ def make_gguf(
         extra: Further tensors.
         config: Content of config.json, if it is not the one of CONFIGS.
         tensors_per_part: Tensors of each file of a model in parts, or 0 for one file.
+        add: Adds further metadata.
     """
     config = config or CONFIGS[architecture]
     rng = np.random.default_rng(1)
@@ -141,13 +166,19 @@ def make_gguf(
     names = gguf.get_tensor_name_map(arch, 2)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     add_metadata(writer, config)
+    add(writer)
     quant_type = gguf.GGMLQuantizationType[type_name]
     # Heads of these families are tied, and have no tensor.
     is_tied = architecture in ("gemma2", "gemma3", "gpt2")
-    for name, array in merge_experts(checkpoint_tensors(config, "float32", is_tied, False)).items():
+    tensors = checkpoint_tensors(config, "float32", is_tied, False)
+    if architecture == "gpt-oss":
+        tensors = split_gate_up(tensors)
+    else:
+        tensors = merge_experts(tensors)
+    for name, array in tensors.items():
         stored = np.ascontiguousarray(stored_array(architecture, name, array))
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if stored.ndim < 2:
+        if stored.ndim < 2 or gguf_name.endswith(".bias"):
             writer.add_tensor(gguf_name, stored)
         elif type_name in ("Q4_K", "Q6_K", "IQ4_NL"):
             shape = gguf.quant_shape_to_byte_shape(stored.shape, quant_type)

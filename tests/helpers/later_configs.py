@@ -16,6 +16,10 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "model_type": "exaone_moe", "num_experts": 4, "num_shared_experts": 2, "sliding_window": 5,
         "sliding_window_pattern": 2, "moe_intermediate_size": 5, "num_hidden_layers": 3,
     },
+    "flint": EXPERTS | {
+        "model_type": "flint", "num_experts": 4, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 10,
+        "num_hidden_layers": 4, "mlp_only_layers": [0], "sliding_window": 5,
+    },
     "granite_swa": LLAMA_LIKE | {
         "model_type": "granite_swa", "sliding_window": 5, "attention_multiplier": 0.3,
         "layer_rope_theta": [0, 300.0],
@@ -27,6 +31,9 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
     "hunyuan_v1_moe": EXPERTS | {
         "model_type": "hunyuan_v1_moe", "num_experts": 5, "moe_topk": [2, 2],
         "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+    },
+    "hy_v3": EXPERTS | {
+        "model_type": "hy_v3", "num_experts": 4, "moe_intermediate_size": 5, "num_shared_experts": 2,
     },
     "hyperclovax": LLAMA_LIKE | {
         "model_type": "hyperclovax", "embedding_multiplier": 1.7, "residual_multiplier": 0.6, "logits_scaling": 1.5,
@@ -43,7 +50,14 @@ LATER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results o
         "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"],
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
+    "minicpm3": SMALL | LATENT | {
+        "model_type": "minicpm3", "num_key_value_heads": 3, "rms_norm_eps": 1e-3, "scale_emb": 3, "dim_model_base": 16,
+    },
     "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 5, "rotary_dim": 4},
+    "nanochat": SMALL | {
+        "model_type": "nanochat", "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "final_logit_softcapping": 2.0,
+    },
+    "phimoe": EXPERTS | {"model_type": "phimoe", "num_local_experts": 5, "router_jitter_noise": 0.3},
     "sarvam_mla": CORRECTED | LATENT | {
         "model_type": "sarvam_mla", "num_experts": 4, "rope_scaling": DEEP_YARN | {"type": "deepseek_yarn"},
     },
@@ -60,6 +74,10 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
         "mlp_layer_types": ["sparse", "dense", "sparse"], "sliding_window": 4, "norm_topk_prob": False,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
+    "flint-listed": FAMILIES["flint"] | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_only_layers": [], "decoder_sparse_step": 2,
+        "norm_topk_prob": False, "attention_bias": True,
+    },
     "granite_swa-plain": FAMILIES["granite_swa"] | {
         "layer_rope_theta": None, "mlp_bias": True, "attention_bias": True, "tie_word_embeddings": False,
     },
@@ -70,6 +88,7 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
     "hunyuan_v1_moe-plain": FAMILIES["hunyuan_v1_moe"] | {
         "rope_scaling": None, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True,
     },
+    "hy_v3-listed": FAMILIES["hy_v3"] | {"mlp_layer_types": ["sparse", "sparse"], "attention_bias": True},
     "hyperclovax-plain": FAMILIES["hyperclovax"] | {"use_post_norm": False, "attention_multiplier": 0.3},
     "llama4_text-listed": FAMILIES["llama4_text"] | {
         "moe_layers": None, "no_rope_layers": [0, 1, 0], "use_qk_norm": False, "attention_bias": True,
@@ -85,7 +104,21 @@ LATER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transforme
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     },
+    "minicpm3-plain": FAMILIES["minicpm3"] | {
+        "q_lora_rank": None, "scale_depth": None, "dim_model_base": None, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
     "minimax_m2-whole": {key: value for key, value in FAMILIES["minimax_m2"].items() if key != "rotary_dim"},
+    "nanochat-plain": FAMILIES["nanochat"] | {
+        "final_logit_softcapping": None, "attention_bias": True, "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "phimoe-longrope": FAMILIES["phimoe"] | {
+        "router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True, "sliding_window": 6,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.5, 2.5, 4.0], "long_factor": [2.0, 3.0, 5.0, 9.0],
+            "short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 32,
+        },
+    },
     "sarvam_mla-latent": FAMILIES["sarvam_mla"] | GROUPS | {
         "num_experts": 6, "rope_interleave": False, "first_k_dense_replace": 0, "rope_scaling": None, "head_dim": 13,
     },

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import numpy as np
 
 from prepcli.execution.checkpoint_manager import CheckpointManager, KeepRule
+from prepcli.planning.manifest_fields import ManifestFields
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
@@ -96,7 +97,7 @@ def save_steps(
     steps: Mapping[int, TrainingState],
     *,
     keep: KeepRule | int | Literal["all"] = "all",
-    **manifest_changes: Any,
+    **manifest_changes: Unpack[ManifestFields],
 ) -> None:
     """Save these steps as checkpoints of a run named `tuned`.
 

@@ -185,6 +185,7 @@ class ArchConfig:
             token embeddings (arXiv:1706.03762, section 3.5) instead of learned ones.
         position_offset: Row of the first learned position, or number added to sinusoidal ones.
         embed_scale: Factor of the token embeddings.
+        has_plain_embed_norm: Whether the input of the first layer has a norm without parameters.
         residual_scale: Factor of the outputs of attention and MLP before they are added to the
             residual stream.
         qk_norm_axes: Elements that a norm of queries or keys has its mean over: those of one head,
@@ -233,6 +234,7 @@ class ArchConfig:
     has_sinusoidal_positions: bool = False
     position_offset: int = 0
     embed_scale: float = 1.0
+    has_plain_embed_norm: bool = False
     residual_scale: float = 1.0
     qk_norm_axes: Literal["head", "all_heads"] = "head"
     rotates_before_qk_norm: bool = False

@@ -24,7 +24,7 @@ FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
 # Arrays [B, T, C] that the backward pass of a short convolution reads.
-CONV_ARRAYS = 6
+CONV_ARRAYS = 9
 # Arrays [B, T, F] that the backward pass of an MLP without a gate reads. The numbers are fitted to
 # XLA's memory plans (`python -m bench.memory_points`).
 ACTIVATION_ARRAYS = {
@@ -210,7 +210,7 @@ class LayerStack:
         channels = 2 * groups * key_dim + values
         num_states = math.ceil(self.seq_length / SCAN_CHUNK_SIZE) * inputs.local_batch_size
         states = FLOAT32 * num_states * values * key_dim
-        return num_tokens * (channels + values) * (4 * inputs.itemsize + FLOAT32) + states
+        return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
 
     def _block_inputs_nbytes(self) -> int:
         """Return the bytes of the unsplit inputs of attentions, or of the mixer, and of the MLP."""

@@ -39,8 +39,8 @@ The derivative of each operation determines the activations that the backward pa
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
     latent attention     as heads, with the width of values in place of E where they differ
-    recurrent mixers     in place of heads: 6*B*T*C*c of a short convolution of C channels. Of a gated delta net
-                         or of Mamba-2, B*T*C*(4*c + 4) for the C channels of its convolutions, B*T*V*(4*c + 4) for
+    recurrent mixers     in place of heads: 9*B*T*C*c of a short convolution of C channels. Of a gated delta net
+                         or of Mamba-2, B*T*C*(5*c + 4) for the C channels of its convolutions, B*T*V*(5*c + 4) for
                          the V elements of its output, and one state per chunk of tokens, float32
     experts              only the input, and the hidden units of shared experts as of an MLP. K outputs per token and
                          their gradients, 2*B*T*K*D*c, are transient, as are the matrices of one expert, gathered,

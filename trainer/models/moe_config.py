@@ -23,11 +23,16 @@ class Router:
         experts   the k experts of largest choice
         weights   s of these experts, divided by their sum if `is_normalized`, times `scale`
 
+    SparseMixer (arXiv:2409.12136) has another weight, as Phi-3.5-MoE evaluates it. The k-th expert e of a
+    token has the weight softmax(z)_e over the experts f that are not chosen yet and as good as e:
+
+        (z_e - z_f) / max(|z_f|, z_e) <= mixing_range
+
     b and c are parameters of some families. Normalized softmax weights of the k largest logits equal
     the softmax of these logits alone.
 
     Attributes:
-        scores: The function s of the logits.
+        scores: The function s of the logits, or "sparse_mixer".
         is_normalized: Whether the weights of a token are divided by their sum.
         scale: Factor of the weights.
         num_groups: Number of groups.
@@ -35,11 +40,12 @@ class Router:
         group_score: Score of a group: its largest choice, or the sum of the two largest.
         min_weight_sum: Lower bound of the sum that weights are divided by.
         weight_sum_offset: Added to the sum that weights are divided by.
+        mixing_range: The range of SparseMixer.
         scales_input: Whether a weight multiplies the input of its expert instead of the output
             (Llama 4).
     """
 
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
     is_normalized: bool = True
     scale: float = 1.0
     num_groups: int = 1
@@ -47,6 +53,7 @@ class Router:
     group_score: Literal["maximum", "top_two"] = "maximum"
     min_weight_sum: float = 0.0
     weight_sum_offset: float = 0.0
+    mixing_range: float = 0.0
     scales_input: bool = False
 
     def check_experts(self, num_experts: int, experts_per_token: int) -> None:

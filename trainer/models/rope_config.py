@@ -49,6 +49,7 @@ class Rope:
             position p (Llama 4, https://arxiv.org/abs/2501.19399). 0 means no factor.
         query_scale_positions: The number n of positions between two steps of the factor.
         query_scale_offset: Number added to the position p of the factor.
+        is_reversed: Whether pairs turn by the negative angle (nanochat).
 
     Raises:
         PrepError: A value is out of range.
@@ -68,6 +69,7 @@ class Rope:
     query_scale_beta: float = 0.0
     query_scale_positions: int = 1
     query_scale_offset: int = 0
+    is_reversed: bool = False
 
     def __post_init__(self) -> None:
         if self.rotary_dim == 0 and self.query_scale_beta:
@@ -119,7 +121,7 @@ def read_rope(
     Raises:
         PrepError: The config is invalid or the family does not support the rotary embedding.
     """
-    scaling = _read_scaling(config)
+    scaling = read_scaling(config)
     rope_type = _read_rope_type(scaling, rope_types)
     rotary_dim = _read_rotary_dim(config, scaling, head_dim, allow_partial=allow_partial)
     theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
@@ -167,7 +169,7 @@ def read_rope(
     )
 
 
-def _read_scaling(config: HFConfig) -> HFConfig:
+def read_scaling(config: HFConfig) -> HFConfig:
     """Return the object of the rope scaling, or an empty one."""
     # If a config has both, transformers reads the field of version 4.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -310,7 +312,7 @@ def yarn_scores_scale(config: HFConfig) -> float:
     Raises:
         PrepError: A number of the scaling is invalid.
     """
-    scaling = _read_scaling(config)
+    scaling = read_scaling(config)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "default" or not scaling.get("mscale_all_dim"):
         return 1.0

@@ -22,9 +22,14 @@ from typing import Any
 
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import Command, PrepError, text
-from trainer.models.parameters import Family, HFConfig, dropped_patterns, parameter_rows
+from trainer.models.parameters import (
+    Family,
+    HFConfig,
+    dropped_patterns,
+    parameter_rows,
+    read_size,
+)
 from trainer.models.registry import FAMILIES
-from trainer.models.truncation import SECTIONS
 from trainer.models.unsupported import missing_mechanism
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
@@ -77,6 +82,8 @@ SHARED_FIELDS = (
     "pad_token_id",
     "torch_dtype",
 )
+# Keys of the text config in a config.json.
+SECTIONS = ("text_config", "llm_config", "language_config")
 TIED_FIELD = "tie_word_embeddings"
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 # Fields of a rotary embedding with several positions per token.
@@ -144,17 +151,22 @@ def text_section(config: HFConfig) -> str | None:
         if isinstance(config.get(section), Mapping):
             return section
     # Qwen2-VL and 2.5-VL, as published.
-    if config.get("model_type") in TEXT_FAMILIES and isinstance(
-        config.get("vision_config"), Mapping
-    ):
+    is_flat = isinstance(config.get("vision_config"), Mapping)
+    if is_flat and str(config.get("model_type")) in TEXT_FAMILIES:
         return ""
     return None
 
 
 def section_fields(config: HFConfig, section: str) -> dict[str, Any]:
-    """Return the fields of the text config in a config.json. See `text_section`."""
-    if section:
-        return dict(config[section])
+    """Return the fields of the text config in a config.json.
+
+    Args:
+        config: Content of a config.json.
+        section: Key of the text config, as `text_section` returned it.
+    """
+    fields = config.get(section)
+    if isinstance(fields, Mapping):
+        return dict(fields)
     return {key: value for key, value in config.items() if not key.endswith("_config")}
 
 
@@ -176,16 +188,24 @@ def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> dic
     if not changed and not removed:
         return dict(config)
     section = text_section(config) or ""
-    fields = dict(config[section]) if section else dict(config)
-    fields = {key: value for key, value in fields.items() if key not in removed} | changed
-    if not section:
-        return fields
-    updated = {**config, section: fields}
+    updated = dict(config)
+    if section:
+        fields = section_fields(config, section)
+        updated[section] = _changed_fields(fields, changed, removed)
+    else:
+        updated = _changed_fields(updated, changed, removed)
     for key, value in changed.items():
         # transformers ties by the field of the whole config.
         if key == TIED_FIELD or (key in config and (config[key] == before.get(key))):
             updated[key] = value
     return updated
+
+
+def _changed_fields(
+    fields: HFConfig, changed: HFConfig, removed: Collection[str]
+) -> dict[str, Any]:
+    """Return fields with changes, and without the removed ones."""
+    return {key: value for key, value in fields.items() if key not in removed} | {**changed}
 
 
 def _not_supported(config: HFConfig, why: str) -> PrepError:
@@ -220,8 +240,8 @@ def _text_config(config: HFConfig, fields: HFConfig) -> dict[str, Any]:
     if text_type in TEXT_FAMILIES:
         text_config = TEXT_DEFAULTS.get(text_type, {}) | text_config | TEXT_FAMILIES[text_type]
         # The default of some families is a number.
-        head_dim = fields["hidden_size"] // fields["num_attention_heads"]
-        text_config.setdefault("head_dim", head_dim)
+        width = read_size(fields, "hidden_size", 0)
+        text_config.setdefault("head_dim", width // read_size(fields, "num_attention_heads", 0))
     for key in ROPE_FIELDS:
         rope = text_config.get(key)
         if isinstance(rope, Mapping) and not rope.keys().isdisjoint(MROPE_FIELDS):

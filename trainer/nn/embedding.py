@@ -62,8 +62,8 @@ def embed_tokens(
             positions = order_tokens(jnp.arange(tokens.shape[1]), forward_config.sharding)
         table = sinusoidal_positions(positions + arch_config.position_offset, x.shape[-1])
         x = x + table.astype(x.dtype)
-    if "embed_norm" in params:
-        x = norm(x, params["embed_norm"], arch_config)
+    if "embed_norm" in params or arch_config.has_plain_embed_norm:
+        x = norm(x, params.get("embed_norm", {}), arch_config)
     return shard_residual(x, forward_config.sharding)
 
 

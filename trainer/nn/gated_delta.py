@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax, nn
 
 from trainer.nn.chunked_scan import Recurrence, chunked_scan
 from trainer.nn.context import LayerContext
+from trainer.nn.layer_weights import Projections
 from trainer.nn.mixer_steps import convolve, document_starts, project, project_out
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
 from trainer.nn.norms import norm
@@ -26,7 +26,7 @@ LENGTH_EPS = 1e-6
 
 
 def gated_delta(
-    x: Array, weights: Mapping[str, Any], context: LayerContext, states: Mapping[str, Array]
+    x: Array, weights: Projections, context: LayerContext, states: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
     """Compute the gated delta net of hidden states [B, T, D].
 
@@ -59,7 +59,7 @@ def gated_delta(
     output, new_states[STATE] = chunked_scan(recurrence, states.get(STATE))
     plain_norm = dataclasses.replace(context.arch_config, norm="rms")
 
-    def gate(hidden: tuple[Array, Array], weights: Mapping[str, Any]) -> Array:
+    def gate(hidden: tuple[Array, Array], weights: Projections) -> Array:
         values, z = hidden
         normed = norm(values, weights["norm"], plain_norm)
         return (normed * nn.silu(z.astype(jnp.float32))).astype(values.dtype)
@@ -68,7 +68,7 @@ def gated_delta(
     return project_out(hidden, gate, weights, context), new_states
 
 
-def _split_groups(fused: Array, weights: Mapping[str, Any]) -> dict[str, Array]:
+def _split_groups(fused: Array, weights: Projections) -> dict[str, Array]:
     """Split [B, T, G, 2 N + 2 R P] into queries and keys [B, T, G, N], and values and gates [B, T, G, R, P]."""
     key_dim = weights["k_conv"]["weight"].shape[1]
     heads, value_dim = weights["v_conv"]["weight"].shape[1:3]

@@ -34,9 +34,13 @@ class MoeWeights(TypedDict):
 
 
 class BlockWeights(TypedDict):
-    """The weights of a layer. A norm without parameters is absent."""
+    """The weights of a layer. A norm without parameters is absent.
+
+    A layer with a recurrent mixer has `mixer` in place of `attn`. A layer of Mamba-2 has no `mlp` either.
+    """
 
     attn: Projections
+    mixer: NotRequired[Projections]
     cross: NotRequired[Projections]
     mlp: Projections | MoeWeights
     attn_norm: NotRequired[Leaves]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, nn
@@ -16,6 +15,7 @@ from jax import Array, nn
 from trainer.models.mixer_config import Mixer
 from trainer.nn.chunked_scan import Recurrence, chunked_scan
 from trainer.nn.context import LayerContext
+from trainer.nn.layer_weights import Projections
 from trainer.nn.mixer_steps import convolve, document_starts, project, project_out
 from trainer.nn.mlp import ACTIVATION_FUNCTIONS
 from trainer.nn.norms import norm
@@ -26,7 +26,7 @@ GROUP_AXES = (-2, -1)
 
 
 def mamba2(
-    x: Array, weights: Mapping[str, Any], context: LayerContext, states: Mapping[str, Array]
+    x: Array, weights: Projections, context: LayerContext, states: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
     """Compute the Mamba-2 mixer of hidden states [B, T, D].
 
@@ -60,14 +60,14 @@ def mamba2(
     output, new_states[STATE] = chunked_scan(recurrence, states.get(STATE))
     output += v * weights["d"]["weight"].astype(jnp.float32)[..., None]
 
-    def gate(hidden: tuple[Array, Array], weights: Mapping[str, Any]) -> Array:
+    def gate(hidden: tuple[Array, Array], weights: Projections) -> Array:
         return _gate(*hidden, weights, context, mixer).astype(x.dtype)
 
     return project_out((output, projected["z"]), gate, weights, context), new_states
 
 
 def _gate(
-    output: Array, z: Array, weights: Mapping[str, Any], context: LayerContext, mixer: Mixer
+    output: Array, z: Array, weights: Projections, context: LayerContext, mixer: Mixer
 ) -> Array:
     """Multiply the output [B, T, G, R, P] by its gate, and normalize each group before or after that."""
     gate = nn.silu(z.astype(jnp.float32))

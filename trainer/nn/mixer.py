@@ -8,7 +8,6 @@ Axes: B rows of the batch, T tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jax import Array
 
@@ -18,12 +17,13 @@ from trainer.nn.attention_steps import INPUT_NORM
 from trainer.nn.context import LayerContext
 from trainer.nn.gated_delta import gated_delta
 from trainer.nn.kv_cache import KVCache
+from trainer.nn.layer_weights import BlockWeights, Leaves, Projections
 from trainer.nn.mamba2 import mamba2
 from trainer.nn.short_conv import short_conv
 
 # (hidden states [B, T, D], weights, context, states of the layer) -> output [B, T, D], new states
 MixerFunction = Callable[
-    [Array, Mapping[str, Any], LayerContext, Mapping[str, Array]],
+    [Array, Projections, LayerContext, Mapping[str, Array]],
     tuple[Array, dict[str, Array]],
 ]
 MIXERS: Mapping[str, MixerFunction] = {
@@ -31,16 +31,14 @@ MIXERS: Mapping[str, MixerFunction] = {
     "gated_delta": gated_delta,
     "mamba2": mamba2,
 }
-# Key of a mixer in the weights of a layer.
-MIXER = "mixer"
 
 
 def mix_tokens(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: BlockWeights,
     context: LayerContext,
     *,
-    input_norm: Mapping[str, Array] | None = None,
+    input_norm: Leaves | None = None,
 ) -> tuple[Array, KVCache | None]:
     """Compute the attention of a layer, or its recurrent mixer if it has one.
 
@@ -53,11 +51,11 @@ def mix_tokens(
     Returns:
         The output [B, T, D], and the cache with the new tokens.
     """
-    if MIXER not in weights:
+    if "mixer" not in weights:
         return attention(x, weights["attn"], context, input_norm=input_norm)
     mixer = context.arch_config.mixer
     assert mixer is not None
-    mixer_weights = weights[MIXER]
+    mixer_weights: Projections = weights["mixer"]
     if input_norm is not None:
         mixer_weights = {**mixer_weights, INPUT_NORM: input_norm}
     cache = context.kv_cache

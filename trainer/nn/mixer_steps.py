@@ -15,6 +15,7 @@ from jax import Array
 from trainer.nn.attention_steps import INPUT_NORM
 from trainer.nn.causal_conv import causal_conv
 from trainer.nn.context import LayerContext
+from trainer.nn.layer_weights import Projections
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
@@ -24,7 +25,7 @@ CONV = "_conv"
 
 
 def project(
-    x: Array, weights: Mapping[str, Any], names: Sequence[str], context: LayerContext
+    x: Array, weights: Projections, names: Sequence[str], context: LayerContext
 ) -> dict[str, Array]:
     """Normalize hidden states [B, T, D], and project them, in chunks of tokens.
 
@@ -39,7 +40,7 @@ def project(
     """
     sharding = context.sharding
 
-    def project_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> dict[str, Array]:
+    def project_chunk(x: Array, weights: Projections, constants: None) -> dict[str, Array]:
         if INPUT_NORM in weights:
             x = norm(x, weights[INPUT_NORM], context.arch_config)
         x = sharding.constrain(x, "batch", "seq", "embed")
@@ -93,7 +94,7 @@ def _over_chunks(function: TokenFunction, num_tokens: int, context: LayerContext
 
 def convolve(
     inputs: Mapping[str, Array],
-    weights: Mapping[str, Any],
+    weights: Projections,
     context: LayerContext,
     states: Mapping[str, Array],
 ) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -108,11 +109,13 @@ def convolve(
     Returns:
         The outputs by the names of the inputs, and the new states.
     """
+    # The backward pass shifts the input again: a copy of it per tap takes more memory than time.
+    run_conv = jax.checkpoint(causal_conv, prevent_cse=False)
     outputs: dict[str, Array] = {}
     new_states: dict[str, Array] = {}
     for name, x in inputs.items():
         conv = name + CONV
-        outputs[name], new_states[conv] = causal_conv(
+        outputs[name], new_states[conv] = run_conv(
             x, weights[conv], states.get(conv), context.document_positions
         )
     return outputs, new_states

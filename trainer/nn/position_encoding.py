@@ -104,6 +104,8 @@ def _scaled_cos_sin(rope: Rope, positions: Array, frequencies: Array | np.ndarra
     angles = positions * frequencies
     cosine = jnp.cos(angles) * rope.attention_factor
     sine = jnp.sin(angles) * rope.attention_factor
+    if rope.is_reversed:
+        sine = -sine
     if rope.query_scale_beta == 0:
         return CosSin(cosine, sine)
     # Slots before a row's first token have negative positions, whose logarithm would not be finite.

@@ -33,6 +33,8 @@ def route(
     logits = jnp.einsum("btd,nd->btn", x, weights["weight"], preferred_element_type=jnp.float32)
     if "bias" in weights:
         logits = logits + weights["bias"]
+    if router.scores == "sparse_mixer":
+        return _sparse_mixer(logits, arch_config, shards)
     scores = nn.sigmoid(logits) if router.scores == "sigmoid" else nn.softmax(logits, axis=-1)
     choice = lax.stop_gradient(scores)
     if "correction" in weights:
@@ -44,6 +46,23 @@ def route(
     # its gradient is a product too, and no scatter.
     selected = (scores[..., None, :] * nn.one_hot(experts, scores.shape[-1])).sum(-1)
     return Routing(_normalize(selected, router) * router.scale, experts)
+
+
+def _sparse_mixer(logits: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
+    """Select the experts of largest logit [B, T, N] with the weights of SparseMixer, without random choices."""
+    router = arch_config.router
+    select = partial(_select, router=router, top_k=arch_config.experts_per_token)
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(
+        lax.stop_gradient(logits)
+    )
+    # [B, T, K, N]: the selected expert, and the experts before it
+    selected = nn.one_hot(experts, logits.shape[-1])
+    is_taken = jnp.cumsum(selected, axis=-2) - selected > 0
+    logits = logits[..., None, :]
+    best = (logits * selected).sum(-1, keepdims=True)
+    is_worse = (best - logits) / jnp.maximum(jnp.abs(logits), best) > router.mixing_range
+    probabilities = nn.softmax(jnp.where(is_taken | is_worse, -jnp.inf, logits), axis=-1)
+    return Routing((probabilities * selected).sum(-1), experts)
 
 
 def _select(choice: Array, *, router: Router, top_k: int) -> Array:

@@ -6,16 +6,16 @@ Axes: B rows of the batch, T tokens, C channels, D model width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from jax import Array
 
 from trainer.nn.context import LayerContext
+from trainer.nn.layer_weights import Projections
 from trainer.nn.mixer_steps import convolve, project, project_out
 
 
 def short_conv(
-    x: Array, weights: Mapping[str, Any], context: LayerContext, states: Mapping[str, Array]
+    x: Array, weights: Projections, context: LayerContext, states: Mapping[str, Array]
 ) -> tuple[Array, dict[str, Array]]:
     """Compute (c * conv(b * v)) W_o of hidden states [B, T, D].
 
@@ -35,7 +35,7 @@ def short_conv(
     return project_out(hidden, _multiply, weights, context), new_states
 
 
-def _multiply(hidden: tuple[Array, Array], weights: Mapping[str, Any]) -> Array:
+def _multiply(hidden: tuple[Array, Array], weights: Projections) -> Array:
     """Multiply the convolution by its gate, both [B, T, C]."""
     gate, convolved = hidden
     return gate * convolved

@@ -198,7 +198,8 @@ def attention_needs(
     return AttentionNeeds(
         required_attention_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,
-        head_dim=dim_extent(model.leaves, "head_dim"),
+        # A model without attention can use any kernel, for heads of any width.
+        head_dim=max(1, dim_extent(model.leaves, "head_dim")),
     )
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from prepcli.engine.blobs import Blob, ConcatenatedBlob, FileRange
 from prepcli.errors import GET_AGAIN_HINT, PrepError
 from prepcli.formats import safetensors
-from prepcli.formats.file_records import read_manifest_of_file
 from prepcli.formats.flax_folder import check_index, find_weight_files
-from prepcli.formats.manifest import NO_MANIFEST, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
 from prepcli.formats.msgpack import MsgpackArray, MsgpackHeader, MsgpackKind, read_msgpack_header
 from prepcli.formats.shard_index import shard_name
 from prepcli.planning.chunk_placement import LeafPiece
@@ -48,26 +47,37 @@ SETTINGS_SUFFIXES = {
 }
 
 
-def open_flax(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_flax(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
     """Read the headers and config of a Flax msgpack file, or of a folder with such files.
 
     Args:
         path: The file or folder.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: A file is broken or not supported.
     """
-    return _open(path, display_name, hints, "flax")
+    return _open(path, display_name, hints, "flax", manifest)
 
 
-def open_easylm(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_easylm(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
     """Read the header and config of an EasyLM stream, or of a folder with one. Arguments as for `open_flax`."""
-    return _open(path, display_name, hints, "easylm")
+    return _open(path, display_name, hints, "easylm", manifest)
 
 
-def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) -> Source:
+def _open(
+    path: Path,
+    display_name: str,
+    hints: SourceHints,
+    kind: MsgpackKind,
+    manifest: Manifest | None,
+) -> Source:
     _check_kind(kind, hints, display_name)
     if path.is_dir():
         folder = path
@@ -88,10 +98,6 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
         names = tree.names
         tree_tensors = tree.tensors
         extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
-    if path.is_dir():
-        manifest = read_manifest(path)
-    else:
-        manifest = read_manifest_of_file(path)
     records = (manifest or NO_MANIFEST).tensors
     tensors: list[SourceTensor] = []
     for tensor in sorted(tree_tensors, key=_file_position):

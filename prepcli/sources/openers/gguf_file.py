@@ -7,16 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, Option, PrepError, text
-from prepcli.formats.gguf import GgufHeader, GgufTensor, read_gguf_header
+from prepcli.formats.gguf import GgufHeader, GgufTensor, part_names, read_gguf_header
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name
-from prepcli.planning.plan import Contiguous
-from prepcli.planning.tensor_match import detect_names
+from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.plan import Contiguous, Locations, SmallFile
+from prepcli.planning.strided_copies import ChunkedLocation
+from prepcli.planning.tensor_match import TensorNames, detect_names
 from prepcli.planning.tensors import FileTensor, itemsize
 from prepcli.quantized.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, GgufDecoder
 from prepcli.sources.dequantized import DECODED_DTYPE, DequantizedBlob
@@ -28,9 +29,11 @@ from prepcli.sources.gguf_architectures import (
     GgufArchitecture,
     needs_config_reason,
 )
+from prepcli.sources.gguf_tokenizer import tokenizer_files
 from prepcli.sources.source import CONFIG, Source, SourceTensor, file_stamps, read_config
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.parameters import HFConfig
+from trainer.models.axis_map import AxisMap, bind_row, parse_row
+from trainer.models.json_types import HFConfig, JsonObject
 from trainer.models.registry import family_of
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -41,19 +44,37 @@ SPLIT_TENSORS_KEY = "split.tensors.count"
 FILE_NAME = "model.safetensors"
 # Each expert becomes a tensor. A hostile shape may have any number of empty ones.
 MAX_EXPERTS = 1 << 14
-# Each part is an open file.
-MAX_PARTS = 200
-_PART_NAME = re.compile(r"(?P<stem>.+)-(\d{5})-of-(?P<count>\d{5})\.gguf")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedDecoder:
-    """A decoder with the names of the tensors that its rows are divided into, of equal shapes."""
+    """A decoder with the names of the tensors that its rows are divided into, of equal shapes.
+
+    `axis_map` maps the one tensor to the stored one, if it is not the same array.
+    """
 
     decoder: GgufDecoder
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    axis_map: AxisMap | None = None
+
+    def location(self, file: int, start: int, number: int) -> Contiguous | ChunkedLocation:
+        """Return where the values of a tensor begin.
+
+        Args:
+            file: Number of the blob.
+            start: Offset of the decoder's values.
+            number: Number of the tensor.
+        """
+        item_nbytes = itemsize(self.decoder.dtype)
+        if self.axis_map is None:
+            return Contiguous(file, start + number * math.prod(self.shape) * item_nbytes)
+        shape = self.axis_map.leaf_shape
+        zeros = (0,) * len(shape)
+        placement = StridedPlacement(file, start, zeros, zeros)
+        grid = ChunkGrid(shape, shape)
+        return ChunkedLocation(self.axis_map, (), grid, placement, item_nbytes)
 
 
 def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
@@ -82,19 +103,13 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         named += _decoders(part, architecture, family.sizes(config), file)
     blob = DequantizedBlob(display_name, tuple(each.decoder for each in named), paths)
     names = detect_names(family, config, full_names=[name for each in named for name in each.names])
-    tensors: list[SourceTensor] = []
-    for each, start in zip(named, blob.starts()):
-        nbytes = math.prod(each.shape) * itemsize(each.decoder.dtype)
-        for number, name in enumerate(each.names):
-            tensors.append(
-                SourceTensor(
-                    names.bare_name(name),
-                    each.decoder.dtype,
-                    each.shape,
-                    (Contiguous(len(paths), start + number * nbytes),),
-                    default_dtype=DECODED_DTYPE,
-                )
-            )
+    tensors = _tensors(named, blob, names)
+    made_files: tuple[SmallFile, ...] = ()
+    remarks: tuple[str, ...] = ()
+    try:
+        made_files = tokenizer_files(header.metadata)
+    except ValueError as error:
+        remarks = (f"the tokenizer is not converted: {error}",)
     type_names = sorted({tensor.type.name for tensor in header.tensors})
     return Source(
         display_name=display_name,
@@ -102,7 +117,7 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         family=family,
         config=config,
         names=names,
-        tensors=tuple(tensors),
+        tensors=tensors,
         files=paths,
         file_stamps=file_stamps(headers),
         small_files=(),
@@ -110,6 +125,8 @@ def open_gguf(path: Path, display_name: str, hints: SourceHints) -> Source:
         tensor_file_names=(FILE_NAME,) * len(tensors),
         blobs=(*paths, blob),
         quantization={"quant_method": "gguf", "types": type_names},
+        made_files=made_files,
+        remarks=remarks,
     )
 
 
@@ -119,19 +136,12 @@ def _part_paths(path: Path, display_name: str) -> tuple[Path, ...]:
     Raises:
         PrepError: A part is missing.
     """
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match["count"])
-    if not 1 <= count <= MAX_PARTS:
-        return (path,)
-    names = [f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
-    paths = tuple(path.with_name(name) for name in names)
+    paths = tuple(path.with_name(name) for name in part_names(path.name))
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
         raise PrepError(
             f"{display_name} is a part of a model",
-            f"it has {count} parts, and {missing[0]} is missing",
+            f"it has {len(paths)} parts, and {missing[0]} is missing",
             "put all parts into one folder",
         )
     return paths
@@ -198,13 +208,13 @@ def _config_of_metadata(
     Raises:
         PrepError: A fact that changes the computation is missing, or has another type.
     """
-    prefix = header.metadata[ARCHITECTURE_KEY]
+    prefix = str(header.metadata[ARCHITECTURE_KEY])
     names = {tensor.name for tensor in header.tensors}
     reason = needs_config_reason(header.metadata, prefix, names)
     if reason:
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"the metadata of {display_name} is not complete", reason, hint)
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "torch_dtype": DECODED_DTYPE,
@@ -216,7 +226,7 @@ def _config_of_metadata(
         value = header.metadata.get(f"{prefix}.{key}")
         if value is None:
             continue
-        if type(value) not in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise DamagedError(
                 f"{display_name} has a broken header",
                 f"the key `{prefix}.{key}` is not a number",
@@ -252,6 +262,31 @@ def _vocab_size(header: GgufHeader, display_name: str) -> int:
 # The tensors
 
 
+def _tensors(
+    named: Sequence[_NamedDecoder], blob: DequantizedBlob, names: TensorNames
+) -> tuple[SourceTensor, ...]:
+    """Return the tensors of decoders. Several decoders may have parts of one tensor."""
+    tensors: dict[str, SourceTensor] = {}
+    for each, start in zip(named, blob.starts()):
+        for number, full_name in enumerate(each.names):
+            name = names.bare_name(full_name)
+            location = each.location(len(blob.stored), start, number)
+            placement: Locations = (location,)
+            other = tensors.get(name)
+            if other is not None:
+                if other.dtype != each.decoder.dtype:
+                    raise PrepError(
+                        f"parts of {quote_name(full_name)} have two types",
+                        f"they are {other.dtype} and {each.decoder.dtype} when decoded",
+                        "use a file of another quantisation of the same model",
+                    )
+                placement = (*other.placement, location)
+            tensors[name] = SourceTensor(
+                name, each.decoder.dtype, each.shape, placement, default_dtype=DECODED_DTYPE
+            )
+    return tuple(tensors.values())
+
+
 def _decoders(
     header: GgufHeader, architecture: GgufArchitecture, sizes: Mapping[str, int], file: int
 ) -> Iterator[_NamedDecoder]:
@@ -267,6 +302,10 @@ def _decoders(
         hf_name = architecture.tensor_names.get(name, "")
         decoder = _decoder(tensor, architecture, name, sizes, file)
         shape = tensor.shape
+        if name in architecture.rows:
+            row = architecture.rows[name].format(layer=layer)
+            yield _mapped_decoder(decoder, tensor, bind_row(parse_row(row), sizes))
+            continue
         if name in VECTORS_OF_MATRICES and len(shape) == 1:
             shape = (1, *shape)
         if name in EXPERT_TENSORS and hf_name and len(shape) == 3:
@@ -282,6 +321,18 @@ def _decoders(
         if name in architecture.transposed:
             shape = shape[::-1]
         yield _NamedDecoder(decoder, (hf_name.format(layer=layer) or tensor.name,), shape)
+
+
+def _mapped_decoder(decoder: GgufDecoder, tensor: GgufTensor, axis_map: AxisMap) -> _NamedDecoder:
+    """Return the decoder of a part of a tensor, or of its transpose."""
+    if tensor.shape != axis_map.leaf_shape:
+        raise DamagedError(
+            f"{quote_name(tensor.name)} has shape {[*tensor.shape]}",
+            f"the config needs {[*axis_map.leaf_shape]}",
+            GET_AGAIN_HINT,
+        )
+    ((name, _),) = axis_map.tensors()
+    return _NamedDecoder(decoder, (name,), axis_map.source_shape, axis_map)
 
 
 def _split_layer(name: str) -> tuple[str, str]:

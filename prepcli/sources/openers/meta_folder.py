@@ -48,6 +48,7 @@ from prepcli.sources.source import (
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 from trainer.models.families.llama import FAMILY
+from trainer.models.json_types import HFConfig
 
 MAX_PARAMS_NBYTES = 1 << 20
 # Size of the safetensors files that `pad-vocab` writes from Meta's files.
@@ -173,7 +174,7 @@ def _read_headers(path: Path) -> list[TorchHeader]:
 
 def _load_config(
     path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]
-) -> dict[str, Any]:
+) -> HFConfig:
     """Read the user's config.json or the one in the folder. Convert params.json if there is none."""
     if hints.config_path is not None or (path / CONFIG).is_file():
         config = read_config(hints.resolve_config_path(path, display_name))
@@ -246,9 +247,7 @@ def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
 class _ShardedTensors:
     """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
-    def __init__(
-        self, path: Path, headers: Sequence[TorchHeader], config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, headers: Sequence[TorchHeader], config: HFConfig) -> None:
         sizes = FAMILY.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
         self._headers = headers

@@ -7,15 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prepcli.engine.blobs import Blob
 from prepcli.engine.digest import digest
 from prepcli.errors import Command, Option, PrepError, text
 from prepcli.formats.manifest import (
     MANIFEST_FILE,
+    Manifest,
     find_manifest_folder,
-    read_manifest,
 )
 from prepcli.formats.orbax import METADATA_FILE, dotted_name, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
@@ -47,6 +46,7 @@ from prepcli.sources.tree_tensors import (
     verbatim_tensors,
 )
 from trainer.models.boxes import strides
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import manifest_family
 
 # The default limit of open files of a process is 1,024 on Linux and 256 on macOS.
@@ -74,13 +74,16 @@ MODEL_FILES = {
 }
 
 
-def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_orbax(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
     """Read the index, config and manifest of an Orbax item.
 
     Args:
         path: An item, a step folder or a run folder with steps.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: The item is broken or not supported.
@@ -88,7 +91,6 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     folder = find_item(path) or path
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
-    manifest = read_manifest(manifest_folder)
     if manifest is None:
         return _open_foreign(item, path, display_name, hints)
     if not manifest.is_tree:
@@ -135,7 +137,7 @@ def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceH
         hint = text("{}: a folder with the model's {}", Option("config", "FOLDER"), CONFIG)
         raise PrepError(f"{display_name} was not written by prep", why, hint)
     settings = b""
-    config: dict[str, Any] = {}
+    config: HFConfig = {}
     copied_files: tuple[Path, ...] = ()
     if config_path is not None:
         if config_path.is_dir():

@@ -11,8 +11,6 @@ from prepcli.formats.manifest import (
     MANIFEST_FILE,
     NO_MANIFEST,
     Manifest,
-    TensorRecord,
-    TensorRecords,
     read_manifest,
 )
 from prepcli.formats.safetensors import (
@@ -22,12 +20,14 @@ from prepcli.formats.safetensors import (
     SafetensorsHeader,
     read_safetensors_header,
 )
+from prepcli.planning.manifest_fields import TensorRecord, TensorRecords
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.safetensors_folder import file_tensors
 from prepcli.sources.source import Source, file_stamps
 from prepcli.sources.source_hints import SourceHints
-from trainer.models.parameters import Family, HFConfig, WeightTying
+from trainer.models.json_types import HFConfig
+from trainer.models.parameters import Family, WeightTying
 
 NO_RECORD: TensorRecord = {"digests": []}
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
@@ -100,9 +100,11 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
     )
 
 
-def open_adapter_alone(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the header of an adapter without its base. See `open_adapter`."""
-    del hints  # the config of the base is not needed
+def open_adapter_alone(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
+    """Read the header of an adapter without its base. See `open_adapter`, which also reads the manifest."""
+    del hints, manifest  # the config of the base is not needed
     return open_adapter(path, ADAPTER_FAMILY, {})
 
 

@@ -21,8 +21,9 @@ from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
+from trainer.models.json_types import HFConfig
 from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
-from trainer.models.parameters import Family, HFConfig
+from trainer.models.parameters import Family
 
 MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 RANK_DIMS = {"A": 0, "B": 1}  # dim of a matrix that has the rank

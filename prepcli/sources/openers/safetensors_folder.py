@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prepcli.formats import safetensors
-from prepcli.formats.manifest import NO_MANIFEST, TensorRecords, read_manifest
+from prepcli.formats.manifest import NO_MANIFEST, Manifest
+from prepcli.planning.manifest_fields import TensorRecords
 from prepcli.planning.plan import Contiguous
 from prepcli.planning.tensor_match import TensorNames
 from prepcli.planning.tensors import FileTensor
@@ -21,13 +22,16 @@ from prepcli.sources.source import (
 from prepcli.sources.source_hints import SourceHints
 
 
-def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Source:
+def open_safetensors(
+    path: Path, display_name: str, hints: SourceHints, manifest: Manifest | None
+) -> Source:
     """Read the headers, config and manifest of a folder with safetensors files.
 
     Args:
         path: The folder.
         display_name: Name of the checkpoint in messages.
         hints: User-supplied facts about the checkpoint.
+        manifest: Manifest of an output of prep, else None.
 
     Raises:
         PrepError: A file is broken or not supported.
@@ -36,7 +40,6 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
     config_path = existing_config(path / CONFIG, hints)
     if hints.config_path:
         config_path = hints.resolve_config_path(path, display_name)
-    manifest = read_manifest(path)
     types = {tensor.name: (tensor.dtype, tensor.shape) for tensor in folder.tensors}
     model = read_folder_model(path, config_path, hints, types, manifest=manifest)
     records = (manifest or NO_MANIFEST).tensors

@@ -1,5 +1,8 @@
 """A run's folder: a saved state is read back unchanged, steps are complete or absent, and old steps are removed."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
 from __future__ import annotations
 
 import errno

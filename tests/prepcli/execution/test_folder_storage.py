@@ -18,12 +18,12 @@ def acquired(folder: Path) -> FolderStorage:
     return place
 
 
-def test_release_after_error_removes_new_folders_of_an_unbegun_run(tmp_path: Path):
+def test_release_after_error_removes_new_folders(tmp_path: Path):
     acquired(tmp_path / "runs" / "a").release(after_error=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_release_after_error_keeps_tokens_and_folders_that_existed(tmp_path: Path):
+def test_release_after_error_keeps_tokens_and_earlier_folders(tmp_path: Path):
     (tmp_path / "data").mkdir()
     acquired(tmp_path).release(after_error=True)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

@@ -64,11 +64,12 @@ def test_best_step_of_each_number_of_sequences_remains():
         50: (1.5, 9),
         60: (None, 9),
     }
-    losses = StepLosses(
-        lambda step: Manifest(
-            dict(zip(("eval_loss", "eval_sequences"), evaluations[step], strict=True))
-        )
-    )
+
+    def read_manifest(step: int) -> Manifest:
+        loss, sequences = evaluations[step]
+        return Manifest({"eval_loss": loss, "eval_sequences": sequences})
+
+    losses = StepLosses(read_manifest)
     assert removable_steps([*evaluations], KeepRule(1, best=True), losses) == [10, 30, 50]
     assert losses.best_steps([*evaluations]) == {4: 20, 9: 40}
 

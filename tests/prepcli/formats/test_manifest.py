@@ -198,4 +198,4 @@ def test_manifest_keeps_unknown_keys_and_order(tmp_path):
 
 def test_no_manifest_is_false_and_a_manifest_is_true():
     assert not NO_MANIFEST
-    assert Manifest(WHOLE)
+    assert Manifest({"kind": "hf"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import google_crc32c
@@ -236,6 +237,13 @@ def inlined(keys: int, first: bytes, value: bytes) -> bytes:
     return leaf(keys, shared, rests, text, varint(len(value)) * keys, bytes(keys), value * keys)
 
 
+def leaf_with_long_paths() -> bytes:
+    """Return the body of a leaf with 5,000 paths that share 4,000 bytes."""
+    shared = varint(4000) * 4999
+    rests = varint(4000) + varint(1) * 4999
+    return b"\0" + varint(5000) + shared + rests + bytes(5000) + b"p" * 9000
+
+
 def test_handmade_leaf_is_valid(tmp_path):
     write_node(tmp_path, framed(NODE, inlined(5, b"key", b"value"), compressed=True))
     assert list(read_ocdbt_index(tmp_path)) == [
@@ -246,23 +254,26 @@ def test_handmade_leaf_is_valid(tmp_path):
     ]
 
 
+# Made by the test: collection would make 150 MB in each worker, and keep them.
 @pytest.mark.parametrize(
-    ("bomb", "why"),
+    ("make_bomb", "why"),
     [
-        (leaf(1 << 19), "a node claims 524,288 entries"),
-        (leaf(1 << 40), "a node claims 1,099,511,627,776 entries"),
-        (leaf(0), "a node claims 0 entries"),
-        (inlined(4000, b"k" * 65000, b""), "have more than 134,217,728 bytes"),
-        (inlined(600, b"", bytes(1 << 18)), "it decompresses to more than 134,217,728 bytes"),
-        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824, the limit is 262,144"),
-        (b"\0" + varint(5000) + varint(4000) * 4999 + varint(4000) + varint(1) * 4999 + bytes(5000) + b"p" * 9000,
-         "a node has file paths of more than"),
+        (partial(leaf, 1 << 19), "a node claims 524,288 entries"),
+        (partial(leaf, 1 << 40), "a node claims 1,099,511,627,776 entries"),
+        (partial(leaf, 0), "a node claims 0 entries"),
+        (partial(inlined, 4000, b"k" * 65000, b""), "have more than 134,217,728 bytes"),
+        (
+            partial(inlined, 600, b"", bytes(1 << 18)),
+            "it decompresses to more than 134,217,728 bytes",
+        ),
+        (lambda: b"\0" + varint(1 << 30), "it has the number 1,073,741,824, the limit is 262,144"),
+        (leaf_with_long_paths, "a node has file paths of more than"),
     ],
-)  # fmt: skip
-def test_decompression_bombs_are_rejected_in_bounded_memory(tmp_path, monkeypatch, bomb, why):
+)
+def test_decompression_bombs_are_rejected_in_bounded_memory(tmp_path, monkeypatch, make_bomb, why):
     for name in ("MAX_INDEX_NBYTES", "MAX_TEXT_NBYTES"):
         monkeypatch.setattr(ocdbt_read, name, 128 << 20)
-    frame = framed(NODE, bomb, compressed=True)
+    frame = framed(NODE, make_bomb(), compressed=True)
     assert len(frame) < 40_000
     write_node(tmp_path, frame)
     tracemalloc.start()

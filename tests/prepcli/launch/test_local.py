@@ -79,7 +79,7 @@ def test_environment_describes_one_process():
     }
 
 
-def test_result_is_stdout_of_process_0_and_lines_have_their_process():
+def test_stdout_of_process_0_is_the_result():
     script = "import sys; print('out{0}'); print('a\\nb{0}', file=sys.stderr)"
     result, lines = watch(*(script.format(index) for index in range(2)))
     assert result == "out0\n"

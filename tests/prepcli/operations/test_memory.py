@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from prepcli.formats.safetensors_layout import lay_out_files
 from tests.helpers.adapters import make_adapter
+from tests.helpers.fork_server import run_python
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO
 from trainer.models.axis_map import bind_row
@@ -73,12 +72,7 @@ class MemoryLimits:
 
     def run_limited(self, limit: int, *words: str) -> str:
         """Run a command with a limit in bytes on its data (0: none); return stderr."""
-        run = subprocess.run(
-            [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words, "-q"],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-        )
+        run = run_python(LIMITED_SCRIPT, str(limit), *words, "-q", cwd=self.folder)
         assert run.returncode == 0, run.stderr
         return run.stderr
 
@@ -159,12 +153,7 @@ def test_out_of_memory_is_reported(small: MemoryLimits):
         "512MiB",
         "-q",
     ]
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words],
-        cwd=small.folder,
-        capture_output=True,
-        text=True,
-    )
+    run = run_python(LIMITED_SCRIPT, str(limit), *words, cwd=small.folder)
     assert run.returncode == 1
     assert "error: the system is out of memory" in run.stderr
     assert "`--memory`" in run.stderr

@@ -1,5 +1,8 @@
 """`prep merge`: every value is base + scale * B A, rounded once, and all other tensors keep their bits."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
 from __future__ import annotations
 
 import json

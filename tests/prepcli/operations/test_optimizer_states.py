@@ -1,5 +1,8 @@
 """The state of every optimizer moves with its parameters: to other meshes, and between stacked and single layers."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -72,7 +72,7 @@ def test_export_in_processes_has_the_bytes_of_the_source():
     assert_same_tensors("exported", "m")
 
 
-def test_export_of_decoded_verbatim_model_has_the_bytes_of_the_source():
+def test_export_of_decoded_verbatim_model_equals_the_source():
     make_quantized(Path("m"), "fp8")
     config_path = Path("m/config.json")
     config = json.loads(config_path.read_text())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
+from tests.helpers.fork_server import PREP, run_prep, run_python
+from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.manifests import changed_manifest
+from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import error_lines, run_ok
 from tests.helpers.stored_tensors import StoredTensor, safetensors_bytes, write_safetensors
 from tests.helpers.towers import PROCESSOR, TYPES, read_golden, write_model
@@ -202,6 +208,39 @@ def test_workers_write_towers_together():
     check_export("hf", tensors)
 
 
+def test_processes_write_one_output(tmp_path: Path):
+    tensors = write_model("qwen3_vl")
+    words = ("save-init", "./m", "--mesh", "1,2,2", "--out", "init", "-q")
+    codes: list[int] = []
+
+    def run(index: int) -> None:
+        codes.append(run_prep(*words, "--processes", f"2/{index}", cwd=tmp_path).returncode)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [0, 0]
+    run_ok("export", "init", "--out", "hf")
+    check_export("hf", tensors)
+
+
+def test_towers_are_streamed_from_the_hub(tmp_path: Path):
+    tensors = write_model("llava")
+    files = {path.name: path.read_bytes() for path in Path("m").iterdir()}
+    weights = files["model.safetensors"]
+    with serve_ranges({hashlib.sha256(weights).hexdigest(): weights}) as store:
+        repos = {"o/m": FakeRepo(files, large=("model.safetensors",), store=store)}
+        with serve_hub(repos) as hub:
+            environment = {**os.environ, **hub.environment(tmp_path / "home")}
+            words = ("save-init", "o/m", "--stream", "--out", "init")
+            process = run_python(PREP, *words, cwd=tmp_path, env=environment)
+    assert process.returncode == 0, process.stderr
+    run_ok("export", "init", "--out", "hf")
+    check_export("hf", tensors)
+
+
 def test_options_for_towers_are_refused_without_towers(capsys: pytest.CaptureFixture[str]):
     write_model("llava")
     run_ok("export", "./m", "--text-only", "--out", "text")
@@ -227,6 +266,18 @@ def test_wrapper_with_other_computation_stays_verbatim():
     Path("m/config.json").write_text(json.dumps(config))
     run_ok("save-init", "./m")
     assert read_json("m-init/prep-manifest.json")["family"] == "verbatim"
+
+
+def test_lock_approves_towers(capsys: pytest.CaptureFixture[str]):
+    tensors = write_model("llava")
+    run_ok("lock", "./m", "--out", "m.lock")
+    run_ok("save-init", "./m", "--lock", "m.lock")
+    name = "multi_modal_projector.linear_1.weight"
+    code, shape, data = tensors[name]
+    changed = {**tensors, name: (code, shape, data[::-1])}
+    write_safetensors(Path("m/model.safetensors"), changed)
+    (line, *_) = errors_of(capsys, "save-init", "./m", "--lock", "m.lock", "--out", "other")
+    assert line == f"error: {name} in ./m is damaged"
 
 
 def test_inspect_names_text_family_and_model(capsys: pytest.CaptureFixture[str]):

@@ -25,7 +25,7 @@ APART = bind_row(parse_row("heads head_dim embed <- h.{layers}.q: (heads head_di
 PARAMETERS = {"layers.q": (3, 4, 8, 16), "head": (5, 16)}
 
 
-def test_find_state_leaves_takes_moments_and_statistics_outside_of_slots():
+def test_find_state_leaves_finds_leaves_outside_of_slots():
     state = {
         "opt_state.mu.layers.q": (3, 4, 8, 16),
         "opt_state.row.layers.q": (3, 4, 8, 1),

@@ -20,6 +20,7 @@ from obstore.store import MemoryStore
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.safetensors import read_safetensors_header
@@ -107,13 +108,15 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> dict[str, tuple[int, ...]
     """Do everything with a remote checkpoint that precedes reads of its tensors. Return their shapes."""
     folder = BucketFolder("gs://bucket/at", memory_bucket(files))
     kind = detect(folder)
-    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.prepare_local_files(kind))
+    local_files = folder.prepare_local_files(kind)
     try:
+        manifest = read_manifest(find_manifest_folder(local_files.path))
+        located = LocatedCheckpoint("gs://bucket/at", "m", kind, local_files, manifest)
         source = open_source(located)
         read_contents(located)
         return {tensor.name: tuple(tensor.shape) for tensor in source.tensors}
     finally:
-        shutil.rmtree(located.local_files.path)
+        shutil.rmtree(local_files.path)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])

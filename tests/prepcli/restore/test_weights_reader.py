@@ -1,5 +1,8 @@
 """Tests of WeightsReader: leaves of other formats, whole and in parts, of any dtype."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
 from __future__ import annotations
 
 import json

@@ -13,7 +13,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.errors import DamagedError, PrepError
-from tests.helpers.gguf_files import CONFIGS, MIXTRAL, make_gguf
+from tests.helpers.gguf_files import CONFIGS, GPT_OSS, MIXTRAL, make_gguf
 from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -175,6 +175,34 @@ def test_experts_of_mixtral_are_its_matrices():
     assert config["model_type"] == "mixtral"
     for field in ("num_local_experts", "num_experts_per_tok", "num_key_value_heads"):
         assert config[field] == MIXTRAL[field]
+
+
+def round_to_mxfp4(array: np.ndarray) -> np.ndarray:
+    """Return the values of a matrix, or of transposed experts, after quantisation by gguf."""
+    stored = array.swapaxes(1, 2) if array.ndim == 3 else array
+    blocks = gguf.quantize(np.ascontiguousarray(stored), gguf.GGMLQuantizationType.MXFP4)
+    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4).reshape(stored.shape)
+    return values.swapaxes(1, 2) if array.ndim == 3 else values
+
+
+@pytest.mark.parametrize("type_name", ["F32", "MXFP4"])
+def test_experts_of_gpt_oss_are_joined_and_transposed(type_name: str):
+    make_gguf(Path("m.gguf"), "gpt-oss", type_name, config=GPT_OSS)
+    Path("c").mkdir()
+    Path("c/config.json").write_text(json.dumps(GPT_OSS))
+    tensors = convert(dtype="float32", config="c")
+    expected = checkpoint_tensors(GPT_OSS, "float32", False, False)
+    assert {*tensors} == {*expected}
+    for name, array in expected.items():
+        is_rounded = type_name == "MXFP4" and array.ndim > 1 and not name.endswith("_bias")
+        values = round_to_mxfp4(array) if is_rounded else array
+        assert np.array_equal(tensors[name], values), name
+    prep.save_init("./m.gguf", "rounded", quantized="dequantize", config="c", mesh="1,2,1")
+    assert prep.verify("rounded", "./m.gguf", config="c")
+    inspection = prep.inspect("./m.gguf", config="c")
+    assert {tensor.name: tensor.shape for tensor in inspection.tensors} == {
+        name: array.shape for name, array in expected.items()
+    }
 
 
 def part_names() -> list[str]:

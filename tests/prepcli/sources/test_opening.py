@@ -1,12 +1,15 @@
-"""Tests of `open_source` with a config of the user."""
+"""Tests of `open_source`: a config of the user, and the manifest of an output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import prepcli as prep
 from prepcli.errors import PrepError
+from prepcli.formats import manifest
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -38,3 +41,24 @@ def test_missing_config_of_the_user_is_named(model: Path, tmp_path: Path):
     path = tmp_path / "typo"
     with pytest.raises(PrepError, match=f'^`config="{path}"` does not exist - .* config.json'):
         open_source(locate(str(model)), path)
+
+
+@pytest.mark.parametrize("operation", [prep.save_init, prep.pad_vocab])
+def test_manifest_of_an_output_is_read_once(
+    operation: Callable[..., prep.Conversion],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    output = operation(model, tmp_path / "output").path
+    read: list[Path] = []
+    parse_manifest = manifest.parse_manifest
+
+    def count_reads(path: Path, data: bytes) -> manifest.Manifest:
+        read.append(path)
+        return parse_manifest(path, data)
+
+    monkeypatch.setattr(manifest, "parse_manifest", count_reads)
+    source = open_source(locate(str(output)))
+    assert source.manifest is not None
+    assert read == [output / "prep-manifest.json"]

@@ -22,7 +22,7 @@ SIZES = (
     SCALES
     | OPTIONAL_PARTS
     | {*("experts_per_token", "max_positions", "sliding_windows", "layers_without_rope")}
-    | {"dense_layers", "latent_key_dim"}
+    | {"dense_layers", "latent_key_dim", "chunked_layers", "residual_scale", "attention_chunk"}
 )
 
 

@@ -1,5 +1,8 @@
 """`prep train` with parameters in bfloat16: notes, checkpoints, resuming, export and loading."""
 
+# pyright: reportTypedDictNotRequiredAccess=false
+# The manifests of complete outputs have the keys that these tests read.
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -44,6 +44,8 @@ def test_one_process_resumes_a_step_of_two(work_dir: Path):
     assert saved_steps(Path("run")) == [1, 2, 3]
 
 
+# test_watchdog shows that a failed process ends all, and test_train_buckets that a failed save keeps earlier steps.
+@pytest.mark.slow
 def test_failed_save_ends_all_processes(work_dir: Path):
     """The save in the background fails in process 0: something else has the name of the step."""
     Path("run").mkdir()

@@ -132,7 +132,7 @@ def test_dry_run_from_a_folder_reads_no_leaf(
     assert not Path("runs").exists()
 
 
-def test_folder_of_an_earlier_failed_start_with_an_init_is_accepted():
+def test_folder_of_an_earlier_failed_start_is_accepted():
     Path("runs/recipe/init/tiny-init").mkdir(parents=True)
     assert (
         main(["train", "recipe.toml", "--stop-after", "1", "-q", "--set", "model.path=tiny"])

@@ -174,9 +174,7 @@ def test_settings_beside_a_tokenizer_are_regular_files(
         ("[]", "it is \\[\\]"),
     ],
 )
-def test_invalid_settings_beside_a_sentencepiece_model_are_errors(
-    tmp_path: Path, text: str, why: str
-):
+def test_invalid_settings_of_a_sentencepiece_model_are_errors(tmp_path: Path, text: str, why: str):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(PrepError, match=f"tokenizer_config.json is not .* - {why}"):

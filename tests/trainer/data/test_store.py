@@ -81,7 +81,7 @@ def test_flipped_bit_is_detected(tmp_path: Path, name: str):
         store.read_meta(folder)
 
 
-def test_digests_that_another_process_checked_are_not_checked_again(tmp_path: Path):
+def test_read_meta_without_digests_checks_sizes_only(tmp_path: Path):
     folder = tmp_path / NAME
     build_store(folder, "uint16", fill)
     meta = store.read_meta(folder)

@@ -9,9 +9,11 @@ import pytest
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.attention_needs import (
     AttentionFeature,
+    check_mixer,
     required_attention_features,
     run_features,
 )
+from trainer.models.errors import PrepError
 from trainer.models.registry import family_of
 from trainer.models.remat import SAVES_SCORES
 from trainer.nn.model_spec import ModelSpec, build_model
@@ -78,3 +80,18 @@ def test_run_features_are_saved_scores_and_split_sequences():
     assert run_features(remat_policy="none", num_sequence_shards=2) == {
         AttentionFeature.SPLIT_SEQUENCE
     }
+
+
+@pytest.mark.parametrize(
+    ("feature", "what"),
+    [
+        (AttentionFeature.SPLIT_SEQUENCE, "sequences split over sp are not supported"),
+        (AttentionFeature.FCM, "forgetful causal masking is not supported"),
+    ],
+)
+def test_check_mixer_rejects_what_a_recurrent_layer_lacks(feature: AttentionFeature, what: str):
+    features = frozenset({feature})
+    check_mixer(build(GOLDEN["llama"]).arch_config, features)
+    check_mixer(build(GOLDEN["lfm2"]).arch_config, frozenset({AttentionFeature.SEGMENTS}))
+    with pytest.raises(PrepError, match=what):
+        check_mixer(build(GOLDEN["lfm2"]).arch_config, features)

@@ -19,7 +19,7 @@ from trainer.models.unsupported import MECHANISMS, missing_mechanism
         ({"model_type": "rwkv"}, "recurrent layers"),
         ({"model_type": "deepseek_v32", "n_routed_experts": 256}, "sparse attention"),
         ({"model_type": "minimax", "num_experts": 32}, "linear attention"),
-        ({"model_type": "phimoe"}, "a sparse MoE"),
+        ({"model_type": "dbrx"}, "a sparse MoE"),
         ({"model_type": "llava", "vision_config": {}}, "an image, video or audio encoder"),
         ({"model_type": "bert", "type_vocab_size": 2}, "an encoder without a decoder"),
         ({"model_type": "bart"}, "cross attention other than T5's"),

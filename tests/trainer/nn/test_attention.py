@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,9 +49,10 @@ def random_weights(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
         for name, count in head_counts.items():
             weights[name]["bias"] = rng.standard_normal((count, HEAD_DIM))
         weights["o"]["bias"] = rng.standard_normal(D)
-    return jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), weights)
+    return jax.tree.map(lambda array: np.asarray(array, np.float32), weights)
 
 
+@partial(jax.jit, static_argnames=("window", "scale"))
 def attend(
     x: np.ndarray | jax.Array,
     weights: dict[str, Any],

@@ -9,18 +9,17 @@ from trainer.nn.causal_conv import causal_conv
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 7, 3, 2)).astype(np.float32)
-WEIGHTS = {
-    "weight": RNG.standard_normal((3, 2, 4)).astype(np.float32),
-    "bias": RNG.standard_normal((3, 2)).astype(np.float32),
-}
+TAPS = RNG.standard_normal((3, 2, 4)).astype(np.float32)
+BIAS = RNG.standard_normal((3, 2)).astype(np.float32)
+WEIGHTS = {"weight": jnp.asarray(TAPS), "bias": jnp.asarray(BIAS)}
 
 
 def convolve(x: np.ndarray) -> np.ndarray:
     """Compute y_t = sum_d w_d x_(t-d) + b."""
-    y = np.zeros_like(x) + WEIGHTS["bias"]
+    y = np.zeros_like(x) + BIAS
     for t in range(x.shape[1]):
         for distance in range(min(4, t + 1)):
-            y[:, t] += WEIGHTS["weight"][..., 3 - distance] * x[:, t - distance]
+            y[:, t] += TAPS[..., 3 - distance] * x[:, t - distance]
     return y
 
 

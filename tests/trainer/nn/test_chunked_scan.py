@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,31 +21,39 @@ def random_inputs(length: int, *, has_beta: bool, starts: tuple[int, ...] = ()) 
     is_start = np.zeros((ROWS, length), bool)
     is_start[0, list(starts)] = True
     head_shape = (ROWS, length, GROUPS, HEADS)
+    beta = None
+    if has_beta:
+        beta = jnp.asarray(rng.uniform(0, 1, head_shape), jnp.float32)
     return Recurrence(
-        q=rng.standard_normal((ROWS, length, GROUPS, KEY_DIM)).astype(np.float32),
-        k=keys.astype(np.float32),
-        v=rng.standard_normal((*head_shape, VALUE_DIM)).astype(np.float32),
-        log_decay=-rng.exponential(0.3, head_shape).astype(np.float32),
-        beta=rng.uniform(0, 1, head_shape).astype(np.float32) if has_beta else None,
-        is_start=is_start,
+        q=jnp.asarray(rng.standard_normal((ROWS, length, GROUPS, KEY_DIM)), jnp.float32),
+        k=jnp.asarray(keys, jnp.float32),
+        v=jnp.asarray(rng.standard_normal((*head_shape, VALUE_DIM)), jnp.float32),
+        log_decay=-jnp.asarray(rng.exponential(0.3, head_shape), jnp.float32),
+        beta=beta,
+        is_start=jnp.asarray(is_start),
     )
 
 
 def scan_by_token(inputs: Recurrence) -> tuple[np.ndarray, np.ndarray]:
     """Compute S_t = a_t S_(t-1) + k_t u_t^T and y_t = S_t^T q_t in float64."""
-    length = inputs.q.shape[1]
+    q, k, v, log_decay = (
+        np.asarray(x, np.float64) for x in (inputs.q, inputs.k, inputs.v, inputs.log_decay)
+    )
+    beta = None if inputs.beta is None else np.asarray(inputs.beta, np.float64)
+    is_start = np.asarray(inputs.is_start)
+    length = q.shape[1]
     state = np.zeros((ROWS, GROUPS, HEADS, KEY_DIM, VALUE_DIM))
     outputs = np.zeros((ROWS, length, GROUPS, HEADS, VALUE_DIM))
     for t in range(length):
-        state[np.asarray(inputs.is_start)[:, t]] = 0
-        state *= np.exp(inputs.log_decay[:, t].astype(np.float64))[..., None, None]
-        key = inputs.k[:, t, :, None]
-        update = inputs.v[:, t].astype(np.float64)
-        if inputs.beta is not None:
+        state[is_start[:, t]] = 0
+        state *= np.exp(log_decay[:, t])[..., None, None]
+        key = k[:, t, :, None]
+        update = v[:, t]
+        if beta is not None:
             predicted = (state * key[..., None]).sum(-2)
-            update = inputs.beta[:, t, ..., None] * (update - predicted)
+            update = beta[:, t, ..., None] * (update - predicted)
         state += key[..., None] * update[..., None, :]
-        outputs[:, t] = (state * inputs.q[:, t, :, None, :, None]).sum(-2)
+        outputs[:, t] = (state * q[:, t, :, None, :, None]).sum(-2)
     return outputs, state
 
 

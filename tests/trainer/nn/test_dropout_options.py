@@ -46,6 +46,14 @@ def make_dropout(rows: int, config: DropoutConfig = CONFIG) -> Dropout:
     )
 
 
+@cache
+def first_layer_keys() -> RandomKey:
+    """Return the keys of the rows in the first layer."""
+    keys = make_dropout(ROWS).layer_keys(1)
+    assert keys is not None
+    return RandomKey(*(words[0] for words in keys))
+
+
 def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -> Array:
     """Compute a layer with a dropout of each output before its residual addition."""
     arch_config, masks = context.arch_config, context.dropout
@@ -90,19 +98,23 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     params = tiny.params_from_tensors(tensors)
     layers = layer_weights(params, "", arch_config, model, ForwardConfig(scan_layers=False))
     assert isinstance(layers, list)
-    keys = make_dropout(ROWS).layer_keys(1)
-    assert keys is not None
-    masks = LayerDropout(CONFIG, RandomKey(*(words[0] for words in keys)), jnp.arange(LENGTH))
+    keys = first_layer_keys()
+    masks = LayerDropout(CONFIG, keys, jnp.arange(LENGTH))
     cos_sin = rotary_cos_sin(arch_config.rope, jnp.arange(LENGTH)) if arch_config.rope else None
     mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
     context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
     block = BLOCKS[arch_config.block_type]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)
-    output = jax.jit(lambda x, layer: block(x, layer, context)[0])(x, layers[0])
-    expected = jax.jit(lambda x, layer: block_by_formula(x, layer, context))(x, layers[0])
-    np.testing.assert_allclose(output, expected, atol=2e-5)
     no_dropout = dataclasses.replace(context, dropout=None)
-    without = jax.jit(lambda x, layer: block(x, layer, no_dropout)[0])(x, layers[0])
+
+    @jax.jit
+    def outputs(x: Array, layer: dict[str, Any]) -> tuple[Array, Array, Array]:
+        output = block(x, layer, context)[0]
+        without = block(x, layer, no_dropout)[0]
+        return output, block_by_formula(x, layer, context), without
+
+    output, expected, without = outputs(x, layers[0])
+    np.testing.assert_allclose(output, expected, atol=2e-5)
     assert relative_error(np.asarray(without), np.asarray(output)) > 0.05
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.param_tree import flatten_tree
 from trainer.nn.initialization import init_params
 
@@ -61,3 +62,16 @@ def test_padded_rows_start_at_zero():
     for path in ("embed.tokens", "head.weight"):
         assert not np.asarray(filled[path])[512:].any()
         np.testing.assert_array_equal(filled[path][:512], plain[path])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_recurrent_mixers_start_with_slow_decays_and_unscaled_norms(name: str):
+    leaves = flatten_tree(init_params(tiny_transformer(GOLDEN[name]).model, 0))
+    by_name = {path.partition("mixer.")[2]: np.asarray(leaf) for path, leaf in leaves.items()}
+    assert (by_name["norm.scale"] == 1).all()
+    assert (by_name["dt_bias.bias"] == 1).all()
+    rates = np.exp(by_name["a_log.weight"])
+    assert rates.min() >= 0.01
+    assert rates.max() <= 16
+    assert np.unique(rates).size == rates.size
+    assert (by_name.get("d.weight", np.float32(1)) == 1).all()

@@ -11,7 +11,7 @@ import pytest
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
 from tests.helpers.slow_cases import slow_except
-from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
+from tests.trainer.nn.test_parity import LOGITS_ATOL, max_short_logit_error
 from trainer.models.architecture import (
     FULL_ATTENTION,
     NO_CLIP,
@@ -193,6 +193,10 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("olmo2", "norms of inputs too"): change(block_type="sandwich"),
     ("olmo2", "norms of each head"): change(qk_norm_axes="head"),
     ("smollm3", "rotation in all layers"): change(layers_without_rope=()),
+    ("nanochat", "rotation forwards"): change_rope(is_reversed=False),
+    ("nanochat", "embeddings without a norm"): change(has_plain_embed_norm=False),
+    ("phimoe", "softmax of all logits"): change_router(mixing_range=1e9),
+    ("phimoe", "one expert in each softmax"): change_router(mixing_range=0.0),
     ("llama4_text", "no chunks"): change(chunked_layers=()),
     ("llama4_text", "chunks 1 larger"): change(attention_chunk=7),
     ("llama4_text", "no norms of queries and keys"): change(has_plain_qk_norm=False),
@@ -271,7 +275,7 @@ def test_mutation_changes_short_logits(name: str, mistake: str):
         tiny.model, arch_config=MUTATIONS[name, mistake](tiny.model.arch_config)
     )
     logits = model_logits(mutant, tiny.params_from_tensors(golden.tensors), golden.short)
-    assert max_logit_error(golden, logits) > LOGITS_ATOL
+    assert max_short_logit_error(golden, logits) > LOGITS_ATOL
 
 
 def test_fast_mutations_exist():

@@ -14,9 +14,9 @@ from jax import Array
 from trainer.nn.token_chunks import over_token_chunks
 
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((2, 13, 6)), jnp.float32)
+X = RNG.standard_normal((2, 13, 6), np.float32)
 WEIGHTS = {
-    name: jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    name: RNG.standard_normal(shape, np.float32)
     for name, shape in {"up": (6, 9), "down": (9, 4)}.items()
 }
 

@@ -76,7 +76,7 @@ def test_experts_count_for_their_tokens():
     assert eight.matmul - two.matmul == 6 * 6 * expert_size * MIXTRAL["num_hidden_layers"] * TOKENS
 
 
-def test_dense_and_moe_layers_and_latents_count_their_own_matrices():
+def test_flops_count_the_matrices_of_each_kind_of_layer():
     """One dense layer, four MoE layers with 4 of 32 experts and shared ones of twice the width."""
     flops = count("deepseek_v3", DEEPSEEK_V3)
     width, heads, mlp = 512, 8, 192
@@ -148,7 +148,7 @@ def test_sources_without_tokens_have_no_pairs():
     assert tiled.attention_causal + tiled.masked == 12 * 8 * 64 * pairs
 
 
-def test_kernels_without_scores_in_memory_compute_no_masked_pairs():
+def test_kernels_without_scores_skip_masked_pairs():
     assert count("llama", LLAMA_7B, attention_tile=NO_SCORES).masked == 0
 
 

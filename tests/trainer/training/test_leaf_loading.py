@@ -150,6 +150,8 @@ def test_exchange_is_faster_on_several_hosts_or_from_a_server(
     assert (exchange_is_faster(local), exchange_is_faster(remote)) == expected
 
 
+# test_bytes_once shows it with `load_params`, and the tests above show the exchange on each mesh.
+@pytest.mark.slow
 def test_two_processes_read_each_element_once_together():
     outputs = finish(start_processes(count=2, devices=4, module="tests.helpers.loading_process"))
     assert [code for code, _, _ in outputs] == [0, 0], [stderr[-2000:] for *_, stderr in outputs]

@@ -90,7 +90,7 @@ def test_losses_with_unsplit_kv_heads_match_one_device():
 
 
 @pytest.mark.slow  # test_sharding compares loss and gradients of experts on this mesh
-def test_losses_of_experts_do_not_depend_on_mesh_or_micro_batches():
+def test_expert_losses_do_not_depend_on_mesh_or_micro_batches():
     setup = runs.make_setup(
         runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
+from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import feed
@@ -23,7 +24,7 @@ STEPS = 3
 def train_losses(setup: StepSetup) -> np.ndarray:
     """Return the loss and the gradient norm of the first steps."""
     state, job, losses = runs.make_state(setup), runs.make_job(setup), []
-    step = jax.jit(partial(train_step, setup=setup))
+    step = compile_step(setup)
     for number in range(STEPS):
         state, metrics = step(
             state, feed.load_batch(job.train, job.order.rows(number), setup.sharding)
@@ -64,10 +65,8 @@ def test_masks_differ_between_steps():
     """The same batch and parameters: the learning rate of the first step is 0."""
     setup = runs.make_setup(runs.LLAMA, dropout=runs.DROPOUT)
     job, state = runs.make_job(setup), runs.make_state(setup)
-    batch, step = (
-        feed.load_batch(job.train, job.order.rows(0), setup.sharding),
-        jax.jit(partial(train_step, setup=setup)),
-    )
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    step = compile_step(setup)
     second_state, first = step(state, batch)
     _, again = step(state, batch)
     _, second = step(second_state, batch)

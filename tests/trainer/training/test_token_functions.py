@@ -14,6 +14,7 @@ import pytest
 from jax import Array
 
 from tests.helpers import runs
+from tests.helpers.optimizers import compile_step
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.training_plans import load_text
 from trainer.distributed.sharding import ShardingContext
@@ -26,7 +27,7 @@ from trainer.nn.lm_head import LMHead, loss_sums
 from trainer.nn.loss_terms import LossTerms
 from trainer.training import feed
 from trainer.training.evaluation import evaluate, jit_eval_step
-from trainer.training.step import StepSetup, TrainState, leaf_name, state_shapes, train_step
+from trainer.training.step import StepSetup, TrainState, leaf_name
 from trainer.training.token_functions import TokenFunctions, function_name
 
 
@@ -64,9 +65,7 @@ def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[floa
     if weights is not None:
         order = zigzag_order(runs.LENGTH, setup.sharding)
         batch |= {"weights": jax.device_put(weights[:, order], batch["weights"].sharding)}
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    step = jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
-    state, sums = step(runs.make_state(setup), batch)
+    state, sums = compile_step(setup)(runs.make_state(setup), batch)
     return float(sums["loss"]) / float(sums["weight"]), state
 
 
@@ -110,7 +109,7 @@ def test_token_loss_gradients_equal_direct_computation(chunk_size: int, softcap:
         return (focal_loss(logits[..., :11], targets) * weights).sum()
 
     computed, expected = (
-        jax.value_and_grad(f, (0, 1, 2))(hidden, weight, bias) for f in (chunked, direct)
+        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(hidden, weight, bias) for f in (chunked, direct)
     )
     for value, other in zip(jax.tree.leaves(computed), jax.tree.leaves(expected)):
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=1e-6)
@@ -121,9 +120,10 @@ def test_loss_of_a_step_equals_a_direct_computation():
     setup = focal_setup()
     loss, state = take_step(setup)
     batch, before = first_batch(setup), runs.make_state(setup)["params"]
-    expected = jax.jit(partial(direct_mean_loss, setup=setup))(before, batch)
+    compute_loss = jax.jit(partial(direct_mean_loss, setup=setup))
+    expected = compute_loss(before, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    after = jax.jit(partial(direct_mean_loss, setup=setup))(state["params"], batch)
+    after = compute_loss(state["params"], batch)
     assert after < expected
 
 
@@ -162,9 +162,10 @@ def test_evaluation_reports_means_of_metrics(mesh: str):
     rows = job.evaluation.get_batch(np.arange(5))
     whole = runs.make_setup()
     whole_params = runs.make_state(whole)["params"]
-    logits = transformer.compute_logits(
-        whole_params, jnp.asarray(rows["tokens"]), whole.model, whole.forward_config
+    compute_logits = jax.jit(
+        partial(transformer.compute_logits, model=whole.model, forward_config=whole.forward_config)
     )
+    logits = compute_logits(whole_params, rows["tokens"])
     values = metrics(logits[..., : runs.VOCAB], jnp.asarray(rows["targets"]))
     expected = {name: np.average(value, weights=rows["weights"]) for name, value in values.items()}
     results = [

@@ -34,6 +34,7 @@ def latent_sizes(
     q_rank: int = 1536,
     key_dim: int = 128,
     value_dim: int = 128,
+    rope_dim: int = 64,
     has_head_dim: bool = True,
 ) -> dict[str, int]:
     """Return the extents of latent attention.
@@ -45,6 +46,7 @@ def latent_sizes(
         q_rank: Default of `q_lora_rank`.
         key_dim: Default of `qk_nope_head_dim`.
         value_dim: Default of `v_head_dim`.
+        rope_dim: Default of `qk_rope_head_dim`.
         has_head_dim: Whether `head_dim` must be the number of rotated elements.
 
     Raises:
@@ -53,7 +55,7 @@ def latent_sizes(
     if axis_sizes["kv_heads"] != axis_sizes["heads"]:
         why = f"num_key_value_heads is {axis_sizes['kv_heads']}; latent attention has as many as query heads"
         raise invalid_config_error(f"{why}, {axis_sizes['heads']}")
-    rope_dim = read_size(config, "qk_rope_head_dim", 64)
+    rope_dim = read_size(config, "qk_rope_head_dim", rope_dim)
     # transformers writes the number of rotated elements as `head_dim`.
     if has_head_dim and read_size(config, "head_dim", rope_dim) != rope_dim:
         why = f"head_dim is {config['head_dim']}, but qk_rope_head_dim is {rope_dim}"

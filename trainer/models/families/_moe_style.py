@@ -190,8 +190,11 @@ def read_dense_layers_by_type(
     layer_types = config.get("mlp_layer_types")
     if layer_types is None:
         return default
-    is_valid = isinstance(layer_types, list) and len(layer_types) == layers
-    if not is_valid or any(name not in MLP_LAYER_TYPES for name in layer_types):
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != layers
+        or any(name not in MLP_LAYER_TYPES for name in layer_types)
+    ):
         why = f"mlp_layer_types is {layer_types!r:.80}, it must give {layers} of dense and sparse"
         raise invalid_config_error(why)
     return tuple(layer for layer, name in enumerate(layer_types) if name == MLP_LAYER_TYPES[0])

@@ -6,15 +6,12 @@ import dataclasses
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.families import _gpt_style
-from trainer.models.families.opt import NORM_EPS, UNUSED_POSITIONS
-from trainer.models.parameters import ALWAYS, HFConfig
+from trainer.models.families import _gpt_style, opt
+from trainer.models.parameters import HFConfig
 from trainer.models.rows import (
-    attention,
     build_family,
     embedding,
     layer_norm,
-    linear,
     matrix,
     stack,
 )
@@ -32,7 +29,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
         mlp=4096,
         field_names={"mlp": "intermediate_size"},
     )
-    return {**axis_sizes, "positions": axis_sizes["positions"] + UNUSED_POSITIONS}
+    return {**axis_sizes, "positions": axis_sizes["positions"] + opt.UNUSED_POSITIONS}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
@@ -45,23 +42,17 @@ def arch_config(config: HFConfig) -> ArchConfig:
     embed_scale = axis_sizes["embed"] ** 0.5 if config.get("scale_embedding", True) else 1.0
     return dataclasses.replace(
         _gpt_style.arch_config(config, axis_sizes, activation=("hidden_act", "gelu")),
-        norm_eps=NORM_EPS,
+        norm_eps=opt.NORM_EPS,
         embed_scale=embed_scale,
-        max_positions=axis_sizes["positions"] - UNUSED_POSITIONS,
-        position_offset=UNUSED_POSITIONS,
+        max_positions=axis_sizes["positions"] - opt.UNUSED_POSITIONS,
+        position_offset=opt.UNUSED_POSITIONS,
     )
 
 
 PARAMETERS = {
     **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
     **embedding("positions", "positions embed <- embed_positions.weight: positions embed"),
-    **stack("layers", "layers.{layers}", {
-        **layer_norm("attn_norm", "embed <- self_attn_layer_norm.weight: embed"),
-        **attention("self_attn.{}_proj", out_name="out", bias=ALWAYS, out_bias=ALWAYS),
-        **layer_norm("mlp_norm", "embed <- final_layer_norm.weight: embed"),
-        **linear("mlp.up", "mlp embed <- fc1.weight: mlp embed"),
-        **linear("mlp.down", "embed mlp <- fc2.weight: embed mlp"),
-    }),
+    **stack("layers", "layers.{layers}", opt.layer()),
     **layer_norm("final_norm", "embed <- layer_norm.weight: embed"),
     **matrix("head", "vocab embed <- output_projection.weight: vocab embed"),
 }  # fmt: skip

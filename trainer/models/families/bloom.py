@@ -11,7 +11,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import invalid_config_error, unsupported_config_error
+from trainer.models.errors import unsupported_config_error
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
 from trainer.models.rows import (
@@ -31,8 +31,9 @@ PRETRAINING_LENGTH = 2048
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of BloomConfig."""
     _gpt_style.check_n_embed(config)
-    axis_sizes = _gpt_style.sizes(
-        config,
+    # The width of the MLP is 4 times `embed`. Old configs have `n_inner`, which transformers ignores too.
+    return _gpt_style.sizes(
+        {**config, "n_inner": None},
         vocab=250880,
         positions=PRETRAINING_LENGTH,
         embed=64,
@@ -40,12 +41,6 @@ def sizes(config: HFConfig) -> dict[str, int]:
         heads=8,
         field_names={"embed": "n_embed", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"},
     )
-    # Old configs have `n_inner`, which transformers does not read.
-    width = 4 * axis_sizes["embed"]
-    if axis_sizes["mlp"] != width:
-        why = f"n_inner is {axis_sizes['mlp']}, the MLP of BLOOM has 4 x hidden_size = {width}"
-        raise invalid_config_error(why)
-    return axis_sizes
 
 
 def arch_config(config: HFConfig) -> ArchConfig:

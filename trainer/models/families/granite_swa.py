@@ -17,7 +17,7 @@ from trainer.models.architecture import (
 from trainer.models.errors import invalid_config_error, unsupported_config_error
 from trainer.models.families import _llama_style, granite
 from trainer.models.parameters import HFConfig, Parameter, if_set, read_size
-from trainer.models.rope_config import Rope, read_rope
+from trainer.models.rope_config import Rope, read_rope, read_scaling
 
 HAS_BIAS = if_set("attention_bias")
 WINDOW_FIELDS = ("layer_types", "layer_rope_theta", "sliding_window")
@@ -115,11 +115,10 @@ def _read_thetas(config: HFConfig, layers: int, default: float) -> list[float]:
 
 def _rope_with_base(config: HFConfig, theta: float, head_dim: int, max_positions: int) -> Rope:
     """Return the rotary embedding of the config with another base."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    with_base = {
+    with_base: HFConfig = {
         **config,
         "rope_scaling": None,
-        "rope_parameters": {**scaling, "rope_theta": theta},
+        "rope_parameters": {**read_scaling(config), "rope_theta": theta},
     }
     return read_rope(with_base, head_dim, max_positions=max_positions)
 

@@ -8,8 +8,9 @@ from trainer.models.architecture import ArchConfig, read_positive, reject_unsupp
 from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
-from trainer.models.parameters import HFConfig, read_size
+from trainer.models.parameters import ALWAYS, Condition, HFConfig, read_size
 from trainer.models.rows import (
+    Parameters,
     attention,
     build_family,
     embedding,
@@ -79,6 +80,22 @@ def _projects_embeddings(config: HFConfig) -> bool:
     return axis_sizes["word_embed"] != axis_sizes["embed"]
 
 
+def layer(has_bias: Condition = ALWAYS, has_norm_weights: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of a layer with the names of fairseq, which BioGPT and XGLM have too.
+
+    Args:
+        has_bias: When the projections have biases.
+        has_norm_weights: When the norms have parameters.
+    """
+    return {
+        **layer_norm("attn_norm", "embed <- self_attn_layer_norm.weight: embed", has_norm_weights),
+        **attention("self_attn.{}_proj", out_name="out", bias=has_bias, out_bias=has_bias),
+        **layer_norm("mlp_norm", "embed <- final_layer_norm.weight: embed", has_norm_weights),
+        **linear("mlp.up", "mlp embed <- fc1.weight: mlp embed", has_bias),
+        **linear("mlp.down", "embed mlp <- fc2.weight: embed mlp", has_bias),
+    }
+
+
 PARAMETERS = {
     **embedding("tokens", "vocab word_embed <- decoder.embed_tokens.weight: vocab word_embed"),
     **embedding("positions", "positions embed <- decoder.embed_positions.weight: positions embed"),
@@ -87,13 +104,7 @@ PARAMETERS = {
         "embed word_embed <- decoder.project_in.weight: embed word_embed",
         condition=_projects_embeddings,
     ),
-    **stack("layers", "decoder.layers.{layers}", {
-        **layer_norm("attn_norm", "embed <- self_attn_layer_norm.weight: embed", HAS_NORM_WEIGHTS),
-        **attention("self_attn.{}_proj", out_name="out", bias=HAS_BIAS, out_bias=HAS_BIAS),
-        **layer_norm("mlp_norm", "embed <- final_layer_norm.weight: embed", HAS_NORM_WEIGHTS),
-        **linear("mlp.up", "mlp embed <- fc1.weight: mlp embed", HAS_BIAS),
-        **linear("mlp.down", "embed mlp <- fc2.weight: embed mlp", HAS_BIAS),
-    }),
+    **stack("layers", "decoder.layers.{layers}", layer(HAS_BIAS, HAS_NORM_WEIGHTS)),
     **layer_norm("final_norm", "embed <- decoder.final_layer_norm.weight: embed", _final_norm_has_weights),
     **matrix(
         "project_out",

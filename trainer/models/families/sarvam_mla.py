@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
+from trainer.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    read_positive,
+    reject_unsupported_fields,
+)
 from trainer.models.families import _deepseek_style, _llama_style, _moe_style
 from trainer.models.field_aliases import AliasedConfig
 from trainer.models.parameters import HFConfig, read_size
@@ -65,6 +70,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
             max_positions=4096,
             is_interleaved=bool(config.get("rope_interleave", True)),
         ),
+        init_std=read_positive(config, "initializer_range", 0.006),
         experts_per_token=experts_per_token,
         router=_deepseek_style.grouped_router(
             config, axis_sizes["experts"], experts_per_token, groups=(1, 1), scale=2.5

@@ -112,8 +112,12 @@ def exact_results(name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
             probabilities = jax.nn.softmax(jnp.where(visible, scores, -1e300), axis=-1) * visible
             return jnp.einsum("bhts,bshe->bthe", probabilities * is_kept / (1 - RATE), v)
 
-        output, pullback = jax.vjp(attend, inputs)
-        gradients = pullback(output_gradient)[0]
+        @jax.jit
+        def run(inputs: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+            output, pullback = jax.vjp(attend, inputs)
+            return output, pullback(output_gradient)[0]
+
+        output, gradients = run(inputs)
         return np.asarray(output), {
             key: np.asarray(gradient) for key, gradient in gradients.items()
         }

@@ -339,8 +339,12 @@ def test_alibi_matches_reference(window: int):
         def attend(q: Array, k: Array, v: Array) -> Array:
             return kernel(q, KV(k, v), make_arch(), mask, options)
 
-        output, pullback = jax.vjp(attend, q, k, v)
-        return [output, *pullback(gradient)]
+        @jax.jit
+        def output_and_gradients(q: Array, k: Array, v: Array) -> list[Array]:
+            output, pullback = jax.vjp(attend, q, k, v)
+            return [output, *pullback(gradient)]
+
+        return output_and_gradients(q, k, v)
 
     for tiled, dense in zip(run(blockwise_attention), run(reference_attention)):
         np.testing.assert_allclose(tiled, dense, atol=2e-6)

@@ -12,7 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.helpers import runs
-from tests.helpers.optimizers import KEYS, compile_step, compiled_run, make_optimizer, take_steps
+from tests.helpers.optimizers import (
+    DISTINCT_RULES,
+    KEYS,
+    compile_step,
+    compiled_run,
+    make_optimizer,
+    take_steps,
+)
+from tests.helpers.slow_cases import slow_except
 from trainer.models.param_tree import ParamLeaf, flatten_tree, unflatten_tree
 from trainer.training import feed
 from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, round_stochastically
@@ -28,7 +36,7 @@ def moment_names(setup: StepSetup) -> dict[str, Any]:
     return {leaf_name(path): leaf for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", slow_except(KEYS, DISTINCT_RULES))
 def test_frozen_leaves_have_no_moments_and_no_update(name: str):
     setup, step = compiled_run(name, is_compact=True)
     before = runs.make_state(setup)
@@ -102,7 +110,7 @@ def test_statistics_are_sharded_along_the_other_axes():
     }
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", slow_except(KEYS, DISTINCT_RULES))
 def test_bfloat16_moments_are_rounded_after_each_step(name: str):
     setup, step = compiled_run(name, is_compact=True)
     state = take_steps(setup, runs.make_state(setup), until=2, step=step)

@@ -1,0 +1,140 @@
+"""The keys of a manifest and the types of their values, for plans and for `formats.manifest`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+from prepcli.planning.tensors import CastEntry
+from trainer.models.json_types import HFConfig
+
+
+class TensorRecord(TypedDict):
+    """Record of a tensor: its values, and the digest of each range of rows.
+
+    `digests` has one entry [first row, one past the last, digest] per range, e.g. [[0, 512, "9f..."]].
+    """
+
+    dtype: NotRequired[str]
+    shape: NotRequired[Sequence[int]]
+    digests: list[tuple[int, int, str]]
+
+
+class FileRecord(TypedDict):
+    """Record of a file: `bytes`, and either `xxh3` of the whole file or `header`.
+
+    The digests of tensors cover the payload of a safetensors or msgpack file. Its record has
+    `header`, the digest of all other bytes, instead of `xxh3`.
+    """
+
+    bytes: int
+    xxh3: NotRequired[str]
+    header: NotRequired[str]
+
+
+class LeafRecord(TypedDict):
+    """Record of a leaf: its shape, dtype and chunk shape."""
+
+    shape: Sequence[int]
+    dtype: str
+    chunk: Sequence[int]
+
+
+class QuantizedRecord(TypedDict):
+    """Record of a dequantised weight.
+
+    `codes` is the name of the stored tensor with its values, and no leaf keeps it. `dtype` and `shape` are those of
+    the codes. `digest` is the one of the decoded tensor, and empty until it is written.
+    """
+
+    format: str
+    codes: str
+    dtype: str
+    shape: list[int]
+    digest: str
+
+
+class VocabularyRecord(TypedDict):
+    """Rows of the vocabulary for tokens, and with padding."""
+
+    true: int
+    padded: int
+    init: NotRequired[str]
+
+
+class SourceRecord(TypedDict):
+    """Name of the source of a conversion, and the stamps of its files."""
+
+    name: str
+    files: Sequence[Mapping[str, object]]
+
+
+class MergedAdapter(TypedDict):
+    """The adapter that `merge` added to the weights."""
+
+    adapter: str
+    scaling: float
+    tensors: int
+
+
+TensorRecords = Mapping[str, TensorRecord]
+
+
+class PrepFields(TypedDict, total=False):
+    """The keys that prep writes itself. An earlier version of prep may have omitted a key."""
+
+    # Version of the format.
+    format: int
+    kind: str
+    request: str
+    plan: str
+    prep: str
+    source: SourceRecord
+    command: str
+    # A value that is no text is ignored.
+    name: object
+    family: str | None
+    config: HFConfig
+    vocab: VocabularyRecord | None
+    layout: str | None
+    mesh: str | None
+    rules: Sequence[str]
+    scan: bool
+    scan_axis: int
+    prefixed: bool
+    tied: bool
+    step: int
+    dropped: Sequence[Mapping[str, object]]
+    tensors: TensorRecords
+    leaves: Mapping[str, LeafRecord]
+    slots: Mapping[str, TensorRecords]
+    others: TensorRecords
+    compress: str
+    casts: Sequence[CastEntry]
+    packed: Mapping[str, int]
+    quantization: Mapping[str, object]
+    quantized: Mapping[str, QuantizedRecord]
+    # Facts of the multimodal model that the parameters are the text part of.
+    towers: Mapping[str, object]
+    # Its reader checks the type.
+    checksums: object
+    files: dict[str, FileRecord]
+    digest: str
+
+
+class ManifestFields(PrepFields, total=False):
+    """The content of a manifest. A training step has further keys, which belong to the trainer."""
+
+    # Settings of trained adapters. Their reader checks the type.
+    lora: object
+    # The model that adapters belong to.
+    base: Mapping[str, object]
+    # Layer and expert numbers of the tensors in each leaf of a verbatim checkpoint.
+    stacked: Mapping[str, Sequence[Sequence[int]]]
+    merged: MergedAdapter
+    # Loss of a step, and the number of sequences that it was computed on. Their reader checks the types.
+    eval_loss: object
+    eval_sequences: object
+
+
+PREP_KEYS = frozenset(PrepFields.__annotations__)

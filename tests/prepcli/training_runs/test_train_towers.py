@@ -1,0 +1,127 @@
+"""`prep train` of the text part of a multimodal model: steps without towers, and exports with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import OK
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.stored_tensors import safetensors_bytes
+from tests.helpers.towers import PROCESSOR, write_model
+from tests.helpers.training_folder import RECIPE, write_tokenizer
+
+VOCAB = 128
+PREFIX = "model.language_model."
+TEXT_NAMES = (PREFIX, "lm_head.")
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a multimodal model, its init, and a run of three steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        write_model("qwen3_vl")
+        words = [f"w{number}" for number in range(VOCAB)]
+        write_tokenizer(Path("m"), words)
+        run_ok("save-init", "./m")
+        numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 1500)) % VOCAB
+        Path("text.txt").write_text(" ".join(words[number] for number in numbers))
+        recipe = RECIPE.replace("1,2,4", "8,1,1").replace("tiny-init", "m-init")
+        Path("recipe.toml").write_text(recipe.replace("steps = 12", "steps = 3"))
+        assert main(["train", "recipe.toml", "-q"]) == OK
+    return folder
+
+
+@pytest.fixture
+def trained(trained_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the folder to the working folder of a test."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained_folder, tmp_path, dirs_exist_ok=True)
+    return trained_folder
+
+
+def test_step_names_start_model_by_digest(trained: Path):
+    manifest = json.loads(Path("runs/recipe/3/prep-manifest.json").read_text())
+    assert manifest["towers"]["path"] == str(trained / "m-init")
+    assert len(manifest["towers"]["digest"]) == 32
+    assert not any(name.startswith("towers") for name in manifest["leaves"])
+    assert all(name.startswith(TEXT_NAMES) for name in manifest["tensors"])
+
+
+def test_export_of_step_has_towers_of_start_model(trained: Path):
+    before = safetensors_bytes(Path("m"))
+    run_ok("export", "runs/recipe", "--out", "hf")
+    exported = safetensors_bytes(Path("hf"))
+    assert exported.keys() == before.keys()
+    changed = {name for name in before if exported[name] != before[name]}
+    assert changed == {name for name in before if name.startswith(TEXT_NAMES)}
+    assert json.loads(Path("hf/config.json").read_text()) == json.loads(
+        Path("m/config.json").read_text()
+    )
+    assert Path("hf", PROCESSOR).read_bytes() == Path("m", PROCESSOR).read_bytes()
+    run_ok("verify", "hf")
+    run_ok("export", "runs/recipe", "--text-only", "--out", "text")
+    text = safetensors_bytes(Path("text"))
+    assert text == {
+        name.replace(PREFIX, "model."): exported[name]
+        for name in exported
+        if name.startswith(TEXT_NAMES)
+    }
+
+
+@pytest.mark.parametrize("towers", ["m", "other-mesh"])
+def test_export_reads_towers_of_named_copy(towers: str, trained: Path):
+    run_ok("reshard", "m-init", "--mesh", "1,2,1", "--no-scan", "--out", "other-mesh")
+    run_ok("export", "runs/recipe", "--out", "a")
+    run_ok("export", "runs/recipe", "--towers", f"./{towers}", "--out", "b")
+    assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
+
+
+def test_other_towers_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]):
+    write_model("gemma3", Path("other"))
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "runs/recipe", "--towers", "./other")
+    assert lines[0] == (
+        "error: ./other has other towers than the model of runs/recipe at its start"
+    )
+    assert "--text-only" in lines[-1]
+    shutil.rmtree("other")
+    lines = error_lines(capsys, "export", "runs/recipe", "--towers", "./other")
+    assert lines[0] == "error: the towers of runs/recipe cannot be read"
+    assert not Path("recipe-hf").exists()
+
+
+def test_run_starts_from_model_folder(trained: Path):
+    recipe = Path("recipe.toml").read_text().replace("m-init", "./m")
+    Path("folder.toml").write_text(recipe)
+    run_ok("train", "folder.toml")
+    run_ok("export", "runs/recipe", "--out", "a")
+    run_ok("export", "runs/folder", "--out", "b")
+    assert safetensors_bytes(Path("a")) == safetensors_bytes(Path("b"))
+
+
+def test_adapter_merges_into_multimodal_model(trained: Path):
+    before = safetensors_bytes(Path("m"))
+    recipe = Path("recipe.toml").read_text()
+    Path("lora.toml").write_text(f'{recipe}\n[lora]\nrank = 4\ntargets = ["attn.q"]\n')
+    run_ok("train", "lora.toml")
+    run_ok("export", "runs/lora", "--out", "adapter")
+    for base in ("./m", "m-init"):
+        run_ok("merge", "adapter", base, "--out", "merged", "--overwrite")
+        merged = safetensors_bytes(Path("merged"))
+        assert merged.keys() == before.keys()
+        changed = {name for name in before if merged[name] != before[name]}
+        assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+
+
+def test_generate_and_eval_take_text_part(trained: Path):
+    for checkpoint in ("m-init", "./m", "runs/recipe"):
+        run_ok("generate", checkpoint, "--prompt", "w3 w4", "--max-new-tokens", "2")

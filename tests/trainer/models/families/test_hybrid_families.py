@@ -1,0 +1,57 @@
+"""Tests of families with recurrent mixers without a comparison of logits: stacks of layers, and states."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepcli.testing.tiny_transformers import random_tensors, tiny_transformer
+from tests.helpers.hybrid_configs import HYBRID_FAMILIES
+from trainer.generation.decode import init_kv_cache
+from trainer.models.errors import PrepError
+from trainer.models.registry import family_of
+from trainer.models.truncation import later_layers, truncate_config
+from trainer.nn.model_spec import ForwardConfig
+
+KINDS = {
+    "lfm2": ("attention_layers", "mixer_layers"),
+    "lfm2_moe": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
+    "qwen3_next": ("attention_layers", "mixer_layers", "dense_layers", "sparse_layers"),
+    "mamba2": (),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_first_layers_have_the_tensors_of_a_shorter_model(name: str):
+    config = HYBRID_FAMILIES[name]
+    family = family_of(config)
+    for num_layers in (1, 2):
+        shorter = truncate_config(config, num_layers)
+        if name in ("lfm2_moe", "qwen3_next") and num_layers == 1:
+            with pytest.raises(PrepError, match="all 1 layers are dense"):
+                family.arch_config(shorter)
+            continue
+        names = {tensor.removeprefix(family.prefix) for tensor in random_tensors(config)}
+        kept = names - later_layers(family, config, names, num_layers)
+        expected = {tensor.removeprefix(family.prefix) for tensor in random_tensors(shorter)}
+        assert kept == expected
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_layer_has_its_own_stack(name: str):
+    leaves = tiny_transformer(HYBRID_FAMILIES[name]).model.leaves
+    stacks = {path.partition(".")[0] for path in leaves} - {"layers", "embed", "head", "final_norm"}
+    assert stacks == {*KINDS[name]}
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_recurrent_states_do_not_grow_with_the_number_of_tokens(name: str):
+    model = tiny_transformer(HYBRID_FAMILIES[name]).model
+    short, long = (
+        init_kv_cache(model, (2, slots), ForwardConfig()).recurrent for slots in (8, 4096)
+    )
+    assert short is not None
+    assert long is not None
+    shapes = {state: array.shape for state, array in short.states.items()}
+    assert shapes == {state: array.shape for state, array in long.states.items()}
+    num_mixers = len(model.arch_config.mixer_layers)
+    assert {shape[:2] for shape in shapes.values()} == {(num_mixers, 2)}
