@@ -148,7 +148,8 @@ class Family:
             checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
-        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
+        dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
+            description.
         tying: The head and the embedding.
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
         layouts: Trees of other libraries, by name.
@@ -197,8 +198,9 @@ def dropped_patterns(family: Family, config: HFConfig) -> dict[str, str]:
     """Return the regular expressions of ignored tensors -> their description."""
     patterns: dict[str, str] = {}
     for template, description in family.dropped.items():
-        # `{i}` is the number of a layer.
-        patterns[re.sub(r"\\{i\\}", r"\\d+", re.escape(template))] = description
+        # `{i}` is the number of a layer, and `*` any text.
+        pattern = re.escape(template).replace(r"\{i\}", r"\d+").replace(r"\*", ".*")
+        patterns[pattern] = description
     for number in family.prediction_layers(config):
         patterns[rf"layers\.{number}\..*"] = PREDICTION_RULE
     return patterns
