@@ -136,7 +136,7 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
 
 
 def _settings_files(manifest: Manifest) -> list[str]:
-    """Return the recorded files without tensors, and of an Orbax item without its index and metadata."""
+    """Return the recorded files that users may edit. Files of tensors, and metadata of an Orbax item, are left out."""
     return [
         name
         for name, record in manifest.files.items()

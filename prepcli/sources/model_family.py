@@ -56,7 +56,8 @@ def read_folder_model(
 
     Args:
         folder: The folder.
-        config_path: Path of the config.json, or None if the verbatim family needs none.
+        config_path: Path of the config.json. None without one: then the tensors are kept under their names,
+            which is called the verbatim family.
         hints: User-supplied facts about the checkpoint.
         tensors: Dtype and shape of each tensor, by its name in the files.
         manifest: Manifest of a folder that prep wrote.

@@ -122,7 +122,7 @@ def tokenize_files(
     _check_eos_id(config)
     found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
     file_type = resolve_type(found, config.type)
-    config = _with_type(config, file_type)
+    config = _set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         _check_unused_settings(config, note)
     files = _hash_files(found, note)
@@ -165,7 +165,7 @@ def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
     return files
 
 
-def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
     """Return a config for files of a type. Types without columns have no fields.
 
     Raises:

@@ -278,10 +278,12 @@ def check_prompts(
             raise usage_error(
                 f"{model.family.name} has no encoder",
                 "sources are supported only for encoder-decoder models",
-                "prompts without sources",
+                "pass prompts without sources",
             )
         why = "a source is required for each prompt"
-        raise usage_error(f"{model.family.name} has an encoder", why, "prompts with sources")
+        raise usage_error(
+            f"{model.family.name} has an encoder", why, "pass a source with each prompt"
+        )
     if not all(map(len, rows)):
         why = "a prompt must have at least one token"
         raise usage_error("empty prompt", why, "remove it, or add text to it")

@@ -213,7 +213,7 @@ class LayerStack:
         return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
 
     def _block_inputs_nbytes(self) -> int:
-        """Return the bytes of the unsplit inputs of attentions, or of the mixer, and of the MLP."""
+        """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
         return (1 + self.num_mixings) * self._residual_size() * self.inputs.itemsize
 
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden

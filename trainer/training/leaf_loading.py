@@ -170,7 +170,7 @@ class LeafLoader:
             if volume(box) and arrays[box].shape != shape:
                 buffers[device][_start_slices(arrays[box].shape)] = arrays[box]
         source = part_sharding(plan, sharding)
-        return _from_shards(plan.parts_shape(slab), source, buffers)
+        return _from_shards(plan.all_parts_shape(slab), source, buffers)
 
     def _broadcast(
         self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype

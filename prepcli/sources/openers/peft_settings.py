@@ -99,7 +99,9 @@ def read_settings(folder: Path) -> PeftSettings:
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
         raise PrepError(
-            f"{folder} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved"
+            f"{folder} is not an adapter",
+            f"it has no {ADAPTER_CONFIG}",
+            "name a folder that PEFT or prep saved",
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)

@@ -112,7 +112,7 @@ def test_block_mask_knows_hidden_and_visible_blocks(window: int):
         assert actual.shape in ((1, 1), (size, size))
 
 
-def test_kernels_of_equal_masks_share_their_blocks():
+def test_equal_block_masks_have_equal_hashes():
     assert BlockMask(256, 5) == BlockMask(256, 5)
     assert hash(BlockMask(256, 5)) == hash(BlockMask(256, 5))
     assert BlockMask(256, 5) != BlockMask(256, 6)
