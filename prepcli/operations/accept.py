@@ -106,7 +106,7 @@ def _output_folder(checkpoint: str) -> Path:
     reference = parse_reference(checkpoint)
     if not isinstance(reference, LocalPath | RunStep):
         what = text("{} needs a local output, not {}", Option("accept"), checkpoint)
-        raise usage_error(what, "it changes the manifest", "a folder")
+        raise usage_error(what, "it changes the manifest", "name a folder")
     folder = find_manifest_folder(reference.path)
     if not (folder / MANIFEST_FILE).is_file():
         what = text("{} has no effect for {}", Option("accept"), checkpoint)

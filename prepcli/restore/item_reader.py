@@ -75,7 +75,7 @@ def open_reader(
         raise PrepError(
             f"{path} holds no Orbax checkpoint",
             "no folder in it has the files of one",
-            "another folder, such as a training step or an output of prep",
+            "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)

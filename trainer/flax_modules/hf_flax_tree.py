@@ -139,7 +139,7 @@ def _check_leaves(
         raise PrepError(
             f"{tree_name} does not fit the config",
             f"it {verb} {listed}",
-            "the config.json of the model with these parameters",
+            "pass the config.json of the model with these parameters",
         )
 
 
@@ -179,7 +179,7 @@ def _scatter_leaf(
         raise PrepError(
             f"a leaf of `{axis_map.text}` has shape {leaf.shape}",
             f"expected {axis_map.leaf_shape}",
-            "the config.json of the model with these parameters",
+            "pass the config.json of the model with these parameters",
         )
     split = leaf.reshape(_extents(leaf_factors))
     free = _free_factors(axis_map)

@@ -294,7 +294,7 @@ def check_prompts(
         raise usage_error(
             f"token id {token} is out of range",
             f"the vocabulary has {model.true_vocab_size:,} tokens",
-            "the tokenizer of this model",
+            "use the tokenizer of this model",
         )
     if max(map(len, rows)) + max_new_tokens >= MAX_SLOTS:
         what = f"{max_new_tokens:,} new tokens are too many"
@@ -303,7 +303,7 @@ def check_prompts(
     num_fitting = max_fitting_new_tokens(prompts, model)
     if num_fitting is not None and max_new_tokens > num_fitting:
         what = f"a prompt of {max(map(len, prompts)):,} tokens and {max_new_tokens:,} new tokens are too long"
-        hint = "a shorter prompt"
+        hint = "use a shorter prompt"
         if num_fitting > 0:
             hint = text("{}", Option("max_new_tokens", num_fitting))
         raise usage_error(what, f"the model has {arch_config.max_positions:,} positions", hint)

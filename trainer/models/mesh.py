@@ -194,7 +194,7 @@ def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
         raise usage_error(
             text("{}: {} is {}", option, axis, truncate(number[1])),
             f"a mesh has at most {MAX_DEVICES:,} devices",
-            f"a smaller {axis}",
+            f"use a smaller {axis}",
         )
     return int(number[1])
 

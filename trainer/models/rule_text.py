@@ -239,7 +239,9 @@ def _duplicate_error(subject: str, first: Rule, second: Rule) -> PrepError:
     both = f"`{first}` and `{second}`"
     if not subject:
         return usage_error(
-            "two presets", both, "a preset, and rules that change it: `flaxlm:1,1`, `heads=none`"
+            "two presets",
+            both,
+            "use one preset, and rules that change it: `flaxlm:1,1`, `heads=none`",
         )
     return usage_error(
         f"two rules for {subject}", both, f"join the choices of a rule by |: `{subject}=mp|none`"

@@ -295,7 +295,7 @@ def _refuse_architecture(config: HFConfig) -> ArchConfig:
         raise PrepError(
             "the architecture of the model is unknown",
             CANNOT_TRAIN,
-            text("a config.json of a supported family"),
+            text("pass a config.json of a supported family"),
         )
     hint = text("{} explains how to add a family", Command("docs", "add-a-family"))
     raise PrepError(f"model_type `{name}` is not supported", CANNOT_TRAIN, hint)

@@ -37,7 +37,7 @@ from trainer.training import shard_filling
 ALIGNMENT_NBYTES = 4096
 # Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
 MAX_READ_RATIO = 1.01
-CHECKPOINT_HINT = "a checkpoint of the model and the optimizer of this run"
+CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
 
 def exchange_is_faster(reader: CheckpointReader) -> bool:

@@ -147,7 +147,9 @@ def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig
     if not targets:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(
-            f"{path} does not fit the model", why, "the model that the adapter was trained with"
+            f"{path} does not fit the model",
+            why,
+            "name the model that the adapter was trained with",
         )
     return settings.lora_config(targets)
 

@@ -98,7 +98,7 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
             "1,99999999,1",
             ": fsdp is 99999999",
             "a mesh has at most 1,048,576 devices",
-            "a smaller fsdp",
+            "use a smaller fsdp",
         ),
         ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", "smaller sizes"),
     ],
