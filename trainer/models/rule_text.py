@@ -140,7 +140,7 @@ def _parse_choice(choice_text: str, option: Text) -> MeshAxes:
         check_axis_name(axis, option)
     if len(set(axes)) < len(axes):
         what = text("{} names an axis twice", option)
-        raise usage_error(what, f"`{truncate(choice_text)}`", "each axis at most once")
+        raise usage_error(what, f"`{truncate(choice_text)}`", "name each axis at most once")
     return axes
 
 

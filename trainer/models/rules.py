@@ -142,7 +142,7 @@ class LeafRule:
         leaf = path_without_layers(path)
         given = len(self.choices)
         what = f"`{truncate(str(self))}` has {given} dim{'s' if given > 1 else ''}, and {leaf} has {len(names)}"
-        hint = "write one entry per dim, or only `none` to keep leaves whole. An earlier rule for this leaf has priority"
+        hint = "write one entry per dim, or only `none` to keep leaves whole. An earlier rule of this leaf is used"
         return usage_error(what, f"the dims of {leaf} are {', '.join(names)}", hint)
 
 
