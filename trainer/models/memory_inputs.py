@@ -31,7 +31,8 @@ class StateLeaf:
 
     Attributes:
         param: Its parameter.
-        reduced_axes: Axes of the parameter that the leaf has with extent 1.
+        reduced_axes: Axes of the parameter that have extent 1 in the leaf, e.g. axis 1 for row statistics of
+            Adafactor.
         itemsize: Bytes per element.
     """
 
