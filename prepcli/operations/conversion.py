@@ -48,7 +48,7 @@ from prepcli.operations.options import DEFAULT_MEMORY
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, as_tuple
 from prepcli.planning.plan import Plan
-from prepcli.planning.shares import requested_share
+from prepcli.planning.shares import Share, requested_share
 from prepcli.planning.tensor_match import MatchOptions
 from prepcli.restore.digest_checks import check_partly_read
 from prepcli.restore.earlier_checkpoints import note_unrecorded
@@ -361,9 +361,7 @@ def _convert_to_folder(
     if common.dry_run:
         details = {"output": str(out), "dry_run": True, **details}
     else:
-        share, launcher = requested_share(common.process_options.processes, os.environ)
-        if launcher:
-            observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+        share = _process_share(common, observer)
         if source.is_locked:
             check_partly_read(planned.source_view or source, planned.plan, observer.progress())
         with WorkerPool(
@@ -399,6 +397,14 @@ def _convert_to_folder(
         # An output that was uploaded earlier is reported from a dry run.
         next_command=planned.next_command.replace(OUT_PLACEHOLDER, str(out)),
     )
+
+
+def _process_share(common: CommonOptions, observer: Observer) -> Share:
+    """Return the share of this process in the work, and note the launcher that sets it."""
+    share, launcher = requested_share(common.process_options.processes, os.environ)
+    if launcher:
+        observer.note(f"process {share.index} of {share.count}, as {launcher} says")
+    return share
 
 
 def _note_plan(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
 
@@ -14,6 +15,7 @@ from prepcli.console.observer import Observer, observer_of
 from prepcli.console.progress import Progress
 from prepcli.errors import Command, Option, invalid_config_error, text, usage_error
 from prepcli.execution.workers import ProcessOptions
+from prepcli.formats.safetensors_layout import SafetensorsLayout
 from prepcli.operations.conflicts import check_mutually_exclusive, reject_without
 from prepcli.operations.conversion import (
     OUT_PLACEHOLDER,
@@ -27,7 +29,8 @@ from prepcli.operations.operation import public
 from prepcli.operations.options import PadVocabOptions
 from prepcli.operations.results import Conversion
 from prepcli.option_spec import PathLike, format_command_line
-from prepcli.planning.plan import Contiguous, Fill, Plan
+from prepcli.planning.manifest_fields import ManifestFields
+from prepcli.planning.plan import Contiguous, Fill, Plan, SmallFile
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.tensor_match import DROP_RULE, vocab_tensors
 from prepcli.planning.vocabulary import Vocabulary, check_padded_size
@@ -50,6 +53,7 @@ from prepcli.targets.streams import (
     dropped_padding,
     output_rows,
 )
+from trainer.models.json_types import HFConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
 from trainer.models.suggest import did_you_mean
@@ -201,28 +205,15 @@ def plan_pad_vocab(
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        # The digest of the plan depends on the order of the files and keys. It is the one of earlier versions, so that
-        # their half-done outputs resume.
-        small_files=(
-            *config_files(source, config),
-            *index_files(layouts),
-            *copied_small_files(source),
-        ),
+        small_files=_small_files(source, config, layouts),
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),
         ),
         checks=match.checks,
-        settings={
-            "name": name,
-            "kind": "hf",
-            "family": source.family.name,
-            "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
-            "prefixed": source.names.is_prefixed,
-            "tied": match.is_tied,
-            "config": config,
-            **towers_entry(source),
-        },
+        settings=_manifest_settings(
+            options, source, vocabulary, name=name, size=size, config=config, is_tied=match.is_tied
+        ),
         display_names={t.name: source.file_name(t) for t in model_tensors},
     )
     note = _vocabulary_line(
@@ -233,14 +224,50 @@ def plan_pad_vocab(
         init=options["init"],
         is_tied=match.is_tied,
     )
-    save_init_options = _save_init_options(options, source)
     return PlannedConversion(
         plan,
         name,
         notes=(note,),
         fields={"vocab": _vocab_fields(options, vocabulary, size)},
-        next_command=f"prep save-init {OUT_PLACEHOLDER}{save_init_options}",
+        next_command=f"prep save-init {OUT_PLACEHOLDER}{_save_init_options(options, source)}",
     )
+
+
+def _small_files(
+    source: Source, config: HFConfig, layouts: Sequence[SafetensorsLayout]
+) -> tuple[SmallFile, ...]:
+    """Return the config, the index of the weights and the side files of the output.
+
+    The digest of the plan depends on their order. Half-done outputs of earlier versions have this one.
+    """
+    return (
+        *config_files(source, config),
+        *index_files(layouts),
+        *copied_small_files(source),
+    )
+
+
+def _manifest_settings(
+    options: PadVocabOptions,
+    source: Source,
+    vocabulary: Vocabulary,
+    *,
+    name: str,
+    size: int,
+    is_tied: bool,
+    config: HFConfig,
+) -> ManifestFields:
+    """Return the fields of the output's manifest that describe the model."""
+    return {
+        "name": name,
+        "kind": "hf",
+        "family": source.family.name,
+        "vocab": {"true": vocabulary.true_size, "padded": size, "init": options["init"]},
+        "prefixed": source.names.is_prefixed,
+        "tied": is_tied,
+        "config": config,
+        **towers_entry(source),
+    }
 
 
 def _vocab_fields(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from trainer.models.json_types import HFConfig, JsonValue
 
 
-class AliasedConfig(Mapping[str, Any]):
+class AliasedConfig(Mapping[str, JsonValue]):
     """A config in which some fields have two names. The alias overrides, as in `attribute_map` of transformers.
 
     >>> config = AliasedConfig({"num_layers": 2}, {"num_layers": "num_hidden_layers"})
@@ -14,7 +15,7 @@ class AliasedConfig(Mapping[str, Any]):
     2
     """
 
-    def __init__(self, config: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+    def __init__(self, config: HFConfig, aliases: Mapping[str, str]) -> None:
         """Wrap a config.
 
         Args:
@@ -24,11 +25,14 @@ class AliasedConfig(Mapping[str, Any]):
         self._config = config
         self._aliases = {name: alias for alias, name in aliases.items()}
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> JsonValue:
         alias = self._aliases.get(key)
-        if alias is not None and alias in self._config:
-            return self._config[alias]
-        return self._config[key]
+        name = alias if alias is not None and alias in self._config else key
+        # `fields_read` of the registry records the calls of `get`.
+        value = self._config.get(name)
+        if value is None and name not in self._config:
+            raise KeyError(key)
+        return value
 
     def __iter__(self) -> Iterator[str]:
         names = dict.fromkeys(self._config)
@@ -39,10 +43,3 @@ class AliasedConfig(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field by its own name, or the default if the config has neither name."""
-        alias = self._aliases.get(key)
-        if alias is not None and alias in self._config:
-            return self._config[alias]
-        return self._config.get(key, default)

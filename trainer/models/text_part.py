@@ -18,10 +18,10 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import Command, PrepError, text
+from trainer.models.json_types import JsonObject
 from trainer.models.parameters import (
     Family,
     HFConfig,
@@ -34,12 +34,13 @@ from trainer.models.unsupported import missing_mechanism
 
 # `model_type` of a text config -> the fields that it has as the config of a family. With M-RoPE, all three positions
 # of a text token are equal (Qwen2-VL, https://arxiv.org/abs/2409.12191, section 2.1), as in the family.
-TEXT_FAMILIES: dict[str, dict[str, Any]] = {
+TEXT_FAMILIES: dict[str, JsonObject] = {
     "glm4v_moe_text": {"model_type": "glm4_moe"},
     "glm4v_text": {"model_type": "glm4", "attention_bias": True},
     "glm_ocr_text": {"model_type": "glm4", "attention_bias": False},
     "granite_docling_text": {"model_type": "granite"},
-    "paddleocr_vl_text": {"model_type": "ernie4_5"},
+    # It rotates halves of heads, and Ernie 4.5 rotates neighbouring elements.
+    "paddleocr_vl_text": {"model_type": "llama"},
     "qwen2_5_omni_text": {"model_type": "qwen2"},
     "qwen2_5_vl": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
@@ -52,7 +53,7 @@ TEXT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Defaults of these text configs that differ from the family's, other than STATED_FIELDS.
 _WHOLE_HEADS = {"partial_rotary_factor": 1.0}
-TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+TEXT_DEFAULTS: dict[str, HFConfig] = {
     "glm4v_text": _WHOLE_HEADS,
     "glm_ocr_text": _WHOLE_HEADS,
 }
@@ -157,7 +158,7 @@ def text_section(config: HFConfig) -> str | None:
     return None
 
 
-def section_fields(config: HFConfig, section: str) -> dict[str, Any]:
+def section_fields(config: HFConfig, section: str) -> JsonObject:
     """Return the fields of the text config in a config.json.
 
     Args:
@@ -170,7 +171,7 @@ def section_fields(config: HFConfig, section: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.endswith("_config")}
 
 
-def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> dict[str, Any]:
+def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> JsonObject:
     """Return the config.json of a multimodal model after changes of its text config.
 
     Fields without a change keep their form in `config`.
@@ -201,9 +202,7 @@ def with_text_config(config: HFConfig, before: HFConfig, after: HFConfig) -> dic
     return updated
 
 
-def _changed_fields(
-    fields: HFConfig, changed: HFConfig, removed: Collection[str]
-) -> dict[str, Any]:
+def _changed_fields(fields: HFConfig, changed: HFConfig, removed: Collection[str]) -> JsonObject:
     """Return fields with changes, and without the removed ones."""
     return {key: value for key, value in fields.items() if key not in removed} | {**changed}
 
@@ -232,13 +231,14 @@ def _text_family(config: HFConfig, fields: HFConfig) -> Family:
     return FAMILIES[name]
 
 
-def _text_config(config: HFConfig, fields: HFConfig) -> dict[str, Any]:
+def _text_config(config: HFConfig, fields: HFConfig) -> JsonObject:
     """Return the text config as the family reads it."""
     shared = {key: config[key] for key in SHARED_FIELDS if config.get(key) is not None}
     text_config = shared | {key: value for key, value in fields.items() if value is not None}
     text_type = str(fields.get("model_type"))
     if text_type in TEXT_FAMILIES:
-        text_config = TEXT_DEFAULTS.get(text_type, {}) | text_config | TEXT_FAMILIES[text_type]
+        defaults = TEXT_DEFAULTS.get(text_type, {})
+        text_config = {**defaults, **text_config, **TEXT_FAMILIES[text_type]}
         # The default of some families is a number.
         width = read_size(fields, "hidden_size", 0)
         text_config.setdefault("head_dim", width // read_size(fields, "num_attention_heads", 0))
@@ -249,7 +249,7 @@ def _text_config(config: HFConfig, fields: HFConfig) -> dict[str, Any]:
     return text_config
 
 
-def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _without_mrope(rope: HFConfig) -> JsonObject:
     """Return a rotary embedding with one position per token."""
     fields = {key: value for key, value in rope.items() if key not in MROPE_FIELDS}
     for key in ("type", "rope_type"):

@@ -6,6 +6,7 @@ import io
 import json
 
 from prepcli.console.bounded_text import (
+    MAX_LINE_CHARS,
     MAX_LINES,
     bounded_error,
     bounded_line,
@@ -31,7 +32,7 @@ def test_path_of_usual_length_is_kept() -> None:
 
 
 def test_many_short_words_are_shortened() -> None:
-    assert len(bounded_line("9 " * 5000)) == 800
+    assert len(bounded_line("9 " * 5000)) == MAX_LINE_CHARS
 
 
 def test_lines_beyond_the_limit_are_counted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -103,12 +102,14 @@ def _read_thetas(config: HFConfig, layers: int, default: float) -> list[float]:
     Raises:
         PrepError: The list has another length or values below 0.
     """
-    thetas: Any = config.get("layer_rope_theta")
-    if thetas is None:
+    listed = config.get("layer_rope_theta")
+    if listed is None:
         return [default] * layers
-    is_valid = isinstance(thetas, list) and len(thetas) == layers
-    if not is_valid or not all(isinstance(theta, int | float) and theta >= 0 for theta in thetas):
-        why = f"layer_rope_theta is {thetas!r:.80}, it must give {layers} numbers from 0 on"
+    thetas: list[float] = []
+    if isinstance(listed, list):
+        thetas = [theta for theta in listed if isinstance(theta, int | float) and theta >= 0]
+    if not isinstance(listed, list) or not len(thetas) == len(listed) == layers:
+        why = f"layer_rope_theta is {listed!r:.80}, it must give {layers} numbers from 0 on"
         raise invalid_config_error(why)
     return thetas
 

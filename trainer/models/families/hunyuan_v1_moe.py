@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.errors import unsupported_config_error
@@ -29,7 +28,7 @@ def _read_experts_per_token(config: HFConfig, experts: int) -> int:
         PrepError: The layers have different numbers, or a number is invalid.
     """
     # The alias overrides.
-    count: Any = config.get("num_experts_per_tok", config.get("moe_topk", 1))
+    count = config.get("num_experts_per_tok", config.get("moe_topk", 1))
     if isinstance(count, list) and count:
         if any(other != count[0] for other in count):
             why = f"moe_topk is {count!r:.80}; layers have the same number of experts per token"

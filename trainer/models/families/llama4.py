@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trainer.models.architecture import (
     LAYER_TYPES,
@@ -56,9 +55,9 @@ def dense_layers(config: HFConfig) -> tuple[int, ...]:
     """
     layers = read_size(config, "num_hidden_layers", 48, MAX_LAYERS)
     step = read_size(config, "interleave_moe_layer_step", 1)
-    sparse: Any = config.get("moe_layers")
+    sparse = config.get("moe_layers")
     if sparse is None:
-        sparse = list(range(step - 1, layers, step))
+        return tuple(layer for layer in range(layers) if (layer + 1) % step)
     if not isinstance(sparse, list):
         raise invalid_config_error(f"moe_layers is {sparse!r:.80}, it must be a list of layers")
     return tuple(layer for layer in range(layers) if layer not in sparse)
@@ -100,21 +99,24 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
 
 
-def _read_rotating_layers(config: HFConfig, layers: int) -> list[int]:
-    """Return 1 for each layer whose queries and keys rotate, else 0, as in `no_rope_layers`.
+def _read_rotating_layers(config: HFConfig, layers: int) -> list[bool]:
+    """Return whether the queries and keys of each layer rotate: those with a 1 in `no_rope_layers`.
 
     Raises:
         PrepError: The list has another length or other values.
     """
-    listed: Any = config.get("no_rope_layers")
+    listed = config.get("no_rope_layers")
     if not listed:
         interval = read_size(config, "no_rope_layer_interval", 4)
-        return [int((layer + 1) % interval != 0) for layer in range(layers)]
-    is_valid = isinstance(listed, list) and len(listed) == layers
-    if not is_valid or any(value not in (0, 1) for value in listed):
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or any(value not in (0, 1) for value in listed)
+    ):
         why = f"no_rope_layers is {listed!r:.80}, it must give {layers} of 0 and 1"
         raise invalid_config_error(why)
-    return listed
+    return [value == 1 for value in listed]
 
 
 def _read_chunk(config: HFConfig) -> int:
@@ -124,16 +126,16 @@ def _read_chunk(config: HFConfig) -> int:
     return read_size(config, "attention_chunk_size", 8192)
 
 
-def _read_chunked_layers(config: HFConfig, rotates: list[int], chunk: int) -> tuple[int, ...]:
+def _read_chunked_layers(config: HFConfig, rotates: list[bool], chunk: int) -> tuple[int, ...]:
     """Return the layers with chunks: the listed ones, or the layers that rotate.
 
     Raises:
         PrepError: `layer_types` is invalid, or lists chunks without a size.
     """
     layers = len(rotates)
-    listed: Any = config.get("layer_types")
+    listed = config.get("layer_types")
     if listed is None:
-        listed = [CHUNKED if rotate and chunk else LAYER_TYPES[0] for rotate in rotates]
+        return tuple(layer for layer, rotate in enumerate(rotates) if rotate and chunk)
     marks = windows_by_layer_type(
         listed, (LAYER_TYPES[0], CHUNKED), layers=layers, window=1, field="layer_types"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trainer.models.architecture import (
     LAYER_TYPES,
@@ -71,12 +70,11 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 
 def _read_rope(config: HFConfig, layer_type: str) -> Rope:
-    theta: Any = DEFAULT_THETAS[layer_type]
     return read_layer_rope(
         config,
         layer_type,
         layer_types=LAYER_TYPES,
-        theta=theta,
+        theta=DEFAULT_THETAS[layer_type],
         head_dim=sizes(config)["head_dim"],
         max_positions=read_size(config, "max_position_embeddings", 131072),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from trainer.models import rows
 from trainer.models.architecture import (
@@ -68,7 +67,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 def _read_jitter(config: HFConfig) -> float:
     """Return half of the range of SparseMixer. Raise PrepError if it is not a number from 0 on."""
-    jitter: Any = config.get("router_jitter_noise", 0.01)
+    jitter = config.get("router_jitter_noise", 0.01)
     if jitter == 0 and not isinstance(jitter, bool):
         return 0.0
     return read_positive({"router_jitter_noise": jitter}, "router_jitter_noise", 0.01)
@@ -84,7 +83,7 @@ def _read_rope(config: HFConfig, head_dim: int) -> Rope:
     rope = read_rope(
         config, head_dim, max_positions=positions, default_theta=1e6, rope_types=ROPE_TYPES
     )
-    scaling: Any = config.get("rope_scaling") or config.get("rope_parameters")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if rope.rope_type == "default" or not isinstance(scaling, Mapping):
         return rope
     short, long = scaling.get("short_mscale"), scaling.get("long_mscale")
