@@ -420,7 +420,7 @@ class FinishedSave:
     is_done = True
 
     def wait(self) -> float:
-        """Return the seconds that the save took."""
+        """Return the duration of the save in seconds, at once."""
         return self.seconds
 
 

@@ -355,7 +355,7 @@ def _open_random_start(
 
 
 def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
-    """Return the manifest of an init with the leaves of a reader, without mesh and rules."""
+    """Return the manifest that `save-init` would write for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {
         **reader.manifest,

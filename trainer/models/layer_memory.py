@@ -364,7 +364,10 @@ class LayerStack:
         return size // self.num_layers
 
     def share(self, leaf: ParamLeaf, count: int) -> int:
-        """Return the share of these layers in a count of a leaf that its group of layers has."""
+        """Return the part of a count (elements or FLOPs) of a stacked leaf that belongs to these layers.
+
+        E.g. a quarter of it for 2 layers of a group of 8.
+        """
         return count * self.num_layers // self.groups[self._group_of(leaf.path)]
 
     def layer_leaves(self) -> list[ParamLeaf]:

@@ -137,7 +137,7 @@ class MemoryInputs:
 
     @property
     def embed_size(self) -> int:
-        """Width of the residual stream. The estimate has no split of it over mesh axes."""
+        """Width of the residual stream. The estimate does not split it over mesh axes."""
         return self.extent("embed")
 
     def local_extent(self, dim: str) -> int:
