@@ -262,7 +262,7 @@ def parameter_rows(
 
 
 def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str, ParsedAxisMap]:
-    """Return one row per listed layer of a row, by path."""
+    """Split the row of a stacked leaf into one row per layer, by path. The row lists the numbers of its layers."""
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return {path: row}

@@ -150,7 +150,7 @@ def arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         max_positions: Default of `max_position_embeddings`.
         rope_theta: Default of the rotary base.
         rope: Rotary embedding, if the family has read it already.

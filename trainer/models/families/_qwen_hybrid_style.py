@@ -64,7 +64,7 @@ def arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         linear_layers: Numbers of the layers with a gated delta net.
 
     Raises:
