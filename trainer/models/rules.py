@@ -224,8 +224,8 @@ def activation_rules(rules: Rules) -> DimRules:
     return {**ACTIVATION_RULES, **shared_dims, **rules.activations}
 
 
-def whole_if_indivisible(rules: DimRules) -> DimRules:
-    """Return the rules with a last choice for each dim: it stays whole."""
+def unsplit_if_indivisible(rules: DimRules) -> DimRules:
+    """Return rules that leave a dim unsplit if the mesh axes of no other choice divide it."""
     return {dim: choices if choices[-1] == () else (*choices, ()) for dim, choices in rules.items()}
 
 
