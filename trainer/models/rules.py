@@ -118,7 +118,7 @@ class LeafRule:
         return f"{LEAF_PREFIX}{self.pattern}={','.join(map(format_choices, self.choices))}"
 
     def matches(self, path: str) -> bool:
-        """Return whether the rule is for the leaf at a dotted path."""
+        """Return whether the rule matches the dotted path of a leaf."""
         return re.search(self.pattern, path_without_layers(path)) is not None
 
     def choices_of_leaf(self, path: str, dims: LeafDims) -> list[AxisChoices]:

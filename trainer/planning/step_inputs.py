@@ -46,7 +46,7 @@ class Shapes(Protocol):
 
     @property
     def arch_config(self) -> ArchConfig:
-        """The choices of its layers."""
+        """Architecture of the model."""
         ...
 
     @property
