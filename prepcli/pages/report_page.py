@@ -25,7 +25,7 @@ CURVES = {
     "memory_bytes": "Peak memory per device, GiB",
     "eval_accuracy": "Evaluation accuracy",
 }
-# Numbers of evaluations without a chart.
+# Metrics that get no chart.
 COUNTS = ("eval_tokens",)
 # Prefix of the metrics that count the tokens of a data source.
 SOURCE_PREFIX = "tokens."

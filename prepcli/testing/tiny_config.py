@@ -49,7 +49,7 @@ SIZE_FIELDS = {
     "value_dim": ("v_head_dim",),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
-# Elements of latent attention. The size of `kv_dim` here is the part of the keys.
+# Sizes of multi-head latent attention. `kv_dim` is `qk_nope_head_dim`: it counts the keys, not the values.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
 # Axes with a field that has a constant default.
 CONSTANT_AXES = (

@@ -33,7 +33,7 @@ from trainer.data.chat_limits import (
     TemplateLimitError,
 )
 
-# Not deterministic, or of HTML pages, with a run time that no limit here bounds
+# Filters that are not deterministic, or that process HTML with a run time that the limits cannot bound.
 REMOVED_FILTERS = ("random", "urlize", "xmlattr", "wordwrap", "striptags", "pprint")
 # Filters that return a generator. Its items are counted where they are consumed.
 LAZY_FILTERS = {

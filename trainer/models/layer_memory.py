@@ -19,7 +19,7 @@ from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_acti
 ROW_COPIES = 2
 # Arrays of a tile of blockwise attention: scores, probabilities, and the gradients of both.
 TILE_COPIES = 4
-# On accelerators XLA fuses three of them into the products that read them.
+# As above on accelerators, where XLA fuses three of the four arrays into the products that read them.
 FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
