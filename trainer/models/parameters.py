@@ -73,8 +73,10 @@ class Parameter:
             tensors exist is used.
         else_row: Row if the condition does not hold. If it is "", the parameter then does not
             exist.
-        parsed_row: The row of a verbatim tensor. It lists its layers, and has no text.
-        layer_path: Path of the leaf of one of these layers, with a placeholder for its number.
+        parsed_row: Axis map of a verbatim tensor, or of a stack of them, in place of `row`. It lists
+            the numbers of its layers.
+        layer_path: Path of the leaf of a single layer, with a placeholder for the layer number.
+            Only with `parsed_row`.
     """
 
     row: str

@@ -372,7 +372,7 @@ def test_config_with_infinity_is_converted_and_written_back(capsys):
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors.index.json", "prep-manifest.json"]
 )
-def test_deep_json_is_one_error(capsys, name: str):
+def test_deeply_nested_json_is_rejected(capsys, name: str):
     make_checkpoint(Path("m"), LLAMA)
     path = Path("m", name)
     if name == "prep-manifest.json":
