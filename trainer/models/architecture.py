@@ -159,7 +159,8 @@ class ArchConfig:
     """The architecture of a decoder, or of the encoder before it.
 
     Attributes:
-        norm: Type of the norms. The "offset" types scale by 1 + weight, all of it in float32.
+        norm: Type of the norms. The "offset" types scale by 1 + weight, all of it in float32. "rms_plain"
+            has no parameters.
         norm_eps: Epsilon of the norms.
         activation: Activation of the MLP, one of ACTIVATIONS.
         has_gated_mlp: Whether the MLP has a gate matrix.
@@ -214,7 +215,7 @@ class ArchConfig:
         leaf_init_stds: End of a leaf's path -> its standard deviation, for leaves with another one.
     """
 
-    norm: Literal["layer", "layer_offset", "rms", "rms_offset"]
+    norm: Literal["layer", "layer_offset", "rms", "rms_offset", "rms_plain"]
     norm_eps: float
     activation: str
     has_gated_mlp: bool

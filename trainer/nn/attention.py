@@ -25,7 +25,7 @@ from trainer.nn.kv_cache import KVCache
 from trainer.nn.latent_attention import latent_attention
 from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.linear import linear
-from trainer.nn.norms import norm
+from trainer.nn.norms import norm, plain_rms_norm
 from trainer.nn.position_encoding import CosSin, apply_rotary
 from trainer.nn.token_chunks import TokenFunction, over_token_chunks
 
@@ -110,6 +110,8 @@ def _projection(names: tuple[str, ...], context: LayerContext, *, num_tokens: in
     def norm_heads(heads: Array, weights: Leaves | None) -> Array:
         if weights is None:
             return heads
+        if weights is NO_PARAMETERS:
+            return plain_rms_norm(heads, arch_config.norm_eps, norm_axes)
         return norm(heads, weights, arch_config, norm_axes)
 
     def project_chunk(x: Array, weights: Projections, cos_sin: CosSin | None) -> list[Array]:

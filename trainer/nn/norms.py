@@ -22,8 +22,7 @@ def norm(
 
     Args:
         x: [..., D].
-        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A layer norm may have neither, and
-            an RMS norm no scale.
+        weights: `scale` and `bias`, both [D] or of other last axes of `x`. A layer norm may have neither.
         arch_config: Selects the norm and its epsilon.
         axes: Axes of the mean.
 
@@ -41,12 +40,18 @@ def norm(
             return _layer_norm(x, scale, weights.get("bias", 0.0), eps=eps, axes=axes)
         case "rms":
             # Rounded to the dtype of `x` before the scale, as in transformers' LlamaRMSNorm.
-            normalized = _rms_normalize(x, eps, axes).astype(x.dtype)
-            return normalized * weights["scale"] if "scale" in weights else normalized
+            return plain_rms_norm(x, eps, axes) * weights["scale"]
         case "rms_offset":
             # Scaled by 1 + scale in float32 before rounding, as in transformers' GemmaRMSNorm.
             scale = 1.0 + weights["scale"].astype(jnp.float32)
             return (_rms_normalize(x, eps, axes) * scale).astype(x.dtype)
+        case "rms_plain":
+            return plain_rms_norm(x, eps, axes)
+
+
+def plain_rms_norm(x: Array, eps: float, axes: tuple[int, ...] = LAST_AXIS) -> Array:
+    """Normalize [..., D] by an RMS norm without parameters, in the dtype of `x`."""
+    return _rms_normalize(x, eps, axes).astype(x.dtype)
 
 
 def _layer_norm(

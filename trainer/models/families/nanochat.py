@@ -32,6 +32,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
     assert plain.rope is not None
     return dataclasses.replace(
         plain,
+        norm="rms_plain",
         rope=dataclasses.replace(plain.rope, is_reversed=True),
         has_gated_mlp=False,
         has_plain_embed_norm=True,
