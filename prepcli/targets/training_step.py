@@ -91,6 +91,27 @@ def plan_training_step(
     # A run that starts from a step of another run names the first model, and not that step.
     if start_manifest["kind"] == "train":
         source_name = start_manifest["source"]["name"]
+    plan = Plan(
+        command="train",
+        request=request,
+        source_name=source_name,
+        source_files=(),
+        streams=item_streams(
+            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
+        ),
+        files=item.files,
+        leaves=item.leaves,
+        settings=_item_settings(source, start_manifest),
+        display_names=source.display_names(),
+        item=STATE_ITEM,
+    )
+    # Proves, without reading a tensor, that each byte of the state is written to exactly one place.
+    coverage.check(plan, lambda: split_streams(plan.streams, slab_nbytes))
+    return plan
+
+
+def _item_settings(source: Source, start_manifest: ManifestFields) -> ManifestFields:
+    """Return the settings of the start checkpoint in the manifest of a step."""
     settings: ManifestFields = {
         "name": start_manifest["name"],
         "family": start_manifest.get("family"),
@@ -109,23 +130,7 @@ def plan_training_step(
         settings[TOWERS_KEY] = start_manifest[TOWERS_KEY]
     settings["kind"] = "train"
     settings["config"] = source.config
-    plan = Plan(
-        command="train",
-        request=request,
-        source_name=source_name,
-        source_files=(),
-        streams=item_streams(
-            source, match, item=item, vocab_size=vocabulary.stored_size, resize=resize
-        ),
-        files=item.files,
-        leaves=item.leaves,
-        settings=settings,
-        display_names=source.display_names(),
-        item=STATE_ITEM,
-    )
-    # Proves, without reading a tensor, that each byte of the state is written to exactly one place.
-    coverage.check(plan, lambda: split_streams(plan.streams, slab_nbytes))
-    return plan
+    return settings
 
 
 def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: ManifestFields) -> Source:
