@@ -325,7 +325,12 @@ ROPE_FIELDS = (
     "rope_parameters",
     "partial_rotary_factor",
 )
-ROTARY_FAMILIES = [name for name, config in DENSE_FAMILIES.items() if name == config["model_type"]]
+ROTARY_FAMILIES = [
+    name
+    for name, config in DENSE_FAMILIES.items()
+    # Mamba-2 has no attention, and so no rotary embeddings.
+    if name == config["model_type"] != "mamba2"
+]
 EXTRA_FIELDS: Mapping[
     str, Sequence[str]
 ] = {  # config fields that the config class lacks or names differently
