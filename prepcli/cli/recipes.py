@@ -58,8 +58,8 @@ def recipes(
         )
     if out is not None and not is_copy:
         raise usage_error(
-            "`--out` copies no recipe",
-            "only a copy is written",
+            "`--out` requires `copy`",
+            "it names the file of the copy",
             "`prep recipes copy NAME --out FILE`",
         )
     if not names:

@@ -32,8 +32,8 @@ class LiveBlock:
         self._console = Console(file=stream, force_terminal=True)
         self._live = Live(
             console=self._console,
-            # No thread of rich redraws: `draw` does. The Ui prints messages to `stream`, so that rich need not
-            # replace the standard streams, and stdout has the result only.
+            # `draw` redraws the lines, so rich needs no thread that refreshes them. The Ui prints messages to
+            # `stream`, so rich must not redirect the standard streams: stdout is for the result only.
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,

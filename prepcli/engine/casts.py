@@ -121,7 +121,7 @@ class ValueTransform(ABC):
         cast_bytes = out[: values.size * self._target.itemsize]
         cast_values = cast_bytes.view(self._target)
         with np.errstate(all="ignore"):
-            self._change(values, cast_values)
+            self._change_values(values, cast_values)
         self._state.update(cast_bytes.data)
         return cast_bytes
 
@@ -130,7 +130,7 @@ class ValueTransform(ABC):
         return self._state.hexdigest()
 
     @abstractmethod
-    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+    def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
         """Write the changed values to `out`, and count the changes."""
 
 
@@ -142,7 +142,7 @@ class StreamCast(ValueTransform):
         # float32 has all exponents and all bits of the 16-bit dtypes, so that only NaN needs counting.
         self._is_exact = target == "float32" and source in ("float16", "bfloat16")
 
-    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+    def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
         for start in range(0, values.size, BLOCK_VALUES):
             block = slice(start, start + BLOCK_VALUES)
             self.counts += self._block(values[block], out[block])
@@ -189,7 +189,7 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     # |after - before| / |before|, with the smallest subnormal in place of 0 as the divisor
     magnitudes = np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
     errors = np.abs(after - before) / magnitudes
-    # An update has no relative change where it adds to 0.
+    # A low-rank update may change a 0. The relative change is then undefined, and is taken as 0.
     errors[before == 0] = 0
     # JSON has no infinity: the largest number stands for a larger change of a subnormal value.
     worst = min(float(errors.max(initial=0.0)), float(np.finfo(errors.dtype).max))

@@ -30,7 +30,7 @@ STOP_TRIALS_RATIO = 2.0
 
 
 class WriteMode(Enum):
-    """A way to write whole pages."""
+    """How whole pages are written: with direct I/O, or through the page cache with explicit writeback."""
 
     DIRECT = "direct"
     WRITEBACK = "writeback"

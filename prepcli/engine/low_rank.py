@@ -77,7 +77,7 @@ class StreamUpdate(ValueTransform):
         self._shape = stream.shape
         self._next_value = stream.byte_range[0] // self._source.itemsize
 
-    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+    def _change_values(self, values: np.ndarray, out: np.ndarray) -> None:
         first = self._next_value
         self._next_value = first + values.size
         start = 0

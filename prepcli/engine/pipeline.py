@@ -391,7 +391,7 @@ class Pipeline:
             recording = self.checksums.recording(task.slab.writes, task.data)
         with recording:
             if task.new_nbytes:
-                self._write_new(task)
+                self._write_slab(task)
         if (
             self.background_sync
             and self.background_sync.is_due(self.unsynced_nbytes)
@@ -410,8 +410,8 @@ class Pipeline:
             copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes
         )
 
-    def _write_new(self, task: _SlabTask) -> None:
-        """Write a slab, and advance the writer's position."""
+    def _write_slab(self, task: _SlabTask) -> None:
+        """Write the slab of a task, and record the progress."""
         slab = task.slab
         if self.sink and slab.writes:
             self.sink.write(slab.writes, task.data)

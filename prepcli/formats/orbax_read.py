@@ -224,7 +224,7 @@ def _check_absent_chunks(
     # Absent chunks take no space in the source: a document of 1 kB could make prep write petabytes.
     if absent > _MAX_ABSENT_CHUNKS:
         why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
-        raise PrepError(f"{folder} lacks too many chunks", why, GET_AGAIN_HINT)
+        raise PrepError(f"{folder} has too many missing chunks", why, GET_AGAIN_HINT)
 
 
 def _check_chunk_ranges(

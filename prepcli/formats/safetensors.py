@@ -216,7 +216,7 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     return SafetensorsFolder(folder, headers, tensors, weight_map is not None)
 
 
-# One file
+# Functions for a single file
 
 
 def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
@@ -386,7 +386,7 @@ def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
     return end
 
 
-# A folder
+# Functions for a folder
 
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:

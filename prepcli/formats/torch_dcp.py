@@ -34,7 +34,7 @@ from prepcli.formats.untrusted import quote_name, read_small_file, stat_file, un
 
 METADATA_FILE = ".metadata"
 SUFFIX = ".distcp"
-# Cells of the grid that the edges of a tensor's boxes make.
+# Maximum number of cells of a grid. The edges of a tensor's boxes divide the tensor into the cells.
 MAX_CELLS = 1 << 20
 _MODULE = "torch.distributed.checkpoint.metadata."
 _TENSOR = f"{_MODULE}TensorStorageMetadata"

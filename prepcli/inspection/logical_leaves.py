@@ -68,7 +68,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
         family = manifest_family({**contents.manifest.fields, "config": config})
         layout = contents.manifest
     else:
-        family = _family_of_files(contents)
+        family = _save_init_family(contents)
         layout = NO_MANIFEST
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     # An item has leaves, and a Hugging Face file has tensors: several of them may form one leaf.
@@ -104,8 +104,8 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
                 yield LogicalLeaf(leaf_name, dims, axis_map.leaf_shape, entry.dtype)
 
 
-def _family_of_files(contents: CheckpointContents) -> Family:
-    """Return the family of a checkpoint of files for `save-init`."""
+def _save_init_family(contents: CheckpointContents) -> Family:
+    """Return the family that `save-init` selects for a checkpoint of tensor files."""
     if contents.text_part is not None:
         return contents.text_part.family
     types = {entry.name: (entry.dtype, entry.shape) for entry in contents.entries}

@@ -77,7 +77,7 @@ class RunningCurve:
         return points
 
     def _merge_neighbours(self) -> None:
-        """Halve the number of buckets, all full."""
+        """Merge each pair of neighbouring buckets into one bucket of twice the size. All buckets are full."""
         # The number of buckets is even, so each bucket has a neighbour to merge with.
         self._lows = [min(pair, key=_value) for pair in zip(self._lows[::2], self._lows[1::2])]
         self._highs = [max(pair, key=_value) for pair in zip(self._highs[::2], self._highs[1::2])]

@@ -17,7 +17,8 @@ from prepcli.planning.plan import Contiguous, Locations, Stream
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 from trainer.models.boxes import strides
 
-# Small enough for a CPU cache, even as float32 with 8-byte indices of the elements that are not padding.
+# Bytes per read. The values fit into a CPU cache, even after the conversion to float32 and with the 8-byte indices
+# that select the elements without padding.
 RUN_NBYTES = 1 << 20
 
 

@@ -304,5 +304,5 @@ def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
 
 
 def _with_noun(number: int, singular: str, plural: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with the noun in singular or plural, e.g. `1 host` or `2 hosts`."""
     return f"{number} {singular if number == 1 else plural}"

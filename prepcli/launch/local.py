@@ -251,5 +251,5 @@ class ProcessWatcher:
             return PrepError(what, end, RESUME_HINT, code)
         if index in self._has_lines:
             return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
-        hint = text("{} with the same words, in one process", Command("train"))
+        hint = text("run {} with the same arguments, in one process", Command("train"))
         return PrepError(end, "it printed no message", hint, code)

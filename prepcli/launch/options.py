@@ -37,7 +37,7 @@ class JobOptions(TypedDict):
 
 
 class ScriptOptions(JobOptions):
-    """Options of the targets that are scripts."""
+    """Options of the targets for which `prep launch` writes a job script."""
 
     job_name: Annotated[
         str | None,

@@ -131,7 +131,7 @@ class _EncodedPrompts:
         # T5: the encoder reads the prompt, and the decoder starts from token 0.
         return [[self.decoder_start_id]] * len(ids), ids
 
-    def decoded_prefixes(self) -> Sequence[Sequence[int]]:
+    def preceding_ids(self) -> Sequence[Sequence[int]]:
         """Return the ids that precede the text of each prompt.
 
         The decoder's start token is not part of a text.
@@ -371,7 +371,7 @@ def _open_stream(
         codec = tokenizer.codec
         decoders = [
             IncrementalDecoder(codec.decode, codec.token, prefix)
-            for prefix in prompts.decoded_prefixes()
+            for prefix in prompts.preceding_ids()
         ]
     if on_tokens is not None:
         yield TokenStream(decoders, on_tokens)
@@ -390,5 +390,5 @@ def _decode_outputs(
     if tokenizer is None:
         return (None,) * len(output_ids)
     return tuple(
-        tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.decoded_prefixes())
+        tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.preceding_ids())
     )

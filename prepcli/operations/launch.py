@@ -97,7 +97,7 @@ def launch_slurm(
     job = _script_job(recipe_path, train_words, options, options["job_name"] or recipe.name)
     timeout_s = recipe.cluster.heartbeat_timeout
     script = slurm_script(job, options, heartbeat_timeout_s=timeout_s)
-    return _deliver("slurm", script, options)
+    return _write_and_submit("slurm", script, options)
 
 
 def launch_tpu(
@@ -119,7 +119,7 @@ def launch_tpu(
     name = options["job_name"] or as_label(recipe.name)
     # The script contains a copy of the recipe file, even if the recipe is shipped with prep.
     job = _script_job(find_training_recipe(recipe_path), train_words, options, name)
-    return _deliver("tpu", tpu_script(job, options), options)
+    return _write_and_submit("tpu", tpu_script(job, options), options)
 
 
 def launch_gke(
@@ -148,7 +148,7 @@ def launch_gke(
         recipe_text=recipe_file.read_text("utf-8"),
         num_slices=num_slices(training.slices),
     )
-    return _deliver("gke", manifest, options)
+    return _write_and_submit("gke", manifest, options)
 
 
 def launch_local(
@@ -209,7 +209,7 @@ def _load_recipe(path: Path, train_words: Sequence[str]) -> Recipe:
 
 
 def _training_needs(recipe: Recipe, train_words: Sequence[str]) -> Training:
-    """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
+    """Return the mesh, processes and devices that a training needs. Raise UsageError for an invalid `--out` URL."""
     outputs = values_of("--out", train_words)
     return Training(
         mesh=parse_mesh(recipe.mesh, Key("mesh")),
@@ -235,17 +235,17 @@ def _script_job(
     )
 
 
-def _deliver(target: str, script: str, options: ScriptOptions) -> LaunchedScript:
-    """Write the script to a file and submit it, each if its option is set."""
+def _write_and_submit(target: str, script: str, options: ScriptOptions) -> LaunchedScript:
+    """Write the script to a file if `out` is set, and submit it if `submit` is set."""
     command = SUBMIT_COMMANDS[target]
     out = None if options["out"] is None else Path(options["out"])
     if out is not None:
-        _write_new(out, script)
+        _write_script(out, script)
     reply = _submit(command, script) if options["submit"] else None
     return LaunchedScript(target, script, out, " ".join(command), reply)
 
 
-def _write_new(path: Path, script: str) -> None:
+def _write_script(path: Path, script: str) -> None:
     try:
         # Paths in the script may have bytes that are not UTF-8, which Python keeps as surrogates.
         write_file(path, os.fsencode(script), overwrite=False)

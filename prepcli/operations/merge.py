@@ -190,7 +190,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
 def _check_base(adapter: Path, source: Source) -> None:
     """Raise PrepError if the manifest of an adapter has the digest of another base.
 
-    PEFT's adapters have none.
+    An adapter that PEFT wrote has no manifest, and is not checked.
     """
     base = (read_manifest(adapter) or NO_MANIFEST).base
     recorded = base.get(SAMPLE_DIGEST_KEY)

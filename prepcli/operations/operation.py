@@ -57,7 +57,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _render_warnings(result: Any) -> Any:
-    """Return a result with the names of Python arguments in its warnings."""
+    """Return a result with warnings that name Python arguments, e.g. `pad_vocab=8` in place of `--pad-vocab 8`."""
     if not isinstance(result, Conversion) or not result.warnings:
         return result
     warnings = tuple(render_text(warning, PYTHON) for warning in result.warnings)
@@ -66,7 +66,7 @@ def _render_warnings(result: Any) -> Any:
 
 @contextmanager
 def rendered_for_python() -> Iterator[None]:
-    """Render the errors of the block in the words of Python callers.
+    """Render the errors of the block with the names of Python arguments in place of command options.
 
     `public` does it for the call of a function. A context manager raises when it is entered, after its call.
     """

@@ -198,7 +198,7 @@ class ConversionOptions(SourceOptions, total=False):
 
 
 class VerbatimOptions(TypedDict, total=False):
-    """Which checkpoints keep the names of their files, and which side files are copied."""
+    """Options for verbatim checkpoints, and for side files to copy."""
 
     verbatim: Annotated[bool | None, VERBATIM]
     copy: Annotated[

@@ -242,7 +242,7 @@ def _compile(
 
 
 def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
-    """Return a mesh without an open axis: the number of devices fills it."""
+    """Return a mesh without -1. The number of devices determines the size of that axis."""
     parsed = parse_mesh(mesh, Key("mesh"))
     if devices.number is not None:
         kind = f"{devices.kind.name}:" if devices.kind else ""
@@ -251,8 +251,8 @@ def _fill_open_mesh_axis(mesh: str, devices: _Devices) -> str:
     if -1 in parsed.sizes:
         devices_option = Option("devices", "256")
         hint = text("{} or `v5p:256`, or {} without -1", devices_option, Option("mesh"))
-        why = "the number of devices is unknown"
-        raise usage_error(f"mesh {parsed} has an open axis", why, hint)
+        why = "its size follows from the number of devices, which is unknown"
+        raise usage_error(f"mesh {parsed} has an axis of size -1", why, hint)
     return str(parsed)
 
 

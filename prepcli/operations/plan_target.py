@@ -38,7 +38,7 @@ class PlanTarget:
     """A recipe with its model and rules.
 
     Attributes:
-        recipe: The recipe. Its mesh may have an open axis.
+        recipe: The recipe. Its mesh may have an axis of size -1.
         model: The model, with the recipe's rotary embedding.
         rules: Partition rules.
         rule_texts: The same as text.

@@ -68,7 +68,7 @@ def write_plan_page(
 def _body(
     name: str, plan: TrainingPlan, kinds: Sequence[KindEstimate], *, replan: Replan, advice: str
 ) -> Iterator[str]:
-    """Yield the elements of the estimates."""
+    """Yield the HTML elements of the page: memory, devices, operations and communication."""
     limit = None
     if len(kinds) == 1:
         limit = kinds[0]

@@ -17,7 +17,7 @@ from prepcli.planning.strided_copies import ChunkedLocation, region_copies
 from trainer.models.axis_map import AxisMap
 from trainer.models.boxes import full_box, strides
 
-# a data file of at least this size takes no more chunks
+# Size from which a data file is full. The next chunk begins a new file.
 FILE_NBYTES = 1 << 30
 # Smaller chunks are not page-aligned: the padding would cost more than it saves.
 MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE

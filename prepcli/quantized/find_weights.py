@@ -120,7 +120,7 @@ def find_weights(
     stored = StoredWeights(tensors, read_payload)
     decoders = tuple(FINDERS[method](settings, stored))
     stored.check_all_decoded(f"quantization_config: {method}")
-    return QuantizedWeights(decoders, stored.taken_names, stored.activation_scales())
+    return QuantizedWeights(decoders, stored.used_tensor_names, stored.activation_scales())
 
 
 def _find_fp8(settings: Mapping[str, Any], stored: StoredWeights) -> Iterator[Decoder]:

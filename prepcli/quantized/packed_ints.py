@@ -164,8 +164,8 @@ def read_group_numbers(
     largest = int(numbers.max(initial=0))
     if largest >= group_count:
         raise DamagedError(
-            f"{quote_name(column_groups.tensor.name)} has group {largest}",
-            f"there are scales of {group_count} groups",
+            f"{quote_name(column_groups.tensor.name)} refers to group {largest}",
+            f"the scales have only {group_count} groups",
             GET_AGAIN_HINT,
         )
     return numbers

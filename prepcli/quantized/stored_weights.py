@@ -33,7 +33,7 @@ class StoredWeights:
 
     def __init__(self, tensors: Iterable[FileTensor], read_payload: PayloadReader) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._taken: set[str] = set()
+        self._used_names: set[str] = set()
         self._read_payload = read_payload
 
     def __getitem__(self, name: str) -> FileTensor:
@@ -49,7 +49,7 @@ class StoredWeights:
         """Yield the tensors that have one of the dtypes and are not taken yet."""
         selected = {*dtypes}
         for tensor in self._tensors.values():
-            if tensor.dtype in selected and tensor.name not in self._taken:
+            if tensor.dtype in selected and tensor.name not in self._used_names:
                 yield tensor
 
     def take(self, name: str, owner: str) -> FileTensor:
@@ -71,7 +71,7 @@ class StoredWeights:
         """Return a tensor that belongs to a weight, or None if there is none."""
         if name not in self._tensors:
             return None
-        self._taken.add(name)
+        self._used_names.add(name)
         return self._tensors[name]
 
     def payload(self, tensor: FileTensor) -> bytes:
@@ -92,7 +92,7 @@ class StoredWeights:
         """Return the names of the scales of activations."""
         suffixes = ACTIVATION_SUFFIXES
         return frozenset(
-            name for name in self._tensors.keys() - self._taken if name.endswith(suffixes)
+            name for name in self._tensors.keys() - self._used_names if name.endswith(suffixes)
         )
 
     def check_all_decoded(self, declared: str) -> None:
@@ -101,7 +101,7 @@ class StoredWeights:
         Args:
             declared: The format in config.json.
         """
-        if not self._taken:
+        if not self._used_names:
             raise DamagedError(
                 "config.json and the tensors disagree",
                 f"it has {declared}, and no tensor is quantised in this way",
@@ -109,7 +109,11 @@ class StoredWeights:
             )
         for tensor in self._tensors.values():
             is_weight = tensor.name.endswith(WEIGHT_SUFFIXES)
-            if is_weight and tensor.dtype not in FLOAT_DTYPES and tensor.name not in self._taken:
+            if (
+                is_weight
+                and tensor.dtype not in FLOAT_DTYPES
+                and tensor.name not in self._used_names
+            ):
                 raise DamagedError(
                     f"{quote_name(tensor.name)} is {tensor.dtype}",
                     f"config.json has {declared}, and no tensor has its scales",
@@ -117,9 +121,9 @@ class StoredWeights:
                 )
 
     @property
-    def taken_names(self) -> frozenset[str]:
+    def used_tensor_names(self) -> frozenset[str]:
         """Names of the tensors that belong to decoded weights."""
-        return frozenset(self._taken)
+        return frozenset(self._used_names)
 
 
 def setting(settings: Mapping[str, Any], key: str, choices: Iterable[Any], default: Any) -> Any:

@@ -88,8 +88,8 @@ def _to_prep_error(
             what, f"the hub answers with a redirect loop{at_endpoint()}", CHECK_ENDPOINT
         )
     if isinstance(error, OSError) and WRONG_SIZE in str(error):
-        why = "a file had another number of bytes than the hub announced"
-        return PrepError(what, why, "try again; a proxy between may change what it sends")
+        why = "a file has a different number of bytes than the hub announced"
+        return PrepError(what, why, "try again; a proxy may have changed the answer")
     # The library's errors about the cache are subclasses.
     is_missing = isinstance(error, FileNotFoundError)
     if is_missing and offline:

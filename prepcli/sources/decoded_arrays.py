@@ -31,7 +31,7 @@ from prepcli.formats.orbax_read import OrbaxItem
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.untrusted import quote_name
 
-# A chunk of up to this fraction of the cache is decoded at once and kept.
+# A chunk of at most 1/8 of the cache size is decoded at once and kept.
 WHOLE_CHUNK_DIVISOR = 8
 
 

@@ -418,7 +418,9 @@ def _present_leaf_tensors(
     if (num_layers := max(sizes.get(atom, 0) for atom in LAYER_ATOMS)) > max_layers:
         why = f"its config has {num_layers:,} layers, the tree has {len(leaves):,} leaves"
         raise PrepError(
-            f"{display_name} lacks layers", why, "are config.json and the weights of one model?"
+            f"{display_name} has too few layers",
+            why,
+            "are config.json and the weights of one model?",
         )
     rows = tree_format.rows(family, config)
     leaf_tensors = [

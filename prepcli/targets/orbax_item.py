@@ -358,7 +358,7 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         parameter = use.parameter_map or axis_map
         rules = partitioning.rules
         if use.is_tower:
-            # The dims of a tower have no names, so that no rule of a dim is for them.
+            # The dims of a tower have no names, so that no rule of a named dim applies.
             rules = replace(rules, by_size=True)
         parameter_spec = leaf_spec(
             use.path,

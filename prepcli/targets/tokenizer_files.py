@@ -160,7 +160,7 @@ def _loaded_files(files: Sequence[SmallFile]) -> dict[str, SmallFile]:
 
 
 def _is_part_of(some: dict[str, SmallFile], others: dict[str, SmallFile]) -> bool:
-    """Return whether each of some files is also in a set of files, with the same content."""
+    """Return whether all files of `some` are in `others` with the same content."""
     return all(
         path in others and _read_content(file) == _read_content(others[path])
         for path, file in some.items()

@@ -76,7 +76,7 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
 
     Args:
         recipe: A recipe whose `model.init` is random.
-        mesh: Mesh without open axes. The vocabulary is padded to a size that it divides.
+        mesh: Mesh without axes of size -1. The vocabulary is padded to a size that it divides.
         rules: Partition rules.
 
     Raises:

@@ -190,14 +190,16 @@ class StartCheckpoint:
         return sample_digest(self.model_reader.source)
 
     def towers_facts(self, path: str) -> dict[str, Any] | None:
-        """Return the manifest's entry for the towers of a multimodal model. A step has none of them.
+        """Return the manifest's entry that records where the towers of a multimodal model are stored.
+
+        The towers are the parts beside the language model, e.g. the vision encoder. Saved steps do not contain them.
 
         Args:
             path: Path of the model.
 
         Returns:
-            The entry with the path and the digest of the towers. None for other models, for adapters, and for an entry
-            with a digest.
+            The entry with the path and the digest of the towers. None for other models, for adapters, and if the
+            entry already has a digest.
         """
         entry = self.manifest.get(TOWERS_KEY)
         if entry is None or self.lora is not None or "digest" in entry:

@@ -218,7 +218,7 @@ def _train_locked(run: Run) -> TrainResult:
 
 
 def _prepare(run: Run, stack: ExitStack) -> PreparedRun:
-    """Open the start checkpoint until the stack is closed, prepare the run, and describe it to the user."""
+    """Open the start checkpoint, prepare the run, and describe it to the user. `stack` closes the checkpoint."""
     start, sharding = _open_start_checkpoint(run)
     stack.enter_context(start.model_reader)
     if start.adapter_reader is not None:

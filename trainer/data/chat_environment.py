@@ -33,7 +33,7 @@ from trainer.data.chat_limits import (
     TemplateLimitError,
 )
 
-# Not deterministic, or of HTML pages, with a run time that no limit here bounds
+# Filters that are not deterministic, or that process HTML with a run time that the limits cannot bound.
 REMOVED_FILTERS = ("random", "urlize", "xmlattr", "wordwrap", "striptags", "pprint")
 # Filters that return a generator. Its items are counted where they are consumed.
 LAZY_FILTERS = {
@@ -196,7 +196,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         **kwargs: Any,
     ) -> Any:
         """Call a macro, a function or a method of a value, as a step."""
-        __self.limits.spend(CALL_WORK)
+        __self.limits.count_work(CALL_WORK)
         if isinstance(__obj, LoopContext) and args:
             args = (CountedSteps(args[0], __self.limits), *args[1:])
         elif isinstance(__obj, types.BuiltinMethodType | types.MethodType):
@@ -252,11 +252,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         def limited(*args: Any, **named: Any) -> Any:
             first = args[: int(has_context)]
             value, *rest = args[int(has_context) :] or (None,)
-            self.limits.spend()
+            self.limits.count_work()
             if name not in CHEAP_FILTERS | LAZY_FILTERS and isinstance(value, Iterator):
                 value = self.limits.listed(value)
             elif name not in CHEAP_FILTERS and isinstance(value, Sized):
-                self.limits.spend(len(value))
+                self.limits.count_work(len(value))
             if check:
                 check(self.limits, value, *rest, **named)
             result = function(*first, value, *rest, **named)
@@ -391,7 +391,7 @@ def _check_round(
 
 
 def _check_sum(limits: RenderLimits, values: Any, *rest: Any, **named: Any) -> None:
-    limits.size(values)
+    limits.count_chars(values)
 
 
 # Filters with results that are larger than their values -> the check of their result

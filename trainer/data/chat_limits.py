@@ -67,8 +67,8 @@ class RenderLimits:
         self._work_left = BASE_WORK + WORK_PER_CHAR * num_chars
         self.max_size = BASE_SIZE + SIZE_PER_CHAR * num_chars
 
-    def spend(self, work: int = STEP_WORK) -> None:
-        """Count work.
+    def count_work(self, work: int = STEP_WORK) -> None:
+        """Subtract work from the work that the template may still do.
 
         Raises:
             TemplateLimitError: The limit is reached.
@@ -95,11 +95,11 @@ class RenderLimits:
 
     def measured(self, value: Any) -> Any:
         """Count a new value and return it. Raise TemplateLimitError if it is too large."""
-        self.spend(self.size(value))
+        self.count_work(self.count_chars(value))
         return value
 
-    def size(self, value: Any) -> int:
-        """Return the characters of a value and of its elements. Repeated parts count each time.
+    def count_chars(self, value: Any) -> int:
+        """Return the number of characters of a value and of its elements. Repeated parts count each time.
 
         Every new container is measured. No value is therefore larger than the limit, and converting
         values to text and comparing them take bounded time.
@@ -147,14 +147,14 @@ class RenderLimits:
 
     def check_repeated(self, value: Any, count: int) -> None:
         """Check the size of a repeated value."""
-        self.check(self.size(value) * max(0, count))
+        self.check(self.count_chars(value) * max(0, count))
 
     def check_sum(self, left: Any, right: Any) -> None:
         """Check the result of `left + right`."""
         if isinstance(left, int) and isinstance(right, int):
             self.check_bits(max(left.bit_length(), right.bit_length()))
         elif not isinstance(left, float) and not isinstance(right, float):
-            self.check(self.size(left) + self.size(right))
+            self.check(self.count_chars(left) + self.count_chars(right))
 
     def check_percent(self, template: str, values: Any) -> None:
         """Check the result of `template % values`: widths, and repeated values."""
@@ -166,7 +166,7 @@ class RenderLimits:
                 if number == "*" or len(number) > MAX_WIDTH_DIGITS:
                     raise _wide_field_error(number)
                 size += int(number or 0)
-        self.check(size + max(1, num_fields) * self.size(values))
+        self.check(size + max(1, num_fields) * self.count_chars(values))
 
     def check_fields(self, template: str, values: Sequence[Any]) -> None:
         """Check the result of `template.format(*values)` except its widths: see `check_field`."""
@@ -179,7 +179,7 @@ class RenderLimits:
         width = 0
         if ":" in template:
             width = 10**MAX_WIDTH_DIGITS
-        self.check(len(template) + repeats * self.size(list(values)) + num_fields * width)
+        self.check(len(template) + repeats * self.count_chars(list(values)) + num_fields * width)
 
     def check_field(self, format_spec: str) -> None:
         """Check the widths of one field of a format."""
@@ -199,7 +199,7 @@ class RenderLimits:
         num_values = 1
         if isinstance(values, Sized):
             num_values = len(values)
-        self.check(self.size(values) + self.size(str(separator)) * num_values)
+        self.check(self.count_chars(values) + self.count_chars(str(separator)) * num_values)
 
     def check_width(self, text: Any, width: Any) -> None:
         """Check the size of a text after `width` more characters, or a string `width`, in each line."""
@@ -212,25 +212,25 @@ class RenderLimits:
     def check_count(self, count: Any, value: Any = None) -> None:
         """Check the size of a list that has `count` times the same value."""
         if isinstance(count, int):
-            self.check((ELEMENT_SIZE + self.size(value)) * max(0, count))
+            self.check((ELEMENT_SIZE + self.count_chars(value)) * max(0, count))
 
     def check_json(self, value: Any, indent: Any, separators: Any) -> None:
         """Check the size of a value as JSON."""
-        size = self.size(value)
+        size = self.count_chars(value)
         width = len(indent) if isinstance(indent, str) else indent or 0
         if width > MAX_JSON_INDENT:
             raise TemplateLimitError(
                 f"tojson has an indent of {width:.3g}, the limit is {MAX_JSON_INDENT}"
             )
-        self.check(size + size // ELEMENT_SIZE * self.size(separators))
+        self.check(size + size // ELEMENT_SIZE * self.count_chars(separators))
 
     def listed(self, items: Iterable[Any]) -> list[Any]:
         """Return the items of a generator, each counted as a step."""
         values: list[Any] = []
         size = 0
         for item in items:
-            self.spend()
-            size += ELEMENT_SIZE + self.size(item)
+            self.count_work()
+            size += ELEMENT_SIZE + self.count_chars(item)
             self.check(size)
             values.append(item)
         return values
@@ -242,7 +242,7 @@ class RenderLimits:
         for piece in pieces:
             num_chars += len(piece)
             self.check(num_chars)
-            self.spend(1 + len(piece))
+            self.count_work(1 + len(piece))
             parts.append(piece)
         return "".join(parts)
 
@@ -263,7 +263,7 @@ class CountedSteps:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:
-            self._limits.spend()
+            self._limits.count_work()
             yield item
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The libraries that encode text: tokenizers, SentencePiece and transformers.
 
 Tokenizer files are untrusted. `library_errors` turns every failure of a library into a PrepError.
-`check_growth` bounds the memory for normalized text.
+`check_normalizer_growth` bounds the memory for normalized text.
 """
 
 from __future__ import annotations
@@ -307,16 +307,16 @@ def normalizer_growth(tokenizer_json: bytes) -> float:
     return _growth(json.loads(tokenizer_json).get("normalizer"))
 
 
-def check_growth(growth: float, num_chars: int, file: str) -> None:
+def check_normalizer_growth(growth: float, num_chars: int, file: str) -> None:
     """Raise PrepError if a normalizer may turn a text of `num_chars` characters into a huge one.
 
     Called before encoding: the library aborts the process if an allocation fails.
     """
     if growth <= MAX_GROWTH or growth * num_chars <= MAX_GROWN_NBYTES:
         return
-    why = f"its normalizer may make {growth:.3g} bytes of each character, and a text has {num_chars:,} characters"
+    why = f"it may turn each byte into {growth:.3g} bytes, and a text has {num_chars:,} characters"
     raise PrepError(
-        f"{file} grows texts too much",
+        f"the normalizer of {file} enlarges texts too much",
         why,
         Text(Key("data.tokenizer", "PATH", is_override=True), " with another tokenizer"),
     )

@@ -74,7 +74,7 @@ class TokenWriter:
         """Continue a store.
 
         Args:
-            files: The files by name, at their end. WEIGHTS_FILE is one of them if the store has
+            files: Open files by name, positioned at their end. WEIGHTS_FILE is one of them if the store has
                 loss weights.
             restored: State of the files.
             journal: Journal of the store.

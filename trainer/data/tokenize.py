@@ -134,7 +134,7 @@ def tokenize_files(
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
-    tokens = _map_tokens(folder, meta, config, tokenizer, note)
+    tokens = _map_token_store(folder, meta, config, tokenizer, note)
     if not config.has_rows:
         return tokens
     target = config.scratch_dir or folder
@@ -220,13 +220,13 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
     """
     folder = config.cache / identity
     meta = store.read_meta(folder, checks_digests=False)
-    tokens = _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
+    tokens = _map_token_store(folder, meta, config, load_tokenizer(config.tokenizer), note)
     if not config.has_rows:
         return tokens
     return replace(tokens, rows=open_rows(folder, meta, tokens, config.packing))
 
 
-def _map_tokens(
+def _map_token_store(
     folder: Path,
     meta: store.StoreMeta,
     config: TokenizeConfig,

@@ -22,7 +22,7 @@ from trainer.data import text_cuts
 from trainer.data.codecs import (
     Codec,
     FastCodec,
-    check_growth,
+    check_normalizer_growth,
     library_errors,
     normalizer_growth,
     sentencepiece_codec,
@@ -142,13 +142,13 @@ class TextTokenizer:
     def _encode(
         self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]
     ) -> list[EncodedT]:
-        check_growth(self.growth, max(map(len, texts), default=0), str(self.path))
+        check_normalizer_growth(self.growth, max(map(len, texts), default=0), str(self.path))
         with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return encode_batch(list(texts))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens. Raise PrepError if the tokenizer fails."""
-        check_growth(self.growth, len(text), str(self.path))
+        check_normalizer_growth(self.growth, len(text), str(self.path))
         hint = Text(Option("tokens", "1,2,3"), " needs none")
         with library_errors(f"{self.path} cannot encode a prompt", hint):
             return self.codec.encode_prompt(text)

@@ -22,7 +22,7 @@ def arrange_devices(
     devices over s slices, each run of n / s devices is in one slice.
 
     Args:
-        mesh: The mesh, without an open axis.
+        mesh: The mesh, without an axis of size -1.
         devices: The devices, slice by slice.
         slices: Number of slices along each axis.
 

@@ -255,7 +255,10 @@ def _read_peer(hello: Any, ip: str, connection: socket.socket) -> _Peer | None:
 
 
 def _peer_error(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> PrepError | None:
-    """Return the error of a process with another number of processes, or with an index out of range or taken."""
+    """Return the error for a process that disagrees with this job, or None.
+
+    It expects a different number of processes, or its index is out of range or belongs to another process.
+    """
     if peer.count != address.count:
         why = f"process 0 expects {address.count}, and process {peer.index} at {peer.ip} expects {peer.count}"
         return PrepError(

@@ -40,8 +40,11 @@ class RuntimeErrors:
         self._handler = ctypes.CFUNCTYPE(None)(self._on_terminate)
 
     @contextmanager
-    def intercepted(self) -> Iterator[None]:
-        """Intercept the errors of clients created inside the context, for as long as they live."""
+    def intercept_client_errors(self) -> Iterator[None]:
+        """Report fatal errors of the distributed clients that JAX creates inside the context.
+
+        The errors are reported as long as the client exists, also after the context.
+        """
         factory: Callable[..., Any] | None = getattr(_jax, CLIENT_FACTORY, None)
         # The docstring of a C++ function has its signature. A jaxlib without the option gets no
         # hook.

@@ -26,7 +26,7 @@ from trainer.models.partition import (
     num_sequence_shards,
     partition_spec,
 )
-from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, whole_if_indivisible
+from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, unsplit_if_indivisible
 from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
 
 # In place of an activation's logical dim: no rule splits it.
@@ -146,7 +146,7 @@ class ShardingContext:
         if self.mesh is None:
             return ((),) * len(dims)
         return partition_spec(
-            [(dim,) for dim in dims], shape, self.mesh, whole_if_indivisible(self.rules.params)
+            [(dim,) for dim in dims], shape, self.mesh, unsplit_if_indivisible(self.rules.params)
         ).mesh_axes
 
     def num_shards(self, dim: str, extent: int) -> int:

@@ -64,7 +64,7 @@ def start_processes(
     # JAX's preemption service would take SIGTERM, on which the caller saves a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        with errors.intercepted():
+        with errors.intercept_client_errors():
             places = _initialize(
                 address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
             )
@@ -113,11 +113,11 @@ def request_local_devices(count: int) -> None:
 
 
 def check_local_devices(count: int) -> None:
-    """Check the number of devices of this process, and start them.
+    """Initialize JAX's devices, and check that this process has `count` of them.
 
     Raises:
-        UsageError: The process has another number of devices: they were in use before, or have to be chosen by a
-            variable such as CUDA_VISIBLE_DEVICES.
+        UsageError: The process has a different number of devices. Either JAX was initialized before, or a variable
+            such as CUDA_VISIBLE_DEVICES has to select the devices.
     """
     devices = local_devices()
     num_devices = len(devices)

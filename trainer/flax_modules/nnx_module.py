@@ -33,7 +33,7 @@ class NNXModel(LanguageModel, nnx.Module):
 
     @property
     def params(self) -> Tree:
-        """The parameters as prep's tree."""
+        """The parameters as a nested dict."""
         state: Any = nnx.state(self, nnx.Param)
         return nnx.to_pure_dict(state)
 

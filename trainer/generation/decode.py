@@ -101,9 +101,9 @@ def cast_for_inference(params: Tree, model: ModelSpec, *, forward_config: Forwar
 
 
 def inference_model(model: ModelSpec) -> ModelSpec:
-    """Return the model of the parameters from `cast_for_inference`.
+    """Return the spec for the parameters that `cast_for_inference` returns.
 
-    Their adapters are scaled and copied already.
+    It has no adapters config: the parameters are scaled already, and shared adapters are copied to each path.
     """
     if model.adapters is None:
         return model

@@ -380,7 +380,7 @@ def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Ar
 
 
 def _fixed_steps() -> int:
-    """Return the number of steps between checks."""
+    """Return the number of decoding steps before the host checks whether all rows have ended."""
     return STEPS_PER_CHECK
 
 

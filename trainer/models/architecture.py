@@ -30,7 +30,7 @@ ACTIVATIONS = (
 )
 # A sliding window without a limit.
 FULL_ATTENTION = 0
-# Wider windows fit no int32 and no sequence is that long.
+# Wider windows are reduced to this size. It fits into int32 and is longer than any sequence.
 MAX_WINDOW = 1 << 30
 # Attention without chunks.
 NO_CHUNK = 0

@@ -69,16 +69,16 @@ NO_VALUE = NoValue()
 
 
 class Reference(Protocol):
-    """Part of a message that has different words for different readers."""
+    """Part of a message that depends on the style, e.g. `--mesh 1,8,1` or `mesh="1,8,1"`."""
 
     def render(self, style: Style, /) -> str:
-        """Return the words for the readers of `style`."""
+        """Return the text in a style."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The words of one kind of reader.
+    """How messages name options and recipe keys.
 
     Attributes:
         language: `terminal` for options, `python` for arguments.
@@ -335,7 +335,7 @@ class PrepError(Exception):
         return error.with_traceback(self.__traceback__)
 
     def rendered(self, style: Style) -> Self:
-        """Return the same error with its texts in the words of `style`."""
+        """Return the same error with texts rendered in a style."""
         return self.with_texts(
             what=render_text(self.what, style),
             why=render_text(self.why, style),
@@ -385,7 +385,7 @@ def unsupported_config_error(what: str, why: str) -> PrepError:
 
 
 def render_text(message: str, style: Style) -> str:
-    """Return a message in the words of `style`. A plain `str` has no references and stays as it is."""
+    """Render a message in a style. A plain `str` has no references and stays as it is."""
     return message.render(style) if isinstance(message, Text) else message
 
 

@@ -54,7 +54,7 @@ def layer_schedule(kinds: Sequence[object]) -> LayerSchedule:
 
 
 def _schedule_after(kinds: Sequence[object], num_first: int) -> LayerSchedule:
-    """Return the schedule with a given number of first layers."""
+    """Return a schedule with `num_first` single layers before the periods."""
     period = repeating_period(kinds[num_first:])
     return LayerSchedule(num_first, period, (len(kinds) - num_first) // period)
 

@@ -19,7 +19,7 @@ from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_acti
 ROW_COPIES = 2
 # Arrays of a tile of blockwise attention: scores, probabilities, and the gradients of both.
 TILE_COPIES = 4
-# On accelerators XLA fuses three of them into the products that read them.
+# As above on accelerators, where XLA fuses three of the four arrays into the products that read them.
 FUSED_TILE_COPIES = 1
 # Ring attention holds the current block of keys and values, and the next block while it is received.
 RING_COPIES = 2
@@ -168,7 +168,10 @@ class LayerStack:
                 return 0
 
     def _absent_block_nbytes(self) -> int:
-        """Return the working set of attention or of the MLP, whichever is smaller, if both never exist at once."""
+        """Return the smaller of the working sets of attention and of the MLP, with the block's input.
+
+        0 if both exist at the same time. Otherwise the caller subtracts it from the memory of the layer.
+        """
         inputs = self.inputs
         if inputs.blocks_overlap or inputs.remat_policy in SAVES_ALL:
             return 0
@@ -283,7 +286,7 @@ class LayerStack:
         )
 
     def _saved_scores_nbytes(self) -> int:
-        """Return the bytes of attention scores saved for the backward pass. In tiles, of their log-sum-exp."""
+        """Return the bytes of attention scores saved for the backward pass. Tiled attention saves only log-sum-exps."""
         if self.inputs.attention_tile is not None:
             return self._normalizer_nbytes()
         # The softmax in float32 and in the dtype of the products, and the capped scores before it.

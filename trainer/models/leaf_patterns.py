@@ -19,7 +19,7 @@ FREEZE_KEY = "optimizer.freeze"
 
 
 def matches_any(patterns: Iterable[str], path: str) -> bool:
-    """Return whether one of the patterns is for the leaf at a dotted path."""
+    """Return whether one of the patterns matches the dotted path of a leaf."""
     return any(_matches(pattern, path_without_layers(path)) for pattern in patterns)
 
 

@@ -61,7 +61,7 @@ class MemoryInputs:
     Attributes:
         arch_config: The choices of the layers.
         leaves: Parameters by path.
-        mesh: The mesh without open axes, or None for one device.
+        mesh: The mesh without axes of size -1, or None for one device.
         rules: Partition rules.
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.

@@ -73,8 +73,10 @@ class Parameter:
             tensors exist is used.
         else_row: Row if the condition does not hold. If it is "", the parameter then does not
             exist.
-        parsed_row: The row of a verbatim tensor. It lists its layers, and has no text.
-        layer_path: Path of the leaf of one of these layers, with a placeholder for its number.
+        parsed_row: Axis map of a verbatim tensor, or of a stack of them, in place of `row`. It lists
+            the numbers of its layers.
+        layer_path: Path of the leaf of a single layer, with a placeholder for the layer number.
+            Only with `parsed_row`.
     """
 
     row: str
@@ -148,7 +150,8 @@ class Family:
             checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
-        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
+        dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
+            description.
         tying: The head and the embedding.
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
         layouts: Trees of other libraries, by name.
@@ -197,8 +200,9 @@ def dropped_patterns(family: Family, config: HFConfig) -> dict[str, str]:
     """Return the regular expressions of ignored tensors -> their description."""
     patterns: dict[str, str] = {}
     for template, description in family.dropped.items():
-        # `{i}` is the number of a layer.
-        patterns[re.sub(r"\\{i\\}", r"\\d+", re.escape(template))] = description
+        # `{i}` is the number of a layer, and `*` any text.
+        pattern = re.escape(template).replace(r"\{i\}", r"\d+").replace(r"\*", ".*")
+        patterns[pattern] = description
     for number in family.prediction_layers(config):
         patterns[rf"layers\.{number}\..*"] = PREDICTION_RULE
     return patterns

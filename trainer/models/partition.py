@@ -25,7 +25,7 @@ from trainer.models.rules import (
     find_leaf_rule,
     format_choices,
     format_rule,
-    whole_if_indivisible,
+    unsplit_if_indivisible,
 )
 
 
@@ -234,7 +234,7 @@ def computed_spec(
         mesh: Device mesh.
         rules: Partition rules.
     """
-    by_dim = partition_spec(dims, shape, mesh, whole_if_indivisible(rules.params))
+    by_dim = partition_spec(dims, shape, mesh, unsplit_if_indivisible(rules.params))
     # The stored split is kept if each dim is split over a subset of the axes of its rule.
     is_part = all(
         {*axes} <= {*dim_axes} for axes, dim_axes in zip(stored.mesh_axes, by_dim.mesh_axes)

@@ -9,7 +9,7 @@ t5x/partitioning.py.
 
 from __future__ import annotations
 
-from trainer.models.rules import PARAM_RULES, WHOLE, AxisChoices, Rules, whole_if_indivisible
+from trainer.models.rules import PARAM_RULES, WHOLE, AxisChoices, Rules, unsplit_if_indivisible
 
 AUTO = "auto"
 _MODEL: AxisChoices = (("mp",),)
@@ -48,7 +48,7 @@ def _partitioning_rules(
 
 def _size_rules() -> Rules:
     """Return rules by size. The computation splits dims as by default where the mesh divides them."""
-    return Rules(whole_if_indivisible(PARAM_RULES), by_size=True)
+    return Rules(unsplit_if_indivisible(PARAM_RULES), by_size=True)
 
 
 PRESETS: dict[str, Rules] = {

@@ -118,7 +118,7 @@ class LeafRule:
         return f"{LEAF_PREFIX}{self.pattern}={','.join(map(format_choices, self.choices))}"
 
     def matches(self, path: str) -> bool:
-        """Return whether the rule is for the leaf at a dotted path."""
+        """Return whether the rule matches the dotted path of a leaf."""
         return re.search(self.pattern, path_without_layers(path)) is not None
 
     def choices_of_leaf(self, path: str, dims: LeafDims) -> list[AxisChoices]:
@@ -224,8 +224,8 @@ def activation_rules(rules: Rules) -> DimRules:
     return {**ACTIVATION_RULES, **shared_dims, **rules.activations}
 
 
-def whole_if_indivisible(rules: DimRules) -> DimRules:
-    """Return the rules with a last choice for each dim: it stays whole."""
+def unsplit_if_indivisible(rules: DimRules) -> DimRules:
+    """Return rules that leave a dim unsplit if the mesh axes of no other choice divide it."""
     return {dim: choices if choices[-1] == () else (*choices, ()) for dim, choices in rules.items()}
 
 

@@ -151,7 +151,7 @@ def text_section(config: HFConfig) -> str | None:
     for section in SECTIONS:
         if isinstance(config.get(section), Mapping):
             return section
-    # Qwen2-VL and 2.5-VL, as published.
+    # Published configs of Qwen2-VL and Qwen2.5-VL have no section.
     is_flat = isinstance(config.get("vision_config"), Mapping)
     if is_flat and str(config.get("model_type")) in TEXT_FAMILIES:
         return ""
@@ -287,7 +287,7 @@ def _find_head_prefix(family: Family, prefix: str, names: Collection[str]) -> st
     for candidate in candidates:
         if candidate + family.tying.head_tensor in names:
             return candidate
-    # Without a head: the place where the language model would have it.
+    # The file has no head (it is tied). The prefix is where the language model would have it.
     outer = prefix.removesuffix(family.prefix)
     return outer if outer in candidates else ""
 

@@ -81,7 +81,7 @@ class ExpertSharding:
         return {path: PartitionSpec(*axes) for path, axes in self.weight_axes.items()}
 
     @property
-    def _partial_axes(self) -> MeshAxes:
+    def _partial_sum_axes(self) -> MeshAxes:
         """Axes that split experts or their hidden units, and do not split tokens."""
         return tuple(axis for axis in chain(*self.weight_axes[UP]) if axis not in self.token_axes)
 
@@ -127,7 +127,7 @@ class ExpertSharding:
 
     def sum_parts(self, x: Any) -> Any:
         """Add the parts of outputs or gradients on the devices with the same tokens."""
-        return lax.psum(x, self._partial_axes) if self._partial_axes else x
+        return lax.psum(x, self._partial_sum_axes) if self._partial_sum_axes else x
 
     def _map_split_dims(
         self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]

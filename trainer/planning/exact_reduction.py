@@ -28,7 +28,7 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
     Args:
         recipe: The recipe.
         shape: The shape of its batches on the mesh.
-        mesh: The mesh without open axes.
+        mesh: The mesh without axes of size -1.
         rules: Partition rules.
 
     Raises:

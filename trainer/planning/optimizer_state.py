@@ -57,7 +57,7 @@ def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tupl
 
 
 def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
-    """Yield the missing axes of each moment of a parameter."""
+    """Yield one tuple per moment of a parameter: the axes that the moment reduces, e.g. (1,) for row statistics."""
     match table:
         case AdamWTable():
             yield from (NO_AXES, NO_AXES)

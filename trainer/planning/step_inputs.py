@@ -46,7 +46,7 @@ class Shapes(Protocol):
 
     @property
     def arch_config(self) -> ArchConfig:
-        """The choices of its layers."""
+        """Architecture of the model."""
         ...
 
     @property
@@ -78,7 +78,7 @@ def step_inputs(
     Args:
         recipe: The recipe.
         model: The model to train.
-        mesh: The mesh without open axes.
+        mesh: The mesh without axes of size -1.
         rules: Partition rules.
         device: Kind of the devices, for the choice of `auto` and for sizes that the recipe does not
             set.
@@ -184,7 +184,7 @@ def attention_needs(
     Args:
         recipe: The recipe.
         model: The model to train.
-        mesh: The mesh without open axes, or None for one device.
+        mesh: The mesh without axes of size -1, or None for one device.
         rules: Partition rules.
         dropout: Rates of dropout and forgetful causal masking.
     """

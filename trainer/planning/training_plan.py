@@ -53,7 +53,7 @@ class TrainingPlan:
 
     Attributes:
         recipe: The recipe, with the planned mesh.
-        mesh: The mesh without open axes.
+        mesh: The mesh without axes of size -1.
         inputs: Inputs of the estimates.
         memory: Memory of one device.
         flops: Operations of all devices.
@@ -98,13 +98,13 @@ def plan_training(
     """Plan a training step.
 
     Args:
-        recipe: The recipe. Its mesh has no open axis.
+        recipe: The recipe. Its mesh has no axis of size -1.
         model: The model to train.
         rules: Partition rules.
         device: Kind of the devices. CPUs compute bfloat16 in float32.
 
     Raises:
-        UsageError: The mesh has an open axis, does not divide a parameter or is not divided by the
+        UsageError: The mesh has an axis of size -1, does not divide a parameter or is not divided by the
             slices, or the batch does not divide among the devices.
     """
     mesh = parse_mesh(recipe.mesh, Key("mesh"))

@@ -57,7 +57,7 @@ Field: TypeAlias = TextField | TokenIdsField | TokenField
 
 @dataclass(frozen=True, slots=True)
 class FieldList:
-    """Fields of an example, in order, each with whether it is in brackets."""
+    """Fields of an example in order, as pairs (field, is_bracketed)."""
 
     items: tuple[tuple[Field, bool], ...]
 

@@ -124,7 +124,7 @@ def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
 
 
 def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
-    """Return the diagnostic of a missing `model.path`, unless the start is random."""
+    """Return the diagnostic of a missing `model.path`. The key is not required with `model.init = "random"`."""
     key = "model.path"
     is_random = raw.has("model.init") and raw.get("model.init") == "random"
     if raw.has(key) or is_random or key in intended_keys:

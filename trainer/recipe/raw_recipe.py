@@ -226,7 +226,7 @@ def _parse_toml(text: str, path: Path) -> TomlTable:
 
 
 def _syntax_message(message: str) -> str:
-    """Return a message of tomllib in the words of this project."""
+    """Return the message that replaces a syntax error of tomllib."""
     messages = (text for start, text in SYNTAX_MESSAGES.items() if message.startswith(start))
     return next(messages, "the line is not valid TOML")
 

@@ -20,7 +20,7 @@ from trainer.recipe.override_values import override_argument
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
 from trainer.recipe.toml_values import TomlTable, TomlValue, parse_toml_value
 
-# Unknown keys for which a hint is searched.
+# Maximum number of unknown keys that get a hint.
 MAX_HINTED = 100
 
 

@@ -31,7 +31,7 @@ class TableError(Exception):
     """
 
     def __init__(self, why: str, *, exceeds_memory: bool = False) -> None:
-        """Make the error."""
+        """Create the error. See the attributes."""
         super().__init__(why)
         self.why = why
         self.exceeds_memory = exceeds_memory

@@ -64,7 +64,7 @@ def compiled_plan(
         recipe: The recipe. Its data need not exist.
         manifest: Entries of a checkpoint's manifest: `config` with the recipe's rotary embedding,
             `tied`, `scan`, `scan_axis` and `rules`.
-        mesh: The mesh without open axes.
+        mesh: The mesh without axes of size -1.
         topology: TPU topology of each slice to compile for, such as `v5p:8x8x4`. None to compile
             for simulated CPU devices. Their plan is an upper bound.
         watch: Reports and time limit.

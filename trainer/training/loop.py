@@ -105,7 +105,7 @@ class LoopConfig:
 
     @property
     def save_intervals(self) -> tuple[Interval, ...]:
-        """All intervals of checkpoints: a milestone and a step to export are saved too."""
+        """Intervals at which checkpoints are saved: `save_every`, milestones and exports."""
         table = self.recipe.checkpoint
         return (self.save_every, table.milestones, table.export_every)
 

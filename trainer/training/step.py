@@ -29,7 +29,7 @@ from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import RoundingKey, widen
+from trainer.training.optimizers.rounding import RoundingKey, bfloat16_to_float32
 from trainer.training.stop import STOP
 
 # Entries: `params`, `opt_state`, and int32 []: `step`, `skipped`, `skipped_in_row`. With a dynamic loss
@@ -297,7 +297,9 @@ def _sum_gradients(
         on_device = replace(setup, forward_config=forward_config)
         value_and_grad = _value_and_grad(step, on_device, factor)
         gradients, sums, norm = exact.sum_gradients(
-            lambda params, rows: value_and_grad(widen(setup.trained_params(params)), params, rows),
+            lambda params, rows: value_and_grad(
+                bfloat16_to_float32(setup.trained_params(params)), params, rows
+            ),
             params,
             batch,
         )
@@ -351,13 +353,13 @@ def _accumulate_gradients(
     """Sum gradients and metrics over all micro-batches, in the order that is fastest on the mesh."""
     trained = setup.trained_params(params)
     if setup.accumulate == 1:
-        (_, sums), gradients = value_and_grad(widen(trained), params, batch)
+        (_, sums), gradients = value_and_grad(bfloat16_to_float32(trained), params, batch)
         return _shard_like_params(gradients, setup), sums
 
     def add_micro_batch(
         totals: tuple[Tree, dict[str, Array]], micro_batch: TokenBatch
     ) -> tuple[tuple[Tree, dict[str, Array]], None]:
-        (_, sums), gradients = value_and_grad(widen(trained), params, micro_batch)
+        (_, sums), gradients = value_and_grad(bfloat16_to_float32(trained), params, micro_batch)
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 

@@ -36,7 +36,9 @@ def texts(ui: Ui) -> tuple[str, str]:
         (12, True, "process 12: step 1\nwarning: process 12: full\n"),
     ],
 )
-def test_notes_and_warnings_of_a_process(process: int | None, all_print: bool, expected: str):
+def test_notes_and_warnings_have_the_process_prefix(
+    process: int | None, all_print: bool, expected: str
+):
     ui = open_streams(process, all_print=all_print)
     ui.note("step 1")
     ui.warn("full")

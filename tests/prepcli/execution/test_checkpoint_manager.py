@@ -338,7 +338,7 @@ def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: 
         store.open(11)
 
 
-def test_run_folder_is_locked_by_one_process(init: Path, run: Path):
+def test_run_is_locked_by_one_process(init: Path, run: Path):
     with (
         CheckpointManager(run, init, name="tuned"),
         pytest.raises(PrepError, match="tuned is locked"),
@@ -347,7 +347,7 @@ def test_run_folder_is_locked_by_one_process(init: Path, run: Path):
     CheckpointManager(run, init, name="tuned").close()
 
 
-def test_run_folder_names_an_unwritable_path(init: Path, tmp_path: Path):
+def test_error_names_an_unwritable_path(init: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(PrepError, match="cannot read or write"):
         CheckpointManager(tmp_path / "file/run", init, name="tuned")

@@ -11,7 +11,7 @@ from prepcli.errors import PrepError
 from prepcli.execution.run_notes import read_json_record, write_json_record
 
 
-def test_write_note_replaces_a_note(tmp_path: Path):
+def test_write_json_record_replaces_the_file(tmp_path: Path):
     path = tmp_path / "run.json"
     assert read_json_record(path) is None
     for count in (1, 2):
@@ -23,7 +23,7 @@ def test_write_note_replaces_a_note(tmp_path: Path):
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b"[" * 100_000, b'{"count": 1, "checksum": "0"}', b"\xff"]
 )
-def test_read_note_refuses_damaged_content(tmp_path: Path, data: bytes):
+def test_read_json_record_refuses_damaged_content(tmp_path: Path, data: bytes):
     (tmp_path / "note").write_bytes(data)
     with pytest.raises(PrepError, match="is damaged"):
         read_json_record(tmp_path / "note")

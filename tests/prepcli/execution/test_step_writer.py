@@ -153,7 +153,9 @@ def test_start_save_copies_only_into_free_memory(
     assert store.steps() == [1]
 
 
-def test_run_folder_waits_for_a_save_at_its_end(init: Path, state: TrainingState, tmp_path: Path):
+def test_checkpoint_manager_waits_for_save_on_exit(
+    init: Path, state: TrainingState, tmp_path: Path
+):
     store = CheckpointManager(tmp_path / "run", init, name="tuned")
 
     def diverge() -> None:
@@ -166,7 +168,7 @@ def test_run_folder_waits_for_a_save_at_its_end(init: Path, state: TrainingState
     assert store.steps() == [1]
 
 
-def test_run_folder_raises_the_error_of_a_save_at_its_end(
+def test_checkpoint_manager_raises_save_error_on_exit(
     init: Path, state: TrainingState, tmp_path: Path
 ):
     store = CheckpointManager(tmp_path / "run", init, name="tuned")
@@ -176,7 +178,7 @@ def test_run_folder_raises_the_error_of_a_save_at_its_end(
         pass
 
 
-def test_run_folder_warns_on_a_file_system_without_locks(
+def test_checkpoint_manager_warns_without_file_locks(
     init: Path, state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def flock(fd: int, operation: int) -> None:

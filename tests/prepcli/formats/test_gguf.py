@@ -159,7 +159,7 @@ def test_version_2_is_read(tmp_path: Path):
         (build([], [table_row("w", [8], 0, 0)], bytes(2 << 20)), "too long"),
     ],
 )
-def test_broken_header_is_one_error(tmp_path: Path, content: bytes, message: str):
+def test_broken_header_is_rejected(tmp_path: Path, content: bytes, message: str):
     assert message in refusal(tmp_path / "a.gguf", content)
 
 

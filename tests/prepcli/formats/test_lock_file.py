@@ -87,6 +87,6 @@ def test_malformed_lock_names_the_entry(tmp_path: Path, data: bytes, why: str):
     assert why in caught.value.why
 
 
-def test_missing_lock_is_one_error(tmp_path: Path):
+def test_missing_lock_file_raises_prep_error(tmp_path: Path):
     with pytest.raises(PrepError, match="cannot read"):
         read_lock(tmp_path / "absent.json")

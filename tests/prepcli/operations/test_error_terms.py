@@ -70,7 +70,7 @@ def mesh_of_option() -> None:
         ),
     ],
 )
-def test_error_names_the_option_in_the_words_of_its_reader(
+def test_error_names_the_option_for_terminal_and_python(
     raise_error: Callable[[], object], terminal: str, python: str
 ):
     error = error_of(raise_error)
@@ -106,7 +106,7 @@ def test_error_names_the_option_in_the_words_of_its_reader(
         ),
     ],
 )
-def test_hint_names_the_option_in_the_words_of_its_reader(
+def test_hint_names_the_option_for_terminal_and_python(
     raise_error: Callable[[], object], terminal: str, python: str
 ):
     error = error_of(raise_error)
@@ -114,7 +114,7 @@ def test_hint_names_the_option_in_the_words_of_its_reader(
     assert error.rendered(PYTHON).hint == python
 
 
-def test_hint_names_the_command_in_the_words_of_its_reader():
+def test_hint_names_the_command_for_terminal_and_python():
     error = no_step_error("runs/a")
     assert error.rendered(TERMINAL).hint == "`prep train RECIPE --out runs/a` continues it"
     assert error.rendered(PYTHON).hint == '`prep.train("RECIPE", out="runs/a")` continues it'

@@ -97,7 +97,7 @@ def test_hints_of_evaluate_name_its_arguments():
         (Key("data.source_length", 512, is_override=True), "`--set data.source_length=512`"),
     ],
 )
-def test_keys_that_eval_has_become_options(key: Key, hint: str):
+def test_hints_of_eval_replace_recipe_keys_by_options(key: Key, hint: str):
     assert text("{}", key).render(Style("terminal", rename_key=option_of_key)) == hint
 
 

@@ -203,7 +203,7 @@ def test_command_prints_the_path_and_json(model: Path, capsys):
     assert "--lock" in run_failing(capsys, USAGE, "lock", "m", "--lock", "new.json")
 
 
-def test_broken_lock_is_one_error(model: Path, capsys):
+def test_broken_lock_file_is_rejected(model: Path, capsys):
     Path("broken.json").write_text("{}")
     err = run_failing(capsys, FAILED, "save-init", "m", "--lock", "broken.json")
     assert "broken.json is not a lock file of this prep" in err

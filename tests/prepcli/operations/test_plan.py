@@ -227,7 +227,7 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
             USAGE,
             "`--mesh` has no effect with `--search`",
         ),
-        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an open axis"),
+        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an axis of size -1"),
         (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
         (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
         (["--config", "none.json"], FAILED, ". has no none.json"),

@@ -260,7 +260,7 @@ def test_group_of_another_input_is_an_error_of_the_run():
         stored[Q_PROJ + "g_idx"] = stored[Q_PROJ + "g_idx"] + np.int32(1)
 
     make_quantized(Path("m"), "gptq", change=change)
-    with pytest.raises(DamagedError, match=r"q_proj\.g_idx` has group 2"):
+    with pytest.raises(DamagedError, match=r"q_proj\.g_idx` refers to group 2"):
         prep.save_init("./m", "init", quantized="dequantize")
     assert not Path("init").exists()
 

@@ -83,7 +83,7 @@ def test_export_of_decoded_verbatim_model_equals_the_source():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_export_without_inverse_names_the_other_ways(name: str):
+def test_irreversible_export_hints_at_alternatives(name: str):
     make_quantized(Path("m"), name)
     prep.save_init("./m", "init", quantized="dequantize")
     with pytest.raises(PrepError, match="cannot be computed") as caught:

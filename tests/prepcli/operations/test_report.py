@@ -316,7 +316,7 @@ def test_deep_environment_is_an_error(tmp_path: Path):
         prep.report(run)
 
 
-def test_long_run_has_few_texts(tmp_path: Path):
+def test_report_of_a_long_run_shows_64_sample_texts(tmp_path: Path):
     run = make_run(tmp_path / "run")
     lines = [
         json.dumps({"step": step, "prompt": "p", "text": f"text {step}"}) for step in range(1000)

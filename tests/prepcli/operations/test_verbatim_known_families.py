@@ -141,7 +141,7 @@ def test_names_that_differ_in_case_only_convert():
     assert safetensors_bytes(Path("hf")) == tensors
 
 
-def test_tensor_in_two_files_is_one_error(capsys: pytest.CaptureFixture[str]):
+def test_tensor_in_two_files_is_rejected(capsys: pytest.CaptureFixture[str]):
     Path("m").mkdir()
     for number in (1, 2):
         path = Path(f"m/model-0000{number}-of-00002.safetensors")

@@ -143,7 +143,7 @@ def test_slabs_keep_chunk_bands_whole_where_they_fit(case: str, direction: str):
 
 
 @pytest.mark.parametrize(("written", "read"), [(4, 6), (6, 4), (4, 60), (10, 4), (12, 5)])
-def test_slabs_prefer_written_bands_to_read_bands(written: int, read: int):
+def test_slabs_keep_written_chunks_whole_before_read_ones(written: int, read: int):
     text, sizes = "mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}
     stream = stream_into(region(text, sizes, (written, 4)), reads=(region(text, sizes, (read, 2)),))
     slabs = list(split_stream(0, stream, max_nbytes=13 * stream.row_nbytes))

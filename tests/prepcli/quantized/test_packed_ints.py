@@ -108,7 +108,7 @@ def test_many_groups_equal_compressed_tensors(bits: int, rows: int):
     assert decoder.shape == shape
 
 
-def test_scale_of_tensor_and_of_rows():
+def test_scales_per_tensor_and_per_row_are_decoded():
     arrays = random_weight(4, (8, 64), groups=1, dtype=np.float32)
     by_row = decode_all(decoder_of(arrays, 4, columns=64), arrays)
     assert_equal_bits(by_row, reference(arrays, 4, (8, 64)))
@@ -140,7 +140,7 @@ def test_activation_order_equals_permuted_columns():
 def test_group_beyond_scales_is_refused():
     arrays = random_weight(4, (2, 64), groups=2, dtype=np.float32)
     arrays["g_idx"] = np.full(64, 2, np.int32)
-    with pytest.raises(DamagedError, match="`g_idx` has group 2"):
+    with pytest.raises(DamagedError, match="`g_idx` refers to group 2"):
         decode_all(decoder_of(arrays, 4, columns=64), arrays)
 
 

@@ -233,8 +233,8 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
                       "check the spelling", 1],
         "o/ill": ["cannot read o/ill", "HTTP 503 from the hub",
                   "try again later; a download continues where it stopped", 1],
-        "o/long": ["cannot read o/long", "a file had another number of bytes than the hub announced",
-                   "try again; a proxy between may change what it sends", 1],
+        "o/long": ["cannot read o/long", "a file has a different number of bytes than the hub announced",
+                   "try again; a proxy may have changed the answer", 1],
         "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md",
                     "name the folder with the weights", 1],
     }  # fmt: skip

@@ -102,7 +102,7 @@ def test_client_does_not_retry_403(notes: list[str]):
 
 
 @pytest.mark.parametrize("listing", MALFORMED_ANSWERS)
-def test_malformed_model_info_is_one_error(
+def test_malformed_model_info_raises_prep_error(
     notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str
 ):
     with serve_hub({"o/m": FakeRepo(model_info=MALFORMED_ANSWERS[listing])}) as hub:

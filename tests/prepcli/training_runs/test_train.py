@@ -453,7 +453,7 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
 
 
-def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
+def test_saved_progress_mentions_incomplete_token_store(tmp_path: Path):
     def fill_and_interrupt(writer: TokenWriter) -> None:
         fill(writer)
         writer.start_save()

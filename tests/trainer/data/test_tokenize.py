@@ -364,7 +364,7 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
     assert f" in 2 documents, {share:.0f} % with loss: " in notes[-1]
 
 
-def test_data_without_any_loss_is_rejected(tmp_path: Path):
+def test_data_without_trainable_tokens_is_rejected(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": "the cat sat on the mat, the cat", "b": ""}\n')
     error = tokenize_error(

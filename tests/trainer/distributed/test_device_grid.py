@@ -176,7 +176,7 @@ def test_gpus_of_several_hosts_are_in_the_order_of_their_ids():
     assert list(plain.flat) == shuffled
 
 
-def test_a_slice_of_the_recipe_may_have_several_gpu_hosts():
+def test_slice_in_recipe_may_span_several_gpu_hosts():
     grid = arrange_devices(parse_mesh("2,8,1"), make_devices(16, per_slice=4), {"dp": 2})
     assert [device.id for device in grid[0].flat] == list(range(8))
 

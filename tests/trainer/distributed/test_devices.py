@@ -38,7 +38,7 @@ USERS_OF_DEVICES: tuple[Callable[[], object], ...] = (
         (AssertionError(), "JAX_PLATFORMS=cuda names a platform that is not installed"),
     ],
 )
-def test_missing_platform_is_one_error(
+def test_missing_platform_raises_prep_error(
     monkeypatch: pytest.MonkeyPatch, number: int, error: Exception, why: str
 ) -> None:
     def fail(*_: Any) -> list[Any]:

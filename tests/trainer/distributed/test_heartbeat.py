@@ -79,7 +79,7 @@ def test_monitor_names_a_step_in_which_all_are_stuck():
 
 
 @pytest.mark.parametrize("phase", ["load", "compile", "evaluate 3", "save 3"])
-def test_monitor_limits_only_steps(phase: str):
+def test_monitor_step_timeout_ignores_other_phases(phase: str):
     watched = monitor(step_timeout_s=20.0)
     assert all(
         watched.check({0: beat(s, phase), 1: beat(s, phase)}, float(s)) is None for s in range(60)

@@ -109,7 +109,7 @@ def test_process_0_fails_after_the_others_have_read_it():
     job.close()
 
 
-def test_watchdogs_name_process_0_without_its_answer():
+def test_watchdogs_name_process_0_if_it_does_not_answer():
     job = start_job(timeout_s=TIMEOUT_S)
     job.is_up.clear()
     assert all(job.reported[index].wait(MAX_S) for index in (1, 2))

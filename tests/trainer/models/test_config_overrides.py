@@ -34,7 +34,7 @@ LLAMA: dict[str, Any] = {
         ("eos_token_id", [1, "x"], "an integer"),
     ],
 )
-def test_field_without_a_value_takes_its_type_only(field: str, value: JsonValue, kind: str):
+def test_override_of_unset_field_must_have_its_type(field: str, value: JsonValue, kind: str):
     with pytest.raises(UsageError) as caught:
         override_fields(LLAMA, {field: value})
     assert caught.value.what == f"`model.overrides` sets `{field}` to {value!r}"
@@ -42,7 +42,7 @@ def test_field_without_a_value_takes_its_type_only(field: str, value: JsonValue,
     assert caught.value.hint.startswith("for example ")
 
 
-def test_field_without_a_value_can_be_set():
+def test_override_can_set_an_unset_field():
     values = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,

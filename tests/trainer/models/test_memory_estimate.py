@@ -91,7 +91,7 @@ def test_tile_of_ring_attention_lies_in_one_block():
 
 
 @pytest.mark.parametrize("remat_policy", ["none", "everything_saveable"])
-def test_layers_without_remat_hold_attention_and_mlp(remat_policy: str):
+def test_without_remat_overlap_does_not_change_memory(remat_policy: str):
     overlapping, exclusive = (
         estimate("llama", DEEP, seq_length=1024, remat_policy=remat_policy, blocks_overlap=overlap)
         for overlap in (True, False)

@@ -1,4 +1,4 @@
-"""Parse meshes, fill in the open axis, and name folders after meshes."""
+"""Parse meshes, fill in the axis of size -1, and name folders after meshes."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
     assert not np.asarray(last["present"])[4:].any()
 
 
-def test_load_batch_gives_devices_of_sp_two_blocks_of_each_row():
+def test_load_batch_gives_sp_devices_two_blocks_per_row():
     setup = runs.make_setup(mesh="fsdp:2,sp:4", attention_options=AttentionOptions("blockwise"))
     job = runs.make_job(setup)
     expected = job.train.get_batch(job.order.rows(0))

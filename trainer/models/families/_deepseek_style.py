@@ -212,7 +212,7 @@ CORRECTED_EXPERTS: Parameters = {
 
 
 def read_experts(config: HFConfig, default: int) -> int:
-    """Return the number of experts. The alias of transformers overrides."""
+    """Return the number of experts. `num_local_experts` takes precedence over `n_routed_experts`."""
     return read_size(config, "num_local_experts", read_size(config, "n_routed_experts", default))
 
 

@@ -13,7 +13,12 @@ from jax import Array
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree
 from trainer.training.optimizers.lr_schedule import LRSchedule
-from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, narrow_params, widen
+from trainer.training.optimizers.rounding import (
+    RoundingKey,
+    bfloat16_to_float32,
+    narrow_moments,
+    narrow_params,
+)
 from trainer.training.optimizers.weight_decay import WeightDecay
 
 # Entry of the optimizer state with the averages.
@@ -72,7 +77,7 @@ class Optimizer:
             params: The trained parameters, in float32 or bfloat16.
             leaves: Their leaves.
         """
-        wide_params = widen(params)
+        wide_params = bfloat16_to_float32(params)
         state: Any = self.rule.transformation(leaves, self.decay).init(wide_params)
         moments = narrow_moments(state, leaves, self.moment_dtype, None)
         if not self.ema:
@@ -106,9 +111,9 @@ class Optimizer:
         moments = {name: value for name, value in opt_state.items() if name != EMA}
         # A bfloat16 has 8 significant bits: near 1 its values are 1/128 apart, and updates of 1e-4
         # would be lost. Everything is computed in float32 and rounded once, at the end.
-        wide_params = widen(params)
+        wide_params = bfloat16_to_float32(params)
         updates, wide = self.rule.transformation(leaves, self.decay).update(
-            gradients, widen(moments), wide_params, learning_rate=learning_rate
+            gradients, bfloat16_to_float32(moments), wide_params, learning_rate=learning_rate
         )
         updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)
         new_state: Any = narrow_moments(wide, leaves, self.moment_dtype, rounding)

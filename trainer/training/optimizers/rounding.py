@@ -33,7 +33,7 @@ class RoundingKey(NamedTuple):
     step: Array
 
 
-def widen(tree: Any) -> Any:
+def bfloat16_to_float32(tree: Any) -> Any:
     """Return a tree of arrays, such as an optimizer state, with float32 in place of bfloat16."""
     return jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree

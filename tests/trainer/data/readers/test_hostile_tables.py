@@ -124,7 +124,7 @@ def _repeated_text() -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("make_batch", [_many_nulls, _repeated_text])
-def test_small_row_of_a_large_value_is_refused(
+def test_compressed_row_with_a_huge_value_is_refused(
     tmp_path: Path, make_batch: Callable[[], pa.RecordBatch]
 ):
     with pytest.raises(PrepError, match=r"row 1: too large - it has 1\d,\d{3},\d{3},\d{3} bytes"):

@@ -25,7 +25,12 @@ from tests.helpers.slow_cases import slow_except
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training import feed
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import RoundingKey, narrow_params, round_to_nearest, widen
+from trainer.training.optimizers.rounding import (
+    RoundingKey,
+    bfloat16_to_float32,
+    narrow_params,
+    round_to_nearest,
+)
 from trainer.training.step import StepSetup
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}  # of float32 in two programs
@@ -90,15 +95,20 @@ def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
     optimizer = make_optimizer(name, ema=0.75)
     setup = runs.make_setup(runs.LLAMA, optimizer=optimizer, param_dtype="bfloat16")
     before = some_params(setup)
-    expected, expected_state = update_once(optimizer, setup, widen(before))
+    expected, expected_state = update_once(optimizer, setup, bfloat16_to_float32(before))
     actual, state = update_once(optimizer, setup, before)
     for path, leaf in flatten_tree(actual).items():
         assert leaf.dtype == jnp.bfloat16
-        exact, rounded = np.asarray(flatten_tree(expected)[path]), np.asarray(widen(leaf))
+        exact, rounded = (
+            np.asarray(flatten_tree(expected)[path]),
+            np.asarray(bfloat16_to_float32(leaf)),
+        )
         assert (np.abs(rounded - exact) < 1.001 * spacing_of(exact)).all(), path
         start, average = (flatten_tree(tree)[path] for tree in (before, state["ema"]))
         assert average.dtype == jnp.float32
-        np.testing.assert_allclose(average, 0.75 * widen(start) + 0.25 * exact, **TOLERANCE)
+        np.testing.assert_allclose(
+            average, 0.75 * bfloat16_to_float32(start) + 0.25 * exact, **TOLERANCE
+        )
     moments = [{k: v for k, v in tree.items() if k != "ema"} for tree in (state, expected_state)]
     for a, b in zip(*map(jax.tree.leaves, moments), strict=True):
         assert a.dtype == b.dtype
@@ -117,12 +127,12 @@ def test_updates_below_the_spacing_are_kept_on_average():
 
     @jax.jit
     def add(params: Any, step: jax.Array) -> Any:
-        updated = jax.tree.map(lambda x: x + step_size, widen(params))
+        updated = jax.tree.map(lambda x: x + step_size, bfloat16_to_float32(params))
         return narrow_params(updated, params, leaves={path: leaf}, key=RoundingKey(0, step))
 
     for step in range(40):
         params = add(params, jnp.int32(step))
-    mean = float(np.asarray(flatten_tree(widen(params))[path], np.float64).mean())
+    mean = float(np.asarray(flatten_tree(bfloat16_to_float32(params))[path], np.float64).mean())
     assert mean == pytest.approx(1 + 40 * step_size, abs=2**-7 / 10)
 
 
@@ -131,7 +141,7 @@ def test_gradients_of_bfloat16_parameters_are_float32():
     moments, narrow = [], runs.make_setup(runs.LLAMA, accumulate=2, param_dtype="bfloat16")
     params = runs.make_state(narrow)["params"]
     wide = runs.make_setup(runs.LLAMA, accumulate=2)
-    for setup, start in ((narrow, params), (wide, widen(params))):
+    for setup, start in ((narrow, params), (wide, bfloat16_to_float32(params))):
         job = runs.make_job(setup)
         batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
         state = {**runs.make_state(setup), "params": start}
