@@ -42,7 +42,7 @@ def test_context_text_has_a_line_per_length():
     assert large.split() == ["2,048", "12,000", "400", "200"]
 
 
-def test_context_text_has_the_fastest_seconds():
+def test_context_text_shows_the_fastest_run():
     rows = rows_of((3000, 200, 100), seconds=(2.0, 1.5))
     rows[0] = replace(rows[0], seconds=())
     assert context_text(rows).splitlines()[-1].split() == [

@@ -93,7 +93,7 @@ def test_nnx_update_takes_a_tree_of_prep(model: Path):
     assert module.params["embed"]["tokens"] is params["embed"]["tokens"]
 
 
-def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
+def test_modules_compute_encoder_decoder_logits(tmp_path: Path):
     nnx = pytest.importorskip("flax.nnx")
     make_checkpoint(tmp_path / "t5", FLAX_CONFIGS["t5"])
     params, source = prep.load_params(tmp_path / "t5"), TOKENS + 30

@@ -299,7 +299,7 @@ def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
 
 
-def test_inspect_diff_of_steps_and_models(work_dir: Path):
+def test_inspect_diff_compares_steps_and_models(work_dir: Path):
     run_ok("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
     run_ok("export", "tuned", "--keep-padding", "--out", "hf")

@@ -48,7 +48,7 @@ def test_axes_have_round_ticks():
     assert texts_of(small)[:2] == ["1.0e-05", "1.5e-05"]
 
 
-def test_run_of_one_step_has_its_label():
+def test_chart_of_one_step_labels_it():
     assert texts_of(small_chart([(7, 0.0)])) == ["0", "7"]
 
 

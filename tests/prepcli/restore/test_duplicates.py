@@ -51,7 +51,7 @@ def test_equal_digests_need_no_bytes(source: Source):
     assert not find_duplicates(with_digests(source, "0a", "0a"), [CHECK], verify=True)
 
 
-def test_other_digests_are_compared_by_bytes(source: Source):
+def test_different_digests_make_bytes_be_compared(source: Source):
     with pytest.raises(PrepError, match=r"lm_head.weight is not equal"):
         find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=True)
     assert find_duplicates(with_digests(source, "0a", "0b"), [CHECK], verify=False)

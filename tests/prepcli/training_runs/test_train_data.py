@@ -103,7 +103,7 @@ def test_object_that_changes_is_an_error(store: FakeObjectStore):
         stream.read()
 
 
-def test_identity_has_the_version_of_an_object(store: FakeObjectStore):
+def test_digest_changes_with_the_object_content(store: FakeObjectStore):
     def digest() -> DataFile:
         return FINDER.find("s3://bucket/data/b.jsonl", lambda name: True, WHOLE)[0]
 

@@ -201,7 +201,7 @@ def test_gemma3_has_global_and_local_rope():
     assert mistral.layer_kinds == (LayerKind(5, mistral.rope),) * 2
 
 
-def test_layers_without_rope_are_of_another_kind():
+def test_layers_without_rope_have_their_own_layer_kind():
     arch = dataclasses.replace(arch_config_of(LLAMA), layers_without_rope=(1,))
     assert arch.layer_kinds == (
         LayerKind(FULL_ATTENTION, arch.rope),

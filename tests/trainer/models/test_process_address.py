@@ -73,7 +73,7 @@ def test_process_address_equals_the_one_that_jax_detects(
         (ProcessSettings("10.0.0.9", num_processes=3), POD, ("10.0.0.9:11111", 1, 3)),
     ],
 )
-def test_process_address_settings_win(
+def test_process_address_prefers_settings_to_environment(
     settings: ProcessSettings, environ: dict[str, str], expected: tuple[str, int, int]
 ):
     address = address_of(settings, environ)

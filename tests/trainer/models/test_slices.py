@@ -38,7 +38,9 @@ def test_parse_slice_counts(text: str | None, expected: dict[str, int] | None):
         ("4,8,1", {"mp": 2}, False),
     ],
 )
-def test_check_slices(mesh: str, slices: dict[str, int], is_valid: bool):
+def test_check_slices_rejects_sizes_that_do_not_divide(
+    mesh: str, slices: dict[str, int], is_valid: bool
+):
     if is_valid:
         check_slices(parse_mesh(mesh), slices)
     else:

@@ -154,7 +154,7 @@ def test_every_tensor_is_in_exactly_one_leaf(
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "unheard_of"}])
-def test_architecture_is_refused(config: dict[str, str]):
+def test_verbatim_family_has_no_architecture(config: dict[str, str]):
     with pytest.raises(PrepError, match=CANNOT_TRAIN):
         verbatim_family({}).arch_config(config)
 

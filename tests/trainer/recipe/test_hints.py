@@ -170,7 +170,7 @@ def test_data_file_has_one_conversion_and_one_hint_per_setting():
     assert len(values) == len({*values})
 
 
-def test_each_conversion_of_values_has_one_kind():
+def test_each_value_translation_has_exactly_one_kind():
     for item in other_trainers().translations:
         kinds = [item.switch is not None, item.table is not None, item.keeps_name, item.function]
         assert len([kind for kind in kinds if kind]) == 1, item

@@ -129,7 +129,7 @@ def npy_header(shape: str) -> bytes:
     return f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".encode()
 
 
-def test_array_of_endless_rows_without_ids_has_no_tokens(tmp_path: Path):
+def test_array_with_rows_of_length_zero_has_no_tokens(tmp_path: Path):
     path = write_npy(tmp_path / "a.npy", npy_header(f"({10**18}, 0)"))
     with pytest.raises(PrepError, match="the data is shorter than one block"):
         read_tokens(path)
