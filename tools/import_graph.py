@@ -55,7 +55,8 @@ def package_of(module: str) -> str:
 def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return, per package of the project, the other packages that its modules import.
 
-    Modules directly in `prepcli` or `trainer` are left out: the lazy exports, the error type, and the entry point.
+    Modules directly in `prepcli` or `trainer` are left out: the lazy exports, the error type, the definition of an
+    option, and the entry point.
     """
     packages = {package_of(module) for module in graph if module.count(".") > 1}
     imports: dict[str, set[str]] = {package: set() for package in sorted(packages)}

@@ -100,7 +100,7 @@ def _check_integer(parameter: Any, value: object) -> None:
         name = option_name(parameter)
         digits = shorten(str(value), MAX_SHOWN_DIGITS)
         what = f"`{name} {digits}` is too large"
-        raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "a smaller number")
+        raise usage_error(what, f"the limit is {MAX_INTEGER:,}", "use a smaller number")
 
 
 def _has_empty(value: object) -> bool:

@@ -10,8 +10,8 @@ from prepcli.errors import PrepError
 MAX_WORD_CHARS = 240
 SHORT_WORD_CHARS = 100
 MAX_WHAT_CHARS = 400
-# The list of all supported model types is shorter.
-MAX_LINE_CHARS = 2000
+# The list of the keys of a recipe's table is shorter.
+MAX_LINE_CHARS = 800
 # The rows of a terminal of the usual size.
 MAX_LINES = 24
 # A hint may be a command to copy, with the paths of the user.

@@ -15,7 +15,7 @@ OUT_OF_MEMORY = PrepError(
     "the system is out of memory",
     "its limit for the process is below what the command and Python itself need",
     text(
-        "a larger limit (`ulimit -v`, the job's memory), or a smaller {} where the command has one",
+        "raise the limit (`ulimit -v`, the job's memory), or pass a smaller {} if the command has it",
         Option("memory"),
     ),
 )

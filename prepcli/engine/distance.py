@@ -84,8 +84,8 @@ def _read_arrays(reader: RunReader, stream: Stream) -> Iterator[np.ndarray]:
 def _equal_pieces(values_a: Iterator[np.ndarray], values_b: Iterator[np.ndarray]) -> Iterator[Pair]:
     """Yield pieces of equal length of two sequences of arrays.
 
-    The arrays of two streams differ in length if their dtypes differ: a read of fixed size has twice as many bfloat16
-    values as float32 values.
+    The arrays of the two sequences may differ in length: each has the same number of bytes, so that an array of
+    bfloat16 has twice as many values as one of float32.
 
     >>> pieces = _equal_pieces(iter([np.arange(3)]), iter([np.arange(2), np.arange(1)]))
     >>> [(a.tolist(), b.tolist()) for a, b in pieces]

@@ -341,7 +341,7 @@ class Pipeline:
             out = task.swap_buffers(slab.nbytes)
             task.data = scatter(slab, task.data, out=out, pool=self.permute_pool)
             self.result.copied_nbytes += slab.nbytes
-        # Here the bytes are in the tensor's C order, which is the order of digests, casts and means.
+        # Here the bytes are in the tensor's C order. Digests, casts and the means for filled rows need this order.
         self.fills.add_slab(slab, task.data)
         self._digest(task)
         if task.needs_gather:

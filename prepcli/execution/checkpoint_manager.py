@@ -319,10 +319,11 @@ class CheckpointManager:
             return Manifest(reader.manifest)
 
     def best_eval_loss(self, num_sequences: int | None) -> float:
-        """Return the lowest loss in the manifest of a step, or infinity without one.
+        """Return the lowest evaluation loss of the saved steps, or infinity if none has a loss.
 
         Args:
-            num_sequences: Number of sequences of the evaluations to compare.
+            num_sequences: Number of evaluated sequences. Losses over another number are ignored, because they cannot be
+                compared.
         """
         best = self._losses.best_steps(self.steps()).get(num_sequences)
         return math.inf if best is None else self._losses.losses[best].value
@@ -419,7 +420,7 @@ class FinishedSave:
     is_done = True
 
     def wait(self) -> float:
-        """Return the seconds that the save took."""
+        """Return the duration of the save in seconds, at once."""
         return self.seconds
 
 

@@ -191,7 +191,7 @@ class _Compressor:
             chunk = _ByteRange(*map(int, row))
             if offset >= FILE_NBYTES:
                 # a mark syncs one file, so the chunks of a full file are marked before the next
-                marked = self._mark(marked)
+                marked = self._record_progress(marked)
                 unmarked_nbytes = 0
                 file += 1
                 offset = 0
@@ -201,10 +201,10 @@ class _Compressor:
             unmarked_nbytes += chunk.nbytes
             is_due = time.monotonic() - since_s >= SYNC_INTERVAL_S
             if is_due or unmarked_nbytes >= MARK_NBYTES:
-                marked = self._mark(marked)
+                marked = self._record_progress(marked)
                 unmarked_nbytes = 0
                 since_s = time.monotonic()
-        self._mark(marked)
+        self._record_progress(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
         """Open a data file for appending after its first `nbytes` bytes."""
@@ -260,7 +260,7 @@ class _Compressor:
             raise io_error(self.folder, error) from error
         return len(data)
 
-    def _mark(self, marked: int) -> int:
+    def _record_progress(self, marked: int) -> int:
         """Sync the data file and record the chunks since the last mark. Return the number of durable chunks."""
         # The chunks are durable before the line that lists them. A kill between the two leaves bytes
         # after the last listed chunk, which `_open` truncates.

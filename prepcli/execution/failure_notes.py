@@ -107,7 +107,9 @@ class FailureNotes:
         content = note.content
         if not isinstance(content, dict):
             return PrepError(
-                f"process {index} failed", "its note is damaged", "see the output of that process"
+                f"process {index} failed",
+                "the file with its error is damaged",
+                "see the output of that process",
             )
         if any(content.get(key) != value for key, value in self._identity.items()):
             return None

@@ -160,7 +160,7 @@ class IntegrityChecker:
                 what,
                 why,
                 text(
-                    "another step of the adapter; {} writes them nevertheless",
+                    "use another step of the adapter, or pass {} to write the values nevertheless",
                     Option("allow_overflow", True),
                 ),
             )

@@ -82,7 +82,7 @@ class Staging:
             raise usage_error(
                 text("{} is too long", Option("out", out)),
                 f"its name has {name_nbytes} bytes, and its partial folder needs a longer one",
-                f"a name of at most {MAX_OUT_NAME_NBYTES} bytes",
+                f"use a name of at most {MAX_OUT_NAME_NBYTES} bytes",
             )
         self.out = out
         self.folder = out.with_name(out.name + PARTIAL_SUFFIX)

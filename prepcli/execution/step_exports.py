@@ -50,7 +50,7 @@ class StepExports:
             self._thread.start()
 
     def start_missing(self, steps: Iterable[int]) -> None:
-        """Export the due ones of the steps that an earlier process saved: a kill may have interrupted their exports."""
+        """Export the due steps of an earlier process. A kill may have interrupted their exports."""
         for step in steps:
             self.start(step)
 
@@ -62,7 +62,7 @@ class StepExports:
     def abandon(self) -> None:
         """Start no further export, and do not wait for the present one.
 
-        The next start makes them.
+        The next start of the run makes the missing exports.
         """
         self._is_abandoned = True
         # None wakes the thread from `get`. The thread is a daemon, so the process may end in the middle of an export.

@@ -31,7 +31,7 @@ from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
 from trainer.models.json_types import JsonObject
 
-# more than a Python process that has imported prep holds
+# Above the memory of a Python process that has only imported prep.
 MAX_BASELINE_NBYTES = 64 * MIB
 # for a worker that was asked to stop
 STOP_GRACE_S = 60.0
@@ -62,9 +62,9 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbyte
     Args:
         memory_nbytes: Value of `--memory`, for all workers together.
         num_workers: Number of workers, including this process.
-        baseline_nbytes: Memory of this process before it has done any work. A worker needs as much, but no more than
-            MAX_BASELINE_NBYTES: a program that calls prep may hold more. The baseline of this
-                process does not count.
+        baseline_nbytes: Memory of this process before it has done any work. Each other worker is assumed to need as
+            much before it works, at most MAX_BASELINE_NBYTES: this process may be a program that calls prep and has
+            other data in memory. The baseline of this process is not part of the budget.
 
     Returns:
         Bytes for each worker.

@@ -119,9 +119,12 @@ def read_checksum_bytes(folder: Path, manifest: Manifest) -> bytes | None:
         fields = record
         stored_format = [fields.get(key) for key in ("file", "method", "block")]
     if stored_format != [CHECKSUMS_FILE, CHECKSUM_METHOD, BLOCK_NBYTES]:
-        why = f"the manifest says {stored_format!r:.80}, this prep reads {CHECKSUM_METHOD} of {BLOCK_NBYTES:,} bytes"
-        hint = text("install a later prep, or pass {}", Option("verify", False))
-        raise PrepError(f"{path} has another format", why, hint)
+        why = (
+            f"the manifest records {stored_format!r:.80}, this version of prep reads {CHECKSUM_METHOD} of blocks of "
+            f"{BLOCK_NBYTES:,} bytes"
+        )
+        hint = text("install a later version of prep, or pass {}", Option("verify", False))
+        raise PrepError(f"{path} has an unsupported format", why, hint)
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
     if digest(data) != fields.get("digest"):
         raise DamagedError(

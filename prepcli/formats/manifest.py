@@ -365,8 +365,9 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
 
 
 def _version_error(path: Path, version: object) -> PrepError:
-    why = f"it says {version!r}, this prep reads {FORMAT_VERSION}"
-    return PrepError(f"{path} has another format", why, "install the prep that wrote it")
+    why = f"its `format` is {version!r:.80}, this version of prep reads {FORMAT_VERSION}"
+    what = f"{path} has an unsupported format version"
+    return PrepError(what, why, "install the version of prep that wrote it")
 
 
 def manifest_digest(fields: Mapping[str, object]) -> str:

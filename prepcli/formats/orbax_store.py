@@ -238,7 +238,7 @@ def _iter_present_chunks(
         index: ChunkIndex = ()
         if zarr.shape:
             index = _numbers_in_key(key)
-        # Only the key that the index has counts: `00.1` is not another name of chunk [0, 1].
+        # Other spellings of a key are ignored: chunk [0, 1] is stored under `0.1`, never under `00.1`.
         if _is_in_grid(index, zarr.stored_grid) and zarr.chunk_key(index) == key:
             yield index, key
 

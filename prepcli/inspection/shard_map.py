@@ -70,7 +70,7 @@ def draw_shard_map(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh
 
 
 def summarize_sharding(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
-    """Return the lines above the drawing, for a mesh with too many devices to draw."""
+    """Return the header of `draw_shard_map`, and why there is no drawing: the mesh has too many devices."""
     reason = f"not drawn: the mesh has {mesh.n_devices:,} devices, a drawing at most {MAX_DRAWN_DEVICES:,}"
     return "\n".join([*_header(name, shape, dtype, spec, mesh), reason])
 

@@ -108,7 +108,7 @@ def _check_slices(training: Training, hardware: Hardware) -> None:
     count = num_slices(training.slices)
     if hardware.max_slices is not None and count > hardware.max_slices:
         why = f"{hardware.name} is {_with_noun(hardware.max_slices, 'slice', 'slices')}"
-        hint = text("{}, which starts several slices, or a recipe without the key", GKE)
+        hint = text("use {}, which starts several slices, or remove the key from the recipe", GKE)
         raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
     if hardware.nodes > 1 and hardware.nodes % count:
         # The next multiple of the slices, e.g. 7 nodes in 2 slices: 8.

@@ -79,7 +79,7 @@ def check_text(name: Text | str, value: str) -> None:
     # `splitlines` drops a last line break: "a\n" is one line for it.
     if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
         what = text("{} has more than one line", name)
-        raise usage_error(what, repr(value), text("one line per {}", name))
+        raise usage_error(what, repr(value), text("pass one line per {}", name))
 
 
 def check_variable(name: str) -> None:

@@ -106,7 +106,7 @@ def _output_folder(checkpoint: str) -> Path:
     reference = parse_reference(checkpoint)
     if not isinstance(reference, LocalPath | RunStep):
         what = text("{} needs a local output, not {}", Option("accept"), checkpoint)
-        raise usage_error(what, "it changes the manifest", "a folder")
+        raise usage_error(what, "it changes the manifest", "name a folder")
     folder = find_manifest_folder(reference.path)
     if not (folder / MANIFEST_FILE).is_file():
         what = text("{} has no effect for {}", Option("accept"), checkpoint)
@@ -136,7 +136,7 @@ def _recorded_name(folder: Path, manifest: Manifest, file: str) -> str:
 
 
 def _settings_files(manifest: Manifest) -> list[str]:
-    """Return the recorded files without tensors, and of an Orbax item without its index and metadata."""
+    """Return the recorded files that users may edit. Files of tensors, and metadata of an Orbax item, are left out."""
     return [
         name
         for name, record in manifest.files.items()

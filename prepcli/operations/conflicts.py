@@ -19,7 +19,7 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
         raise usage_error(
             text("{} exclude each other", values),
             "each alone determines the result",
-            text("only one of {}", _join(", ", [Option(name) for name in names])),
+            text("pass only one of {}", _join(", ", [Option(name) for name in names])),
         )
 
 

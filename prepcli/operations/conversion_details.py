@@ -22,9 +22,9 @@ from prepcli.sources.source import Source
 
 
 class Accounting(TypedDict):
-    """Use of the source's tensors, for JSON.
+    """Number of source tensors that a conversion uses, and lists of the dropped and the filled ones, for JSON.
 
-    `changed_values` is None before a conversion with casts, because only the conversion itself counts them.
+    `changed_values` is None in the plan of a conversion with casts: the values are counted while they are cast.
     """
 
     tensors: int

@@ -84,5 +84,5 @@ def _check_exact(opened: OpenedModel) -> None:
         raise usage_error(
             text("{} is not supported with {}", exact, Option("mesh", opened.sharding.mesh)),
             "each sequence is computed on one device",
-            "a mesh without sp",
+            "use a mesh without sp",
         )

@@ -373,7 +373,7 @@ def _check_request(options: ExportOptions, source: Source) -> None:
         raise usage_error(
             text("{} is not supported", requested),
             "each layout has one format",
-            text("one of {}", join_texts(", ", list(pairs))),
+            text("use one of {}", join_texts(", ", list(pairs))),
         )
     if layout != HF_LAYOUT and source.wrapper is not None:
         raise usage_error(

@@ -42,7 +42,7 @@ def open_original(
         raise usage_error(
             text("{} has no quantised bytes", Option("quantized_source", path)),
             "its config.json has no quantization_config",
-            "the quantised model of the checkpoint",
+            "name the quantised model that the checkpoint was made from",
         )
     return source
 

@@ -1,4 +1,4 @@
-"""The parts of a multimodal model in an export: its text part, and its towers."""
+"""The parts of a multimodal model in an export: its text part, and its towers (image and audio encoders)."""
 
 # pyright: reportTypedDictNotRequiredAccess=false
 # The decorator `public` has added the default of each option.
@@ -15,6 +15,9 @@ from prepcli.sources.locate import locate
 from prepcli.sources.multimodal import text_model, with_towers
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import Source
+
+# A tower is the image or audio encoder of a multimodal model.
+NO_TOWERS = "it has no vision or audio towers"
 
 
 def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) -> Source:
@@ -33,14 +36,14 @@ def select_parts(options: ExportOptions, source: Source, *, check_digest: bool) 
     towers = options["towers"]
     if options["text_only"]:
         if not is_multimodal:
-            raise _no_effect_error(Option("text_only", True), source, "it has no towers")
+            raise _no_effect_error(Option("text_only", True), source, NO_TOWERS)
         if towers is not None:
             why = text("{} leaves them out", Option("text_only", True))
             raise _no_effect_error(Option("towers", str(towers)), source, why)
         return text_model(source)
     if not is_multimodal or source.wrapper is not None:
         if towers is not None:
-            why = "it has towers of its own" if is_multimodal else "it has no towers"
+            why = "it has its own towers" if is_multimodal else NO_TOWERS
             raise _no_effect_error(Option("towers", str(towers)), source, why)
         return source
     assert recorded is not None

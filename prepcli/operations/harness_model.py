@@ -160,7 +160,7 @@ class HarnessMethods:
             raise usage_error(
                 "a continuation has no tokens",
                 f"it is {continuation!r:.60}",
-                "a text that is not empty",
+                "use a text that is not empty",
             )
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 

@@ -199,7 +199,7 @@ def _check_base(adapter: Path, source: Source) -> None:
     base_name = f"{base.get('name')!s:.60}"
     why = f"the first rows of its tensors have the digest {digest}, the rows of {base_name} had {recorded}"
     hint = text(
-        "the model that the adapter was trained with; {} merges with another one",
+        "name the model that the adapter was trained with, or pass {} to merge with another one",
         Option("verify", False),
     )
     raise PrepError(
@@ -235,7 +235,7 @@ def _matrix_streams(
         match = MATRIX_NAME.fullmatch(tensor.name)
         if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
             why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
-            hint = "an adapter of LoRA"
+            hint = "use a LoRA adapter"
             raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why, hint)
         stream = Stream(
             tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ()
@@ -295,7 +295,9 @@ def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
         product = f"B {list(update.b.shape)} times A {list(update.a.shape)}"
         why = f"{target.name} is {target.dtype} {list(target.shape)}, the adapter has {product}"
         raise PrepError(
-            f"{adapter} does not fit the base", why, "the model that the adapter was trained with"
+            f"{adapter} does not fit the base",
+            why,
+            "name the model that the adapter was trained with",
         )
 
 

@@ -47,7 +47,7 @@ def _read_text(file_name: str) -> str:
         raise PrepError(
             "the prompts are too large",
             f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters",
-            "fewer prompts at a time",
+            "pass fewer prompts at a time",
         )
     return text
 
@@ -59,7 +59,7 @@ def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
         raise PrepError(
             f"line {line_number} of {file_name} is not valid JSON",
             str(error),
-            "one object per line; a file of plain prompts has another suffix than .jsonl",
+            "write one object per line, or rename a file of plain prompts to another suffix than .jsonl",
         ) from error
     if isinstance(value, dict):
         for key in PROMPT_KEYS:

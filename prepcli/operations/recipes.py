@@ -74,5 +74,6 @@ def _model(recipe: Recipe) -> str:
 
 
 def _devices(recipe: Recipe) -> int:
-    """Return the number of devices of a recipe's mesh, whose sizes are all set in shipped recipes."""
+    """Return the number of devices of a recipe's mesh."""
+    # Shipped recipes set every mesh size. None has the size -1, which stands for the remaining devices.
     return math.prod(parse_mesh(recipe.mesh).sizes)

@@ -318,7 +318,9 @@ def _check_index_size(plan: Plan) -> None:
     if num_entries > MAX_ENTRIES:
         what = f"{plan.source_name} would have {plan.chunk_count:,} chunks"
         why = f"an index has at most {MAX_ENTRIES:,} entries"
-        hint = text("a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules"))
+        hint = text(
+            "use a smaller {}, or {} for the largest leaves", Option("mesh"), Option("rules")
+        )
         raise usage_error(what, why, hint)
 
 

@@ -46,7 +46,7 @@ def check_target_metrics(options: EvaluateOptions, opened: OpenedModel) -> None:
         raise usage_error(
             text("{} is not supported with {}", option, Option("mesh", opened.sharding.mesh)),
             why,
-            "a mesh without sp",
+            "use a mesh without sp",
         )
     check_metrics(names)
 

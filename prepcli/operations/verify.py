@@ -128,7 +128,7 @@ class _Request:
 
 
 def _check_tolerance(request: _Request) -> None:
-    """Raise UsageError for a tolerance without two checkpoints whose values are read."""
+    """Raise UsageError for `--tolerance` without a second checkpoint, or with `--quick`, which reads no values."""
     option = Option("tolerance")
     if request.tolerance is None:
         return

@@ -74,7 +74,9 @@ def check_page_path(path: Path) -> None:
     # An empty file, as `mktemp` makes it, has no content to lose.
     if start and not start.startswith(PAGE_STARTS):
         raise PrepError(
-            f"{path} is not overwritten", "it is not a page of prep", "another name, or remove it"
+            f"{path} is not overwritten",
+            "it is not a page of prep",
+            "use another name, or remove it",
         )
 
 

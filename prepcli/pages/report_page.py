@@ -25,7 +25,7 @@ CURVES = {
     "memory_bytes": "Peak memory per device, GiB",
     "eval_accuracy": "Evaluation accuracy",
 }
-# Metrics that get no chart.
+# Metrics of evaluations that count something, and have no chart.
 COUNTS = ("eval_tokens",)
 # Prefix of the metrics that count the tokens of a data source.
 SOURCE_PREFIX = "tokens."

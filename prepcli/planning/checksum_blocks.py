@@ -101,7 +101,7 @@ class LeafBlocks:
     Attributes:
         first_number: Number of the leaf's first block.
         chunk_counts: Number of chunks along each dim.
-        per_chunk: The division of each chunk.
+        per_chunk: The division of a chunk into blocks. It is the same for all chunks.
     """
 
     first_number: int

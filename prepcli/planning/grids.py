@@ -69,7 +69,9 @@ Placement = StridedPlacement | ExplicitPlacement
 
 @dataclass(frozen=True, slots=True)
 class AxisStep:
-    """A loop over an atom's indices inside a dim.
+    """A loop over the indices of an atom (a named axis) inside a dim.
+
+    For example, a dim `(heads head_dim)` has the atoms `heads` and `head_dim`.
 
     Attributes:
         atom: Name of the atom.

@@ -89,7 +89,7 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
     page_rows = 1
     if stream.shape:
         # slabs end at boundaries of bands of whole chunks where possible
-        bands = tuple(_chunk_bands(stream, axis))
+        bands = tuple(_aligned_bands(stream, axis))
         page_rows = _page_rows(stream, axis)
     return _slabs_along_axis(stream_number, stream, max_read_nbytes, axis, bands, page_rows)
 
@@ -240,7 +240,7 @@ def _end_row(start: int, bands: tuple[_ChunkBand, ...], max_rows: int, page_rows
     return start + (max_rows // page_rows * page_rows or max_rows)
 
 
-def _chunk_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
+def _aligned_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
     """Yield the bands of whole chunks along an axis, first of written and then of read regions."""
     # The outermost atom with several indices in a chunk decides. e.g. rows (heads=4 head_dim=6) in chunks
     # of 2 heads: `heads` has 6 rows per index, so that 6 * 2 = 12 rows fill whole chunks.

@@ -44,14 +44,14 @@ MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class QuantState:
-    """Facts about a weight of 4 bits.
+    """Settings of a 4-bit weight. With double quantization, its scales are quantised too (nested scales).
 
     Attributes:
         shape: Shape of the decoded tensor.
         dtype: Dtype of the original weights.
-        block_size: Values per scale.
-        nested_block_size: Codes per scale of nested scales.
-        nested_offset: Offset of nested scales.
+        block_size: Number of values that share a scale.
+        nested_block_size: Number of quantised scales that share a scale of their own.
+        nested_offset: Number to add to each decoded scale.
     """
 
     shape: tuple[int, ...]

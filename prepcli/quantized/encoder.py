@@ -81,18 +81,19 @@ def find_codes(name: str, decoded: BitArray, values: BitArray) -> CodeArray:
 
 
 def not_invertible_error(name: str, why: str, *, is_written: bool = True) -> PrepError:
-    """Return the error for a weight with codes that do not follow from its values.
+    """Return the error for a weight with codes that cannot be computed from its values.
 
     Args:
         name: Name of the weight.
         why: The reason.
-        is_written: Whether a part of the output is written. Another request does not continue it.
+        is_written: Whether a part of the output is written. A command with other options cannot continue it, so the
+            hint adds `--restart`.
     """
     hint = text(
-        "{} has them; {} writes bfloat16",
+        "{} copies them from the original checkpoint, {} writes bfloat16 values",
         Option("quantized_source", "SOURCE"),
         Option("quantized", "dequantize"),
     )
     if is_written:
-        hint = text("{}; both with {}", hint, Option("restart", True))
+        hint = text("{}. Add {} to either", hint, Option("restart", True))
     return PrepError(f"the quantised bytes of {quote_name(name)} cannot be computed", why, hint)

@@ -162,7 +162,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
 
     with bucket.translate_errors("read"):
         try:
-            return call_with_timeout(get, _limit_s(bucket))
+            return call_with_timeout(get, _timeout_s(bucket))
         except (exceptions.NotFoundError, FileNotFoundError):
             return None
 
@@ -173,7 +173,8 @@ def _put(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVers
     with bucket.translate_errors("write"):
         try:
             result = call_with_timeout(
-                lambda: bucket.store.put(bucket.url.key(path), content, mode=mode), _limit_s(bucket)
+                lambda: bucket.store.put(bucket.url.key(path), content, mode=mode),
+                _timeout_s(bucket),
             )
         except (
             exceptions.AlreadyExistsError,
@@ -191,5 +192,5 @@ def _put(bucket: Bucket, path: str, content: bytes, mode: PutMode) -> ObjectVers
     return ObjectVersion(cast(str, result["e_tag"] or ""), cast(str, result["version"] or ""))
 
 
-def _limit_s(bucket: Bucket) -> float:
+def _timeout_s(bucket: Bucket) -> float:
     return WRITE_TIMEOUT_FACTOR * bucket.retry_policy.timeout_s

@@ -285,9 +285,9 @@ class ReadAheadCache:
             offset = min(stop, cached.stop)
 
     def _read_ahead(self, file: RemoteFile, offset: int) -> _CachedRange:
-        """Read and cache the range at `offset`.
+        """Read and cache a range that begins at `offset`.
 
-        A range that ends there is replaced by one twice as large.
+        If a cached range ends at `offset`, the file is read in order: the new range is twice as large, and replaces it.
         """
         ending_here = (file.path, offset)
         previous = next(

@@ -75,7 +75,7 @@ def open_reader(
         raise PrepError(
             f"{path} holds no Orbax checkpoint",
             "no folder in it has the files of one",
-            "another folder, such as a training step or an output of prep",
+            "name another folder, such as a training step or an output of prep",
         )
     manifest_folder = find_manifest_folder(folder)
     item = read_item(folder)
@@ -461,10 +461,10 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
     for outer in itertools.product(*outer_ranges):
         for low in range(*box[axis], length):
             rows = (low, min(low + length, box[axis][1]))
-            yield (*_unit_ranges(outer), rows, *box[axis + 1 :])
+            yield (*_single_index_box(outer), rows, *box[axis + 1 :])
 
 
-def _unit_ranges(index: Sequence[int]) -> Box:
+def _single_index_box(index: Sequence[int]) -> Box:
     return tuple((i, i + 1) for i in index)
 
 
@@ -491,7 +491,7 @@ def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
         for low, high in _block_spans(spans, blocks.rows, meta.chunk_shape[axis]):
             for first in range(low, high, length):
                 span = (first, min(first + length, high))
-                yield (*_unit_ranges(outer), span, *inner_box)
+                yield (*_single_index_box(outer), span, *inner_box)
 
 
 def _block_spans(

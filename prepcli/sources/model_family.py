@@ -56,7 +56,8 @@ def read_folder_model(
 
     Args:
         folder: The folder.
-        config_path: Path of the config.json, or None if the verbatim family needs none.
+        config_path: Path of the config.json. None without one: then the tensors are kept under their names,
+            which is called the verbatim family.
         hints: User-supplied facts about the checkpoint.
         tensors: Dtype and shape of each tensor, by its name in the files.
         manifest: Manifest of a folder that prep wrote.
@@ -149,7 +150,7 @@ def truncate_layers(source: Source, layers: int) -> tuple[Source, tuple[DroppedT
     if not later:
         what = text("{} removes no layer", Option("layers", layers))
         why = f"{source.display_name} has no more layers"
-        raise usage_error(what, why, text("a smaller {}", Option("layers")))
+        raise usage_error(what, why, text("use a smaller {}", Option("layers")))
     config = truncate_config(source.config, layers)
     if not source.family.is_verbatim and _has_later_layers(source, config, names, layers):
         what = text("{} is not supported for {}", Option("layers"), source.display_name)
@@ -216,7 +217,7 @@ def _has_later_layers(source: Source, config: HFConfig, names: Iterable[str], la
         return bool(later_layers(source.family, config, names, layers))
     except PrepError as error:
         what = text("{} leaves a model that is not supported", Option("layers", layers))
-        raise PrepError(what, error.why, text("a larger {}", Option("layers"))) from error
+        raise PrepError(what, error.why, text("use a larger {}", Option("layers"))) from error
 
 
 def verbatim_error(display_name: str) -> PrepError:

@@ -318,10 +318,10 @@ def _encoded_view(
     for weight in weights:
         decoder = weight.decoder
         if not isinstance(decoder, InvertibleDecoder):
-            why = f"codes of {weight.record['format']} do not follow from values in bfloat16"
+            why = f"the codes of {weight.record['format']} cannot be computed from bfloat16 values"
             raise not_invertible_error(decoder.name, why, is_written=False)
         if weight.tensor.dtype != DECODED_DTYPE:
-            why = f"its values are {weight.tensor.dtype}, and codes follow from bfloat16"
+            why = f"its values are {weight.tensor.dtype}, and codes are computed from bfloat16 values only"
             raise not_invertible_error(decoder.name, why, is_written=False)
         names = [tensor.name for tensor in decoder.stored[1:]]
         parts = tuple(scales[name] for name in names)

@@ -340,7 +340,7 @@ def side_files(
     if unused:
         pattern = next(iter(unused))
         what = text("{} matches no file of {}", Option("copy", pattern), folder)
-        raise usage_error(what, "it takes the name of a side file", "a pattern such as `*.py`")
+        raise usage_error(what, "it takes the name of a side file", "use a pattern such as `*.py`")
     return tuple(copied), tuple(left)
 
 

@@ -45,7 +45,7 @@ class SourceHints:
             path = self.config_path.expanduser()
             if not path.exists():
                 what = text("{} does not exist", Option("config", str(self.config_path)))
-                hint = f"a {CONFIG}, or a folder with one"
+                hint = f"pass a {CONFIG}, or a folder with one"
                 raise PrepError(what, "it describes the model of the weights", hint)
         else:
             path = folder

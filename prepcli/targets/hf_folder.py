@@ -128,8 +128,8 @@ def settings_files(
 def config_files(source: Source, config: HFConfig, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return the config.json of an output.
 
-    A verbatim output has a byte-for-byte copy, as long as its content is the source's. So does a multimodal one, with
-    the config of the whole model.
+    The file of the source is copied byte for byte if the output has the same config, for a verbatim output and for the
+    whole config of a multimodal model.
 
     Args:
         source: The opened source.

@@ -38,9 +38,16 @@ SIZE_FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"),
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim", "d_kv"),
-    "mlp": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "mlp": (
+        "moe_intermediate_size",
+        "intermediate_size",
+        "block_ff_dim",
+        "n_inner",
+        "ffn_dim",
+        "d_ff",
+    ),
     "dense_mlp": ("intermediate_size",),
-    "shared_mlp": ("shared_expert_intermediate_size",),
+    "shared_mlp": ("shared_expert_intermediate_size", "shared_intermediate_size"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "kv_rank": ("kv_lora_rank",),
     "q_rank": ("q_lora_rank",),
@@ -49,7 +56,21 @@ SIZE_FIELDS = {
     "value_dim": ("v_head_dim",),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
-# Sizes of multi-head latent attention. `kv_dim` is `qk_nope_head_dim`: it counts the keys, not the values.
+# The same for the axes of recurrent mixers. Mamba-2 without attention has other fields in `heads` and `head_dim`.
+MIXER_FIELDS = {
+    "mixer_groups": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
+    "mixer_heads": ("linear_num_value_heads", "mamba_n_heads"),
+    "mixer_state": ("linear_key_head_dim", "mamba_d_state", "state_size"),
+    "mixer_head_dim": ("linear_value_head_dim", "mamba_d_head"),
+}
+MIXER_STATE = 6
+# Fields with the layers of attention beside those of recurrent mixers -> value for two layers with one of each.
+ATTENTION_PLACES: JsonObject = {
+    "full_attention_interval": 2,
+    "attn_layer_indices": [1],
+    "full_attn_idxs": [1],
+}
+# Elements of latent attention. The size of `kv_dim` here is the part of the keys.
 LATENT_SIZES = {"kv_rank": 9, "q_rank": 11, "rope_dim": 4, "kv_dim": 6, "value_dim": 5}
 # Axes with a field that has a constant default.
 CONSTANT_AXES = (
@@ -65,9 +86,9 @@ REQUIRED_AXES = (
 )
 WINDOW_FIELDS = ("sliding_window", "window_size", "attention_chunk_size")
 # Lists with one entry per layer.
-LAYER_LISTS = ("layer_types", "attention_layers", "mlp_layer_types")
-# First layers with a dense MLP, in configs of DeepSeek.
-NUM_DENSE = "first_k_dense_replace"
+LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "mlp_layer_types")
+# Numbers of first layers with a dense MLP, in configs of DeepSeek and of LFM2-MoE.
+NUM_DENSE_FIELDS = ("first_k_dense_replace", "num_dense_layers")
 # The same as a repeated pattern, in configs of GPT-Neo.
 LAYER_PATTERN = "attention_types"
 # In place of defaults that suit only large models. The first that works is used.
@@ -104,19 +125,13 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
     family.arch_config(config)
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_enough_positions(family, {**config})
-    sizes = family.sizes(config)
-    if "heads" not in sizes:
-        why = f"{family.name} has no attention heads to scale by"
-        raise usage_error(
-            "this config cannot be scaled down", why, "write a config with small sizes by hand"
-        )
-    original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
+    original = _original_sizes(family, config)
     kinds = _layer_kinds(config)
-    wanted = _tiny_sizes(family, config, original, num_heads, num_layers=max(2, len(kinds)))
+    num_layers = max([2, *map(len, kinds.values())])
+    wanted = _tiny_sizes(family, config, original, num_heads, num_layers)
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
     tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
-    if _counts_dense_layers(family, config):
-        tiny[NUM_DENSE] = 1
+    tiny |= _mixer_fields(family, config, wanted) | _num_dense_fields(family, config)
     tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
     if _has_only_dense_layers(family, tiny):
         tiny |= ONE_DENSE_LAYER
@@ -127,6 +142,24 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> JsonObject:
             "this config cannot be scaled down", why, "write a config with small sizes by hand"
         )
     return _with_enough_positions(family, tiny)
+
+
+def _original_sizes(family: Family, config: HFConfig) -> dict[str, int]:
+    """Return the size of each axis, with the heads of a recurrent mixer in place of absent attention heads.
+
+    Raises:
+        PrepError: The model has neither.
+    """
+    sizes = {**family.sizes(config)}
+    if "mixer_groups" in sizes:
+        sizes["mixer_heads"] = sizes["mixer_groups"] * sizes["group_heads"]
+        sizes = {"heads": sizes["mixer_heads"], "head_dim": sizes["mixer_head_dim"]} | sizes
+    if "heads" not in sizes:
+        why = f"{family.name} has no attention heads to scale by"
+        raise usage_error(
+            "this config cannot be scaled down", why, "write a config with small sizes by hand"
+        )
+    return {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
 
 
 def _num_elements(family: Family, config: HFConfig) -> int:
@@ -166,7 +199,7 @@ def _tiny_sizes(
     if "rope_dim" in original:
         # transformers writes the rotated elements of latent attention as `head_dim`.
         head_dim = LATENT_SIZES["rope_dim"]
-    return {
+    tiny_sizes = {
         **LATENT_SIZES,
         "vocab": VOCAB,
         "embed": tiny_heads * HEAD_DIM,
@@ -179,6 +212,33 @@ def _tiny_sizes(
         "shared_mlp": MLP,
         "experts": _num_experts(family.arch_config(config)),
         "positions": POSITIONS,
+    }
+    if "mixer_groups" in original:
+        tiny_sizes |= _tiny_mixer_sizes(original, num_heads, tiny_sizes["embed"])
+    if "heads" not in family.sizes(config):
+        tiny_sizes["heads"] = tiny_sizes["mixer_heads"]
+        tiny_sizes["head_dim"] = tiny_sizes["mixer_head_dim"]
+    return tiny_sizes
+
+
+def _tiny_mixer_sizes(
+    original: Mapping[str, int], num_heads: int, tiny_embed: int
+) -> dict[str, int]:
+    """Return the size of each axis of `MIXER_FIELDS`.
+
+    The heads of a mixer keep their share of the width, e.g. Mamba-2 with an expansion of 2: 2 x embed.
+    """
+    groups = 1 if original["mixer_groups"] == 1 else num_heads
+    heads = groups
+    if original["group_heads"] > 1:
+        heads = num_heads if groups == 1 else 2 * groups
+    width = original["mixer_heads"] * original["mixer_head_dim"]
+    head_dim = width * tiny_embed // (original["embed"] * heads)
+    return {
+        "mixer_groups": groups,
+        "mixer_heads": heads,
+        "mixer_state": MIXER_STATE,
+        "mixer_head_dim": max(1, head_dim),
     }
 
 
@@ -206,15 +266,35 @@ def _has_only_dense_layers(family: Family, config: HFConfig) -> bool:
     return True
 
 
-def _counts_dense_layers(family: Family, config: HFConfig) -> bool:
-    """Return whether the model has dense layers by the field NUM_DENSE."""
+def _num_dense_fields(family: Family, config: HFConfig) -> JsonObject:
+    """Return one dense layer by a field of NUM_DENSE_FIELDS, if the model has dense layers by this field."""
     if not family.arch_config(config).dense_layers:
-        return False
+        return {}
+    for name in NUM_DENSE_FIELDS:
+        if name in fields_read(family) and _has_one_dense_layer(family, {**config, name: 1}):
+            return {name: 1}
+    return {}
+
+
+def _has_one_dense_layer(family: Family, config: HFConfig) -> bool:
     try:
-        return family.arch_config({**config, NUM_DENSE: 1}).dense_layers == (0,)
-    # Other families reject the field.
+        return family.arch_config(config).dense_layers == (0,)
+    # The family rejects the field of another one.
     except PrepError:
         return False
+
+
+def _mixer_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> JsonObject:
+    """Return the fields of recurrent mixers, also the absent ones: their defaults suit only large models."""
+    arch_config = family.arch_config(config)
+    fields: JsonObject = {}
+    for axis, names in MIXER_FIELDS.items():
+        if axis in wanted:
+            fields |= dict.fromkeys(names, wanted[axis])
+    if arch_config.mixer_layers and arch_config.attention_layers:
+        fields |= ATTENTION_PLACES
+    read = fields_read(family)
+    return {name: value for name, value in fields.items() if name in read}
 
 
 def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> JsonObject:
@@ -289,20 +369,21 @@ def _has_shrunk(
     return size <= wanted[axis] or size < original[axis]
 
 
-def _layer_kinds(config: HFConfig) -> list[JsonValue]:
-    """Return the distinct kinds of layers in the config, in the order of the layers."""
+def _layer_kinds(config: HFConfig) -> dict[str, list[JsonValue]]:
+    """Return the distinct kinds of layers by each field that lists them, in the order of the layers."""
+    kinds: dict[str, list[JsonValue]] = {}
     for name in LAYER_LISTS:
-        kinds = config.get(name)
-        if isinstance(kinds, list):
-            return _distinct(kinds)
+        listed = config.get(name)
+        if isinstance(listed, list):
+            kinds[name] = _distinct(listed)
     # e.g. [[["global", "local"], 6]] of GPT-Neo: the kinds, and how often they repeat.
     pattern = config.get(LAYER_PATTERN)
-    if not is_layer_pattern(pattern):
-        return []
+    if kinds or not is_layer_pattern(pattern):
+        return kinds
     all_kinds: list[JsonValue] = []
-    for kinds, _ in pattern:
-        all_kinds += kinds
-    return _distinct(all_kinds)
+    for repeated, _ in pattern:
+        all_kinds += repeated
+    return {LAYER_PATTERN: _distinct(all_kinds)}
 
 
 def _distinct(values: Sequence[JsonValue]) -> list[JsonValue]:
@@ -325,13 +406,14 @@ def _with_valid_defaults(family: Family, config: JsonObject) -> JsonObject:
     return config
 
 
-def _layer_fields(config: HFConfig, kinds: list[JsonValue], num_layers: int) -> JsonObject:
+def _layer_fields(
+    config: HFConfig, kinds: Mapping[str, list[JsonValue]], num_layers: int
+) -> JsonObject:
     """Return the fields that list the layers, so that every kind occurs."""
     fields: JsonObject = {}
-    listed = (kinds * num_layers)[:num_layers]
-    fields |= {name: listed for name in LAYER_LISTS if isinstance(config.get(name), list)}
-    if kinds and not fields:
-        fields[LAYER_PATTERN] = [[listed, 1]]
+    for name, values in kinds.items():
+        listed = (values * num_layers)[:num_layers]
+        fields[name] = [[listed, 1]] if name == LAYER_PATTERN else listed
     if config.get("sliding_window_pattern"):
         fields["sliding_window_pattern"] = 2
     if config.get("max_window_layers"):

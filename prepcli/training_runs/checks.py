@@ -151,7 +151,7 @@ def check_memory(
     )
     what = f"a step needs about {format_bytes(plan.memory.peak)} on each device"
     why = f"{format_bytes(available_nbytes)} are available"
-    hint = text("more or larger devices, or a shorter {}", Key("data.seq_length"))
+    hint = text("use more or larger devices, or a shorter {}", Key("data.seq_length"))
     if change is not None:
         hint = text("with {} about {}", change.overrides, format_bytes(change.plan.memory.peak))
     if not force:

@@ -91,7 +91,7 @@ def check_restart_source(start: StartCheckpoint, storage: RunStorage, recipe: Re
     if source is not None and _is_in_run(source, storage):
         why = text("the run starts from it: it is the recipe's {}", Key("model.path"))
         what = text("{} would delete {}", Option("restart", True), deleted)
-        raise usage_error(what, why, text("another {}", Key("name")))
+        raise usage_error(what, why, text("use another {}", Key("name")))
 
 
 def _is_in_run(checkpoint: str, storage: RunStorage) -> bool:
@@ -357,7 +357,7 @@ def _open_random_start(
 
 
 def start_manifest(source: Source, reader: WeightsReader, name: str) -> ManifestFields:
-    """Return the manifest of an init with the leaves of a reader, without mesh and rules."""
+    """Return the manifest that `save-init` would write for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {
         **reader.manifest,

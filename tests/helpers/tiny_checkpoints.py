@@ -126,6 +126,7 @@ DENSE_SIZES = GROUPED_QUERY | {
 # up twice the width.
 DEPENDENT_SIZES: dict[str, dict[str, int]] = {
     "mamba2": {"num_heads": 8}, "sarvam_mla": {"num_key_value_heads": 4}, "youtu": {"num_key_value_heads": 4},
+    "minicpm3": {"num_key_value_heads": 4},
 }  # fmt: skip
 DENSE_CONFIGS: dict[str, dict[str, Any]] = {
     name: config | {

@@ -12,6 +12,8 @@ from tools.import_graph import package_graph, read_graph
 from tools.package_diagram import draw, layer_numbers, reachable, transitive_reduction
 
 PICTURE = Path(__file__).parents[2] / "docs" / "explanation" / "packages.svg"
+# These are no packages. `package_graph` leaves them out.
+MODULES = {"prepcli.errors", "prepcli.option_spec", "prepcli.__main__"}
 CHAIN = {
     "prepcli.a": {"prepcli.b", "trainer.c"},
     "prepcli.b": {"trainer.c"},
@@ -33,7 +35,7 @@ def test_picture_is_up_to_date(imports: dict[str, set[str]]):
 
 def test_picture_has_every_package_once():
     names = re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text())
-    assert sorted(names) == sorted({*ORDER} - {"prepcli.errors", "prepcli.__main__"})
+    assert sorted(names) == sorted({*ORDER} - MODULES)
 
 
 def test_arrows_point_down():

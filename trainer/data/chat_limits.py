@@ -202,7 +202,7 @@ class RenderLimits:
         self.check(self.count_chars(values) + self.count_chars(str(separator)) * num_values)
 
     def check_width(self, text: Any, width: Any) -> None:
-        """Check the size of a text with as many characters for each line as `width` says."""
+        """Check the size of a text after `width` more characters, or a string `width`, in each line."""
         if isinstance(width, str):
             width = len(width)
         if isinstance(width, int):
@@ -210,7 +210,7 @@ class RenderLimits:
             self.check(len(str(text)) + num_lines * width)
 
     def check_count(self, count: Any, value: Any = None) -> None:
-        """Check the size of a list with a number of equal values."""
+        """Check the size of a list that has `count` times the same value."""
         if isinstance(count, int):
             self.check((ELEMENT_SIZE + self.count_chars(value)) * max(0, count))
 

@@ -16,7 +16,7 @@ from trainer.models.errors import PrepError
 from trainer.models.json_types import JsonObject, JsonValue
 
 LINE_HINT = "fix or remove the line"
-IDS_HINT = "a list of token ids, or base64 of little-endian int32 values"
+IDS_HINT = "pass a list of token ids, or base64 of little-endian int32 values"
 
 
 def check_columns(record: Record, columns: Sequence[str], *, hint: str) -> None:

@@ -67,9 +67,9 @@ class ExampleSettings:
         return {key: value for key, value in inputs.items() if value not in (None, "")}
 
     def _grammar_inputs(self) -> list[JsonValue] | None:
-        """Return the inputs that decide what fields mean, or None for plain columns.
+        """Return the further settings that change the tokens of `data.fields`. None if no other setting does.
 
-        Plain columns are a single column. With an encoder they are any columns, in brackets or not.
+        No other setting does if the fields are one column, or if the model has an encoder and each field is a column.
         """
         if self.chat_template is not None or not (self.fields or self.fields_from_example):
             return None

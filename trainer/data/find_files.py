@@ -131,7 +131,9 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     if len(types) > 1:
         why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
         raise usage_error(
-            "the data files have several types", why, "a table of `data.sources` for each type"
+            "the data files have several types",
+            why,
+            "write a table of `data.sources` for each type",
         )
     return next(iter(types))
 

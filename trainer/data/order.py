@@ -257,7 +257,7 @@ class MixedOrder:
         return rows
 
     def epochs(self, step: int) -> Int64Array:
-        """Return the epoch of each row of a step in its source."""
+        """Return an epoch for each row of a step: the number of complete passes over its source before it."""
         sources, indices = self.mixture.locate(
             step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
         )

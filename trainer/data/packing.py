@@ -212,7 +212,7 @@ def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT
         raise PrepError(
             f"no sequence is left to {purpose} on",
             why,
-            "another `data.holdout`, or `data.eval_path`",
+            "set another `data.holdout`, or `data.eval_path`",
         )
     n_train = n_rows - n_held_out
     return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)

@@ -47,10 +47,8 @@ class BadLines:
             if self.count <= SHOWN:
                 self._note(f"skipped {error.what} ({error.why})")
         elif self._limit:
-            what = text("{}, and {:,} invalid lines before", error.what, self._limit)
-            why = text(
-                "{} is {:,}; the next one: {}", Key("data.bad_lines"), self._limit, error.why
-            )
+            what = text("{}, after {:,} invalid lines", error.what, self._limit)
+            why = text("{}, and {} allows {:,}", error.why, Key("data.bad_lines"), self._limit)
             raise PrepError(what, why, error.hint) from error
         else:
             raise error

@@ -57,7 +57,7 @@ class NoRemoteFiles:
         self, url: str, accepts: Callable[[str], bool], selection: Selection
     ) -> Sequence[DataFile]:
         """Raise UsageError: there are no remote files."""
-        raise usage_error(f"cannot read {url}", "only local files are read here", "a path")
+        raise usage_error(f"cannot read {url}", "only local files are read here", "pass a path")
 
 
 def is_url(path: str) -> bool:

@@ -122,7 +122,7 @@ def tokenize_files(
     _check_eos_id(config)
     found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
     file_type = resolve_type(found, config.type)
-    config = _with_type(config, file_type)
+    config = _set_file_type(config, file_type)
     if READERS[file_type].has_ids:
         _check_unused_settings(config, note)
     files = _hash_files(found, note)
@@ -165,7 +165,7 @@ def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
     return files
 
 
-def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+def _set_file_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
     """Return a config for files of a type. Types without columns have no fields.
 
     Raises:
@@ -365,7 +365,7 @@ def _check_has_pairs(meta: store.StoreMeta) -> None:
         raise PrepError(
             "the data has no source-target pair",
             "all lines are blank, or all their texts are empty",
-            text("another {}", Key("data.path")),
+            text("set another {}", Key("data.path")),
         )
 
 
@@ -374,7 +374,7 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         size = (
             f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
         )
-        hint = "more text"
+        hint = "add more text"
         if meta.n_tokens > 1:
             hint = text("{}, or {}", hint, Key("data.seq_length", meta.n_tokens, is_override=True))
         raise PrepError(
@@ -384,14 +384,14 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
 
 def _check_has_token(meta: store.StoreMeta) -> None:
     if not meta.n_tokens:
-        hint = text("another {}", Key("data.path"))
+        hint = text("set another {}", Key("data.path"))
         raise PrepError("the data has no token", "all its documents are empty", hint)
 
 
 def _check_has_loss(tokens: store.MappedTokens) -> None:
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
-        hint = text("another {}", Key("data.fields"))
+        hint = text("set another {}", Key("data.fields"))
         raise PrepError("the data has no token to train on", why, hint)
 
 

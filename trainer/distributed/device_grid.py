@@ -98,5 +98,5 @@ def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
         return groups
     what = f"`{DCN_KEY}` has {count} slices of {size} devices"
     raise usage_error(
-        what, "a host would be in two slices", "a number of slices that divides the hosts"
+        what, "a host would be in two slices", "use a number of slices that divides the hosts"
     )

@@ -41,7 +41,7 @@ def should_exchange_reads(is_remote: bool, layout_digest: int) -> bool:
         raise PrepError(
             "the processes cannot load together",
             why,
-            "the same `model.path` and files on all hosts",
+            "use the same `model.path` and files on all hosts",
         )
     return bool(remote.any()) or np.unique(kernels).size > 1
 

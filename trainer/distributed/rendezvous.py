@@ -197,7 +197,7 @@ def _listen(address: ProcessAddress) -> socket.socket:
         )
     except OSError as error:
         why = error.strerror or str(error)
-        hint = "another port with `cluster.host0_port`"
+        hint = "set another port with `cluster.host0_port`"
         raise PrepError(f"process 0 cannot listen on port {port}", why, hint) from error
 
 

@@ -79,7 +79,7 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    """Give a file its name only if the name is free, even if another process takes it just now."""
+    """Rename a file. Raise FileExistsError if the new name exists, even if another process has just created it."""
     # `link` fails if the name exists, `rename` replaces it. The caller removes the temporary name.
     try:
         os.link(temporary, path)

@@ -139,7 +139,7 @@ def _check_leaves(
         raise PrepError(
             f"{tree_name} does not fit the config",
             f"it {verb} {listed}",
-            "the config.json of the model with these parameters",
+            "pass the config.json of the model with these parameters",
         )
 
 
@@ -179,7 +179,7 @@ def _scatter_leaf(
         raise PrepError(
             f"a leaf of `{axis_map.text}` has shape {leaf.shape}",
             f"expected {axis_map.leaf_shape}",
-            "the config.json of the model with these parameters",
+            "pass the config.json of the model with these parameters",
         )
     split = leaf.reshape(_extents(leaf_factors))
     free = _free_factors(axis_map)
@@ -235,7 +235,7 @@ def _tensors_of_leaf(
 
 
 def _leaf_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the atoms of a leaf, without the dims that merge them."""
+    """Return the atoms of a leaf as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
     return list(itertools.chain.from_iterable(axis_map.leaf_dims))
 
 
@@ -245,7 +245,7 @@ def _free_factors(axis_map: AxisMap) -> list[SizedAxis]:
 
 
 def _source_factors(axis_map: AxisMap) -> list[SizedAxis]:
-    """Return the atoms of a tensor's part, without the dims that merge them."""
+    """Return the atoms of a tensor as a flat list, e.g. [a, b, c] for the dims `(a b) c`."""
     factors: list[SizedAxis] = []
     for dim in axis_map.source_dims:
         factors += dim.factors

@@ -278,10 +278,12 @@ def check_prompts(
             raise usage_error(
                 f"{model.family.name} has no encoder",
                 "sources are supported only for encoder-decoder models",
-                "prompts without sources",
+                "pass prompts without sources",
             )
         why = "a source is required for each prompt"
-        raise usage_error(f"{model.family.name} has an encoder", why, "prompts with sources")
+        raise usage_error(
+            f"{model.family.name} has an encoder", why, "pass a source with each prompt"
+        )
     if not all(map(len, rows)):
         why = "a prompt must have at least one token"
         raise usage_error("empty prompt", why, "remove it, or add text to it")
@@ -292,7 +294,7 @@ def check_prompts(
         raise usage_error(
             f"token id {token} is out of range",
             f"the vocabulary has {model.true_vocab_size:,} tokens",
-            "the tokenizer of this model",
+            "use the tokenizer of this model",
         )
     if max(map(len, rows)) + max_new_tokens >= MAX_SLOTS:
         what = f"{max_new_tokens:,} new tokens are too many"
@@ -301,7 +303,7 @@ def check_prompts(
     num_fitting = max_fitting_new_tokens(prompts, model)
     if num_fitting is not None and max_new_tokens > num_fitting:
         what = f"a prompt of {max(map(len, prompts)):,} tokens and {max_new_tokens:,} new tokens are too long"
-        hint = "a shorter prompt"
+        hint = "use a shorter prompt"
         if num_fitting > 0:
             hint = text("{}", Option("max_new_tokens", num_fitting))
         raise usage_error(what, f"the model has {arch_config.max_positions:,} positions", hint)

@@ -211,7 +211,7 @@ def rank_kernels(
             choices.append(KernelChoice(spec.name, "; ".join([f"{AUTO}: {why}", *skipped])))
         skipped += reasons
     if not choices:
-        hint = 'a `mesh` without sp, or `model.remat_policy = "nothing_saveable"`'
+        hint = 'use a `mesh` without sp, or `model.remat_policy = "nothing_saveable"`'
         raise usage_error("no kernel can compute this model's attention", "; ".join(skipped), hint)
     return tuple(choices)
 

@@ -108,13 +108,13 @@ def check_mixer(arch_config: ArchConfig, features: frozenset[AttentionFeature]) 
         raise usage_error(
             "sequences split over sp are not supported for this model",
             "a recurrent layer needs the state of all earlier tokens of a row",
-            "a `mesh` without sp",
+            "use a `mesh` without sp",
         )
     if AttentionFeature.FCM in features:
         raise usage_error(
             "forgetful causal masking is not supported for this model",
             "it hides keys of attention, and recurrent layers have none",
-            text("a recipe without {}", Key("model.fcm_ratio")),
+            text("remove {} from the recipe", Key("model.fcm_ratio")),
         )
 
 

@@ -25,7 +25,7 @@ def check_ring_blocks(length: int, num_shards: int) -> None:
     if num_shards > 1 and length % num_blocks:
         what = f"{length} tokens cannot be split over sp {num_shards}"
         why = f"each device holds {RING_BLOCKS} equal blocks: {length} mod {num_blocks} = {length % num_blocks}"
-        raise usage_error(what, why, f"a multiple of {num_blocks} tokens, or a mesh without sp")
+        raise usage_error(what, why, f"use a multiple of {num_blocks} tokens, or a mesh without sp")
 
 
 def expert_block_length(num_tokens: int, top_k: int, num_experts: int) -> int:

@@ -61,7 +61,7 @@ def _check_values(config: HFConfig, overrides: HFConfig) -> None:
         hint = error.hint
         if error.what == INVALID_CONFIG:
             why = error.why
-            hint = "another value, or a recipe without the key"
+            hint = "set another value, or remove the key from the recipe"
         raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, hint) from error
 
 
@@ -76,7 +76,7 @@ def _check_field(config: HFConfig, field: str, value: JsonValue) -> None:
         )
     if field == "model_type" and value != config.get(field):
         why = f"the config is of {config.get(field)}"
-        raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", why, "another config")
+        raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", why, "use another config")
     example = _example_value(config, field)
     values = value if field == END_TOKEN_FIELD and isinstance(value, list) else [value]
     if example is not None and not all(_has_type_of(item, example) for item in values):

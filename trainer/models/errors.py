@@ -191,10 +191,10 @@ class Command:
     def render(self, style: Style, /) -> str:
         """Return the command line or the call in backticks."""
         if style.language == "python" and self.name in FUNCTION_NAMES:
-            return f"`prep.{FUNCTION_NAMES[self.name]}({', '.join(self._words(style))})`"
-        return f"`{' '.join(['prep', self.name, *self._words(TERMINAL)])}`"
+            return f"`prep.{FUNCTION_NAMES[self.name]}({', '.join(self._argument_texts(style))})`"
+        return f"`{' '.join(['prep', self.name, *self._argument_texts(TERMINAL)])}`"
 
-    def _words(self, style: Style) -> list[str]:
+    def _argument_texts(self, style: Style) -> list[str]:
         words: list[str] = []
         for argument in self.arguments:
             if isinstance(argument, Option):

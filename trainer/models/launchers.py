@@ -243,7 +243,7 @@ def _count_and_index(
     if count > MAX_PROCESSES:
         why = f"the limit is {MAX_PROCESSES:,} processes"
         raise usage_error(
-            f"{count_variable}={count} is too large", why, f"a smaller {count_variable}"
+            f"{count_variable}={count} is too large", why, f"set a smaller {count_variable}"
         )
     return count, _checked_index(index, count, index_variable)
 

@@ -216,7 +216,7 @@ class LayerStack:
         return num_tokens * (channels + values) * (5 * inputs.itemsize + FLOAT32) + states
 
     def _block_inputs_nbytes(self) -> int:
-        """Return the bytes of the unsplit inputs of attentions, or of the mixer, and of the MLP."""
+        """Return the bytes of the inputs of the attentions (or of the recurrent mixer) and of the MLP, not sharded."""
         return (1 + self.num_mixings) * self._residual_size() * self.inputs.itemsize
 
     # Sizes below: B sequences, T tokens, S keys, H heads, E head width, D embedding width, F hidden
@@ -367,7 +367,10 @@ class LayerStack:
         return size // self.num_layers
 
     def share(self, leaf: ParamLeaf, count: int) -> int:
-        """Return the share of these layers in a count of a leaf that its group of layers has."""
+        """Return the part of a count (elements or FLOPs) of a stacked leaf that belongs to these layers.
+
+        E.g. a quarter of it for 2 layers of a group of 8.
+        """
         return count * self.num_layers // self.groups[self._group_of(leaf.path)]
 
     def layer_leaves(self) -> list[ParamLeaf]:

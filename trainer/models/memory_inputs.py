@@ -31,7 +31,8 @@ class StateLeaf:
 
     Attributes:
         param: Its parameter.
-        reduced_axes: Axes of the parameter that the leaf has with extent 1.
+        reduced_axes: Axes of the parameter that have extent 1 in the leaf, e.g. axis 1 for row statistics of
+            Adafactor.
         itemsize: Bytes per element.
     """
 
@@ -136,7 +137,7 @@ class MemoryInputs:
 
     @property
     def embed_size(self) -> int:
-        """Width of the residual stream. The estimate has no split of it over mesh axes."""
+        """Width of the residual stream. The estimate does not split it over mesh axes."""
         return self.extent("embed")
 
     def local_extent(self, dim: str) -> int:

@@ -172,7 +172,7 @@ def _parse_named(entries: list[str], option: Text) -> dict[str, int]:
             raise usage_error(
                 text("{} names {} twice", option, axis),
                 f"{sizes[axis]} and {truncate(number)}",
-                "each axis at most once",
+                "name each axis at most once",
             )
         sizes[axis] = _parse_axis_size(axis, number, option)
     return sizes
@@ -187,14 +187,14 @@ def _parse_axis_size(axis: str, size_text: str, option: Text) -> int:
         raise usage_error(
             text("{}: {} is `{}`", option, axis, truncate(size_text)),
             why,
-            f"{axis} 1 if nothing is to be split over it",
+            f"set {axis} to 1 if nothing is to be split over it",
         )
     # MAX_DEVICES has 7 digits. The limit keeps `int` away from texts of thousands of digits.
     if len(number[1]) > 7:
         raise usage_error(
             text("{}: {} is {}", option, axis, truncate(number[1])),
             f"a mesh has at most {MAX_DEVICES:,} devices",
-            f"a smaller {axis}",
+            f"use a smaller {axis}",
         )
     return int(number[1])
 
@@ -204,13 +204,13 @@ def _check_sizes(sizes: Mapping[str, int], option: Text) -> None:
     if len(open_axes) > 1:
         why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
         what = text("{} has {} axes of -1", option, len(open_axes))
-        raise usage_error(what, why, "-1 at most once")
+        raise usage_error(what, why, "use -1 at most once")
     # `abs`: one size may be -1, which turns the sign of the product.
     if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
         raise usage_error(
             text("{} has {:,} devices", option, n_devices),
             f"a mesh has at most {MAX_DEVICES:,}",
-            "smaller sizes",
+            "use smaller sizes",
         )
 
 

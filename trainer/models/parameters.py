@@ -150,7 +150,8 @@ class Family:
             checkpoint has one, e.g. `language_model.` of `language_model.lm_head.weight`.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
-        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
+        dropped: Pattern of tensors to ignore, where `{i}` matches any number and `*` any text -> their
+            description.
         tying: The head and the embedding.
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
         layouts: Trees of other libraries, by name.
@@ -199,8 +200,9 @@ def dropped_patterns(family: Family, config: HFConfig) -> dict[str, str]:
     """Return the regular expressions of ignored tensors -> their description."""
     patterns: dict[str, str] = {}
     for template, description in family.dropped.items():
-        # `{i}` is the number of a layer.
-        patterns[re.sub(r"\\{i\\}", r"\\d+", re.escape(template))] = description
+        # `{i}` is the number of a layer, and `*` any text.
+        pattern = re.escape(template).replace(r"\{i\}", r"\d+").replace(r"\*", ".*")
+        patterns[pattern] = description
     for number in family.prediction_layers(config):
         patterns[rf"layers\.{number}\..*"] = PREDICTION_RULE
     return patterns
@@ -262,7 +264,7 @@ def parameter_rows(
 
 
 def _rows_of_layers(path: str, row: ParsedAxisMap, layer_path: str) -> dict[str, ParsedAxisMap]:
-    """Return one row per listed layer of a row, by path."""
+    """Split the row of a stacked leaf into one row per layer, by path. The row lists the numbers of its layers."""
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return {path: row}

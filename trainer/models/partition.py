@@ -60,7 +60,7 @@ class Spec:
         dim_names: Logical name of each dim.
         mesh_axes: Mesh axes, of a size above 1, that split each dim.
         shards_per_dim: Number of shards of each dim.
-        fallbacks: Dims without the split of their rule's first choice.
+        fallbacks: Dims that are not split as the first choice of their rule says, with the reason.
     """
 
     dim_names: tuple[str, ...]

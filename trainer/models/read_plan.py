@@ -189,8 +189,8 @@ class ReadPlan:
         shape[self.row_dim] = slab.rows_per_device
         return tuple(shape)
 
-    def parts_shape(self, slab: RowSlab) -> tuple[int, ...]:
-        """Return the shape of the array of all devices' parts of a slab."""
+    def all_parts_shape(self, slab: RowSlab) -> tuple[int, ...]:
+        """Return the global shape of the sharded array in which each device has its part of a slab."""
         shape = list(self.part_shape(slab))
         for dim in self.kept_dims:
             shape[dim] *= self.leaf.num_shards(dim)

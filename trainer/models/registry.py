@@ -148,19 +148,17 @@ def family_of(config: HFConfig) -> Family:
         The family that its `model_type` names.
 
     Raises:
-        PrepError: The family is not supported. The error lists the supported families and suggests
-            a similar one.
+        PrepError: The family is not supported. The error suggests a similar one.
     """
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    supported = "supported: " + ", ".join(FAMILIES)
     what = f"model_type `{name}` is not supported"
     if mechanism := missing_mechanism(config):
-        raise PrepError(
-            what, f"it needs {mechanism}, which prep does not support; {supported}", NEW_LAYER_HINT
-        )
-    raise PrepError(what, supported, _nearest_family_hint(config))
+        why = f"it needs {mechanism}, which prep does not support"
+        raise PrepError(what, why, NEW_LAYER_HINT)
+    why = text("{} lists the {} supported ones", Command("docs", "families"), len(FAMILIES))
+    raise PrepError(what, why, _nearest_family_hint(config))
 
 
 def _nearest_family_hint(config: HFConfig) -> str:

@@ -50,7 +50,7 @@ VERSION_4_THETA = ("rope_theta", "rope_scaling")
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
 # NTK-aware scaling stretches the lowest frequency theta^(-(d - 2)/d) by the factor and keeps the
 # highest one, which theta * factor^(d / (d - 2)) does.
-OTHER_VALUE_HINT = "another value, or a recipe without the key"
+OTHER_VALUE_HINT = "set another value, or remove the key from the recipe"
 NTK_HINT = "`model.rope_theta` = theta * factor ** (d / (d - 2)), for heads with d rotated elements"
 
 ReadArch = Callable[[HFConfig], ArchConfig]

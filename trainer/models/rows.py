@@ -86,7 +86,7 @@ def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters
     Args:
         path: Path of the norm in the tree.
         row: Axis map of the scale. The axis map of the bias is derived from it.
-        condition: Configs with these parameters.
+        condition: Condition on the config: the parameters exist only if it is true.
     """
     leaf, name, dims = split_row(row)
     bias_row = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"

@@ -140,7 +140,7 @@ def _parse_choice(choice_text: str, option: Text) -> MeshAxes:
         check_axis_name(axis, option)
     if len(set(axes)) < len(axes):
         what = text("{} names an axis twice", option)
-        raise usage_error(what, f"`{truncate(choice_text)}`", "each axis at most once")
+        raise usage_error(what, f"`{truncate(choice_text)}`", "name each axis at most once")
     return axes
 
 
@@ -239,7 +239,9 @@ def _duplicate_error(subject: str, first: Rule, second: Rule) -> PrepError:
     both = f"`{first}` and `{second}`"
     if not subject:
         return usage_error(
-            "two presets", both, "a preset, and rules that change it: `flaxlm:1,1`, `heads=none`"
+            "two presets",
+            both,
+            "use one preset, and rules that change it: `flaxlm:1,1`, `heads=none`",
         )
     return usage_error(
         f"two rules for {subject}", both, f"join the choices of a rule by |: `{subject}=mp|none`"

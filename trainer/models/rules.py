@@ -142,7 +142,7 @@ class LeafRule:
         leaf = path_without_layers(path)
         given = len(self.choices)
         what = f"`{truncate(str(self))}` has {given} dim{'s' if given > 1 else ''}, and {leaf} has {len(names)}"
-        hint = "one entry per dim; `none` alone keeps leaves whole; an earlier rule for this leaf is used first"
+        hint = "write one entry per dim, or only `none` to keep leaves whole, or put a rule for this leaf first"
         return usage_error(what, f"the dims of {leaf} are {', '.join(names)}", hint)
 
 
@@ -155,8 +155,8 @@ class Rules:
         activations: Choices of dims of activations that differ from ACTIVATION_RULES and from
             `params`.
         leaves: Rules of single leaves, in place of `params`. The first that matches is used.
-        by_size: Store each parameter split along its largest dims, whatever their names. `params`
-            is for computing.
+        by_size: Whether stored parameters are split along their largest dims, whatever the names of the
+            dims. `params` then applies only to the copies that the model computes with.
     """
 
     params: DimRules = field(default_factory=lambda: PARAM_RULES)

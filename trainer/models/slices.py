@@ -52,7 +52,7 @@ def check_slices(mesh: Mesh, slices: SliceCounts) -> None:
             else:
                 why = f"mesh {mesh} does not split over {axis}"
             what = f"`{DCN_KEY}` divides {axis} among {count} slices"
-            raise usage_error(what, why, f"a number of slices that divides {axis}")
+            raise usage_error(what, why, f"use a number of slices that divides {axis}")
 
 
 def num_slices(slices: SliceCounts) -> int:

@@ -197,7 +197,7 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
     tower_counts -= counts
     later: set[str] = set()
     for start, run in names_by_run.items():
-        # The run may be longer: a layer for speculative decoding follows the others in DeepSeek-V3.
+        # There may be more numbers: a layer for speculative decoding follows the others in DeepSeek-V3.
         if not any(_has_layers(run, count) for count in counts):
             continue
         if len(run) in tower_counts or any(word in start for word in tower_words):
@@ -208,10 +208,10 @@ def _later_numbers(config: HFConfig, names: Iterable[str], layers: int) -> set[s
     return later
 
 
-def _has_layers(run: Collection[int], count: int) -> bool:
-    """Return whether a run has the numbers 0 to `count` - 1."""
+def _has_layers(numbers: Collection[int], count: int) -> bool:
+    """Return whether the numbers of a series of layer names include 0 to `count` - 1."""
     # The config is untrusted: the length bounds the loop.
-    return len(run) >= count and all(number in run for number in range(count))
+    return len(numbers) >= count and all(number in numbers for number in range(count))
 
 
 def _has_entry_per_layer(field: str) -> bool:

@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 
 # Name -> dtype and shape.
 TensorTypes = Mapping[str, tuple[str, tuple[int, ...]]]
-# Numbers of each position in a name.
+# The numbers that occur at each position of a name, e.g. ((0, 1), (0, 2)). See `_Stack`.
 Product = tuple[tuple[int, ...], ...]
 
 
@@ -68,7 +68,7 @@ class _Stack:
     shape: tuple[int, ...]
 
     def atom(self, position: int) -> str:
-        """Return the atom that a position is stacked by, or "" for a single number."""
+        """Return the name of the axis that stacks the numbers of a position, or "" for a single number."""
         if len(self.numbers[position]) == 1:
             return ""
         return LAYERS if position == 0 else VERBATIM_EXPERTS
@@ -295,7 +295,7 @@ def _refuse_architecture(config: HFConfig) -> ArchConfig:
         raise PrepError(
             "the architecture of the model is unknown",
             CANNOT_TRAIN,
-            text("a config.json of a supported family"),
+            text("pass a config.json of a supported family"),
         )
     hint = text("{} explains how to add a family", Command("docs", "add-a-family"))
     raise PrepError(f"model_type `{name}` is not supported", CANNOT_TRAIN, hint)

@@ -150,7 +150,7 @@ def hidden_states(
     length = tokens.shape[1]
     if arch_config.has_learned_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
-        raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
+        raise usage_error(f"{length} tokens per sequence", why, "set a smaller `data.seq_length`")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
     segment_positions = None if segments is None else segments.positions

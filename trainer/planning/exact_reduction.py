@@ -57,7 +57,7 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
         if is_possible:
             hint = _shards_hint(better)
         else:
-            hint = "a power of two of replicas x `batch.accumulate`"
+            hint = "make replicas x `batch.accumulate` a power of two"
         raise usage_error(what, f"{why}, which does not divide them", hint)
     return num_shards
 
@@ -122,7 +122,7 @@ def _check_mesh(mesh: Mesh, rules: Rules) -> None:
         what = f"`{KEY}` is exact, and the mesh has {format_sizes(mesh, others)}"
         why = f"results are exact for {' and '.join(batch_axes)} only: other axes split sums that XLA orders"
         raise usage_error(
-            what, why, text("a mesh of {} only, or {}", " and ".join(batch_axes), USE_FAST)
+            what, why, text("use a mesh of {} only, or {}", " and ".join(batch_axes), USE_FAST)
         )
 
 

@@ -35,7 +35,7 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
         raise usage_error(
             f"`{FREEZE_KEY}` matches all parameters",
             "the run would train nothing",
-            "fewer patterns",
+            "use fewer patterns",
         )
 
 

@@ -246,9 +246,9 @@ def _computed_pairs(
 def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
     """Return the operations of a stack that the backward pass repeats.
 
-    These are the layers, or only attention, by the rematerialization policy, the chunks of tokens,
-    and the scores of tiled attention. Layers in chunks that are rematerialized as well are counted
-    once: most of one is dead code.
+    The rematerialization policy repeats layers or only attention, chunks of tokens repeat their
+    products, and tiled attention repeats its scores. If the policy and the chunks both repeat a
+    layer, it is counted once: XLA removes most of one repetition as dead code.
     """
     attention = stack.attention_computed
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS

@@ -196,7 +196,7 @@ def _size_error(generation: TpuGeneration, num_devices: int, sizes: list[int]) -
     what = f"no slice of {generation.name} has {num_devices:,} {unit}"
     why = f"slices have {', '.join(f'{size:,}' for size in sizes[:-1])} or {sizes[-1]:,} {unit.partition(',')[0]}"
     nearest = " or ".join(f"{size:,}" for size in nearest_sizes(num_devices, sizes))
-    return usage_error(what, why, f"a mesh of {nearest} devices")
+    return usage_error(what, why, f"use a mesh of {nearest} devices")
 
 
 def nearest_sizes(number: int, sizes: list[int]) -> list[int]:

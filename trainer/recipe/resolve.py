@@ -141,7 +141,7 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
         raise usage_error(
             f"`optimizer.{key}` leaves no steps for the decay",
             f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",
-            text("fewer warm-up steps, or {}", _set_hint("optimizer.schedule", "constant")),
+            text("use fewer warm-up steps, or {}", _set_hint("optimizer.schedule", "constant")),
         )
     if optimizer.schedule != "wsd":
         return WarmupDecay(warmup_steps, decay_steps)

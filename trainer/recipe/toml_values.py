@@ -8,7 +8,7 @@ from typing import Any
 
 # Deepest nesting of tables and lists.
 MAX_DEPTH = 100
-# TOML promises 64. Python shows no more than 4,300 digits.
+# TOML guarantees only 64 bits. Python cannot print an integer of more than 4,300 digits in an error message.
 MAX_INTEGER_BITS = 1024
 TomlValue = (
     str | int | float | bool | datetime | date | time | list["TomlValue"] | dict[str, "TomlValue"]

@@ -121,5 +121,5 @@ def first_correct(
     raise PrepError(
         "all attention kernels failed their numeric check",
         "; ".join(failures),
-        "a `mesh` without sp",
+        "use a `mesh` without sp",
     )

@@ -240,7 +240,9 @@ def _build_dataset(
             "the data has no token to train on",
             "each document has one token, and the first token of a document is not predicted",
             text(
-                "another {}, or {}", Key("data.path"), Key("data.add_bos", "true", is_override=True)
+                "set another {}, or {}",
+                Key("data.path"),
+                Key("data.add_bos", "true", is_override=True),
             ),
         )
     note(_packing_summary(dataset))
@@ -441,5 +443,7 @@ def _check_equal(identities: Sequence[str]) -> None:
         what = f"the data of process {other} differs from the data of process 0"
         why = f"its tokens are {identities[other]}, process 0 has {identities[0]}"
         raise PrepError(
-            what, why, "the same files in `data.path` on all hosts, or on a shared file system"
+            what,
+            why,
+            "use the same files in `data.path` on all hosts, or put them on a shared file system",
         )

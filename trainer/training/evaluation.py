@@ -71,7 +71,7 @@ def jit_eval_step(
             if name in RESERVED_NAMES:
                 what = f"`metric_fn` returned the name {name!r}"
                 why = "evaluations have a value of this name"
-                raise usage_error(what, why, "another name")
+                raise usage_error(what, why, "use another name")
             named_sums[f"{METRIC_PREFIX}{name}"] = value
         return named_sums
 

@@ -37,7 +37,7 @@ from trainer.training import shard_filling
 ALIGNMENT_NBYTES = 4096
 # Bytes that all processes read directly, per byte of the leaf. Above it the leaf is exchanged.
 MAX_READ_RATIO = 1.01
-CHECKPOINT_HINT = "a checkpoint of the model and the optimizer of this run"
+CHECKPOINT_HINT = "use a checkpoint of the model and the optimizer of this run"
 
 
 def exchange_is_faster(reader: CheckpointReader) -> bool:
@@ -170,7 +170,7 @@ class LeafLoader:
             if volume(box) and arrays[box].shape != shape:
                 buffers[device][_start_slices(arrays[box].shape)] = arrays[box]
         source = part_sharding(plan, sharding)
-        return _from_shards(plan.parts_shape(slab), source, buffers)
+        return _from_shards(plan.all_parts_shape(slab), source, buffers)
 
     def _broadcast(
         self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype

@@ -267,11 +267,11 @@ class StepTimer:
     steps: int = 0
 
     def resume(self) -> None:
-        """Start or restart the clock, before steps."""
+        """Start or restart the clock, before training steps."""
         self.started_at = self.clock()
 
     def pause(self) -> None:
-        """Stop the clock, before anything but steps."""
+        """Stop the clock, before work that is not a training step."""
         if self.started_at is not None:
             self.seconds += self.clock() - self.started_at
         self.started_at = None

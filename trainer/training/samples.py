@@ -82,7 +82,7 @@ class Sampler:
             raise usage_error(
                 what,
                 f"the model has {model.arch_config.max_positions:,} positions",
-                "a shorter prompt",
+                "use a shorter prompt",
             )
         generation_config = GenerationConfig(
             min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids

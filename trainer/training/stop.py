@@ -41,7 +41,7 @@ class StopSignals:
             )
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the entry of a batch as shapes, an empty dict in a run of one process."""
+        """Return the shape of each array of `batch_entry`, by name. Empty in a run of one process."""
         if self._sharding is None:
             return {}
         return {STOP: jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)}

@@ -41,8 +41,8 @@ class WandbLog:
             name: Name of the run, unless the table has one.
             config: The recipe, to show beside the metrics.
             step: Start step of the run. At 0 a new W&B run is started.
-            logged: Keys of lines that earlier starts have logged and that come again: W&B
-                overwrites no step.
+            logged: Keys of the lines that W&B already has and that this start writes again, because
+                it repeats their steps. They are skipped: W&B does not overwrite a step.
             warn: Prints a warning.
 
         Raises:

@@ -99,7 +99,9 @@ def read_settings(folder: Path) -> PeftSettings:
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
         raise PrepError(
-            f"{folder} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved"
+            f"{folder} is not an adapter",
+            f"it has no {ADAPTER_CONFIG}",
+            "name a folder that PEFT or prep saved",
         )
     check_files(folder, read_manifest(folder) or NO_MANIFEST)
     content = read_config(path)
@@ -145,7 +147,9 @@ def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig
     if not targets:
         why = f"none of its tensors is an adapter of a projection of {family.name}"
         raise PrepError(
-            f"{path} does not fit the model", why, "the model that the adapter was trained with"
+            f"{path} does not fit the model",
+            why,
+            "name the model that the adapter was trained with",
         )
     return settings.lora_config(targets)
 

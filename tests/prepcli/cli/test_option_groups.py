@@ -58,7 +58,7 @@ def test_options_replace_their_group() -> None:
     )
 
 
-def test_command_receives_its_groups() -> None:
+def test_command_receives_its_option_groups() -> None:
     hub_values = {"revision": "main", "offline": False, "stream": True}
     output_values = {"json": True, "quiet": False, "verbose": 2}
     assert (

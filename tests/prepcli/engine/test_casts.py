@@ -229,7 +229,7 @@ def test_cast_counts_changed_values():
     assert counts + counts == CastCounts(20, 10, 4, 4, 2, counts.worst)
 
 
-def test_counts_of_an_update_look_at_both_sides():
+def test_count_changes_compares_values_before_and_after():
     before = np.array([0.0, 0.0, 1.0, 1.0, 1.0, 2.0, math.inf, math.nan], np.float32)
     after = np.array([3.0, 0.0, 0.0, math.nan, -math.inf, 3.0, math.nan, math.nan], np.float32)
     counts = count_changes(before, after)

@@ -169,7 +169,7 @@ def test_failure_ends_a_waiting_process(tmp_path: Path):
     assert team.stage.failures.find(1) is None
 
 
-def test_failure_before_another_joins_reaches_it(tmp_path: Path):
+def test_process_that_joins_late_gets_earlier_failure(tmp_path: Path):
     fail(joined(tmp_path / "out", Share(2, 0)), PrepError("t1 is damaged"))
     late = joined(tmp_path / "out", Share(2, 1))
     finish(late)

@@ -47,8 +47,8 @@ def test_read_manifest_returns_the_encoded_manifest(tmp_path):
         (b"\xff\xfe", "is broken"),
         (b"[" * 100_000, "is broken"),
         (b"[]", "it holds a JSON list, not an object"),
-        (b"{}", "it says None"),
-        (b'{"format": 2}', "it says 2, this prep reads 1"),
+        (b"{}", "its `format` is None"),
+        (b'{"format": 2}', "its `format` is 2, this version of prep reads 1"),
     ],
 )
 def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):

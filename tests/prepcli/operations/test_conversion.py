@@ -41,7 +41,7 @@ def test_source_line_lists_dtypes_of_large_tensors():
     source: Any = SimpleNamespace(
         display_name="o/m", family=SimpleNamespace(name="llama"), files=("a", "b"),
         tensors=CountingTensors([*weights, *biases]),
-        state_tensors=(), extra_entries=(), quantization={},
+        tower_tensors=(), state_tensors=(), extra_entries=(), quantization={}, wrapper=None,
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
     assert CountingTensors.num_iterations < 10

@@ -101,8 +101,8 @@ def test_error_names_the_option_for_terminal_and_python(
         (lambda: parse_devices("v5p:0"), "`--devices v5p:256`", '`devices="v5p:256"`'),
         (
             lambda: check_mutually_exclusive({"size": 8, "multiple": 4}),
-            "only one of `--size`, `--multiple`",
-            "only one of `size`, `multiple`",
+            "pass only one of `--size`, `--multiple`",
+            "pass only one of `size`, `multiple`",
         ),
     ],
 )

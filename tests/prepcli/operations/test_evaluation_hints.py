@@ -54,7 +54,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["llama", "--data", "a.jsonl", "--tokenizer", "none"], "`--tokenizer PATH`"),
         (
             ["llama", "--data", "a.jsonl", "--seq-length", "4000"],
-            "more text, or `--seq-length 200`",
+            "add more text, or `--seq-length 200`",
         ),
         (
             ["llama", "--data", "a.jsonl", "--set", "model.attention_kernel=cudnn"],

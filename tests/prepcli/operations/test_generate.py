@@ -188,7 +188,7 @@ def test_new_tokens_default_to_learned_positions(
         lines = error_lines(capsys, "generate", "neo", "--tokens", ids, "--max-new-tokens", "6")
         assert lines[1:] == [
             "  why: the model has 9 positions",
-            f" hint: {'`--max-new-tokens 5`' if count == 5 else 'a shorter prompt'}",
+            f" hint: {'`--max-new-tokens 5`' if count == 5 else 'use a shorter prompt'}",
         ]
 
 

@@ -47,7 +47,7 @@ def change_last_value(folder: Path, name: str) -> None:
             change_byte(path, 8 + header_nbytes + header[name]["data_offsets"][1] - 1)
 
 
-def test_lock_has_the_digests_of_other_libraries(model: Path):
+def test_lock_digests_equal_hashlib_and_xxhash(model: Path):
     locked = json.loads(Path("m.lock.json").read_bytes())
     assert locked["source"] == "m"
     assert locked["revision"] is None
@@ -184,7 +184,7 @@ def test_damaged_output_is_not_locked(model: Path):
     assert not Path("m-padded.lock.json").exists()
 
 
-def test_decoded_weights_are_checked_as_they_are_stored(tmp_path: Path, monkeypatch):
+def test_lock_checks_stored_bytes_of_decoded_weights(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_quantized(Path("q"), "fp8")
     prep.lock("q")

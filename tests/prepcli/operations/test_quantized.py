@@ -104,7 +104,7 @@ def test_cast_of_kept_scales_is_refused():
 
 
 @pytest.mark.parametrize("name", ["fp8", "awq"])
-def test_commands_that_neither_keep_nor_decode_refuse(name: str):
+def test_quantized_source_needs_option_to_be_decoded(name: str):
     make_quantized(Path("m"), name)
     for convert in (
         lambda: prep.save_init("./m", "out", verbatim=False),

@@ -242,6 +242,6 @@ def test_mxfp4_beyond_bfloat16_needs_its_source():
     prep.save_init("./m", "init", quantized="dequantize", allow_overflow=True)
     with pytest.raises(PrepError, match="cannot be computed") as caught:
         prep.export("init", "exported")
-    assert "both with `restart=True`" in str(caught.value.hint)
+    assert "Add `restart=True` to either" in str(caught.value.hint)
     prep.export("init", "exported", quantized_source="./m", restart=True)
     assert_same_tensors("exported", "m")

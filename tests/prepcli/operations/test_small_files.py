@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_unreadable_tokenizer_stops_a_conversion_first(
+def test_unreadable_tokenizer_fails_before_weights_are_moved(
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

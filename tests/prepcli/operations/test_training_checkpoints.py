@@ -266,7 +266,7 @@ def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
     with changed_manifest(Path("tuned/5")) as manifest:
         manifest["others"]["skipped"]["digests"] = manifest["others"]["step"]["digests"]
     _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
-    assert "differs  skipped  rows 0:1 do not match the digest" in err
+    assert "differs  skipped  rows 0:1 do not match their recorded digest" in err
 
 
 def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):

@@ -53,7 +53,7 @@ def test_html_page_replaces_no_other_file(tmp_path: Path, content: str):
     path.write_text(content)
     with pytest.raises(PrepError, match="it is not a page of prep") as error:
         write_html_page(path, "report", [])
-    assert error.value.hint == "another name, or remove it"
+    assert error.value.hint == "use another name, or remove it"
     assert path.read_text() == content
 
 

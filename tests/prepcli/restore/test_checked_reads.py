@@ -269,7 +269,7 @@ def test_open_reader_rejects_unknown_checksum_fields(model: Path, tmp_path: Path
     with changed_manifest(tmp_path / "init") as manifest:
         manifest["checksums"][key] = "other"
     with pytest.raises(
-        PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`verify=False`"
+        PrepError, match=rf"{CHECKSUMS_FILE} (has an unsupported format|is damaged).*`verify=False`"
     ):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()

@@ -115,7 +115,7 @@ def test_named_tokenizer_file_may_be_a_link(
     assert texts(with_tokenizer(recipe, files, link)) == {**expected, "LICENSE": "text"}
 
 
-def test_merged_adapter_has_the_tokenizer_that_trained(
+def test_merged_adapter_keeps_the_tokenizer_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_merged_adapter_has_the_tokenizer_that_trained(
 
 
 @pytest.mark.parametrize("model", slow_except(["tiny", "tiny-init"], ["tiny"]))
-def test_steps_have_the_tokenizer_that_trained(
+def test_steps_keep_the_tokenizer_of_their_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ):
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,14 @@ SIZES = (
     SCALES
     | OPTIONAL_PARTS
     | {*("experts_per_token", "max_positions", "sliding_windows", "layers_without_rope")}
-    | {"dense_layers", "latent_key_dim", "chunked_layers", "residual_scale", "attention_chunk"}
+    | {
+        "dense_layers",
+        "mixer_layers",
+        "latent_key_dim",
+        "chunked_layers",
+        "residual_scale",
+        "attention_chunk",
+    }
 )
 
 
@@ -32,14 +39,22 @@ def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict, num_heads: int
     family, tiny = family_of(config), scale_down(config, num_heads)
     sizes, original = family.sizes(tiny), family.sizes(config)
     assert module._num_elements(family, tiny) <= module.MAX_SCALED_ELEMENTS
-    assert sizes["heads"] % num_heads == 0
+    # Mamba-2 alone has no attention heads.
+    if "heads" in sizes:
+        assert sizes["heads"] % num_heads == 0
+    if "mixer_groups" in sizes:
+        assert sizes["mixer_groups"] * sizes["group_heads"] % num_heads == 0
+        for name in ("mixer_groups", "group_heads"):
+            assert (sizes[name] == 1) == (original[name] == 1)
     if "kv_heads" in sizes:
         assert (sizes["kv_heads"] == 1) == (original["kv_heads"] == 1)
         assert (sizes["kv_heads"] == sizes["heads"]) == (original["kv_heads"] == original["heads"])
-    choices, expected = (dataclasses.asdict(family.arch_config(c)) for c in (tiny, config))
+    arch, original_arch = family.arch_config(tiny), family.arch_config(config)
+    assert bool(arch.attention_layers) == bool(original_arch.attention_layers)
+    choices, expected = dataclasses.asdict(arch), dataclasses.asdict(original_arch)
     different = {name for name, value in choices.items() if value != expected[name]}
     assert different <= SIZES
-    for name in ("dense_layers", "latent_key_dim"):
+    for name in ("dense_layers", "mixer_layers", "latent_key_dim"):
         assert bool(choices[name]) == bool(expected[name])
     for name in OPTIONAL_PARTS:
         assert (choices[name] is None) == (expected[name] is None)
@@ -65,6 +80,38 @@ def test_scale_down_keeps_each_kind_of_layer():
     tiny = scale_down(config | {"num_hidden_layers": 30})
     assert tiny["layer_types"] == ["sliding_attention", "full_attention"]
     assert tiny["num_hidden_layers"] == 2
+
+
+QWEN3_NEXT = {"model_type": "qwen3_next", "full_attention_interval": 4, "mlp_only_layers": []}
+BAMBA = {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_d_head": "auto"}
+GRANITE_DENSE = {
+    "model_type": "granitemoehybrid", "num_hidden_layers": 20, "layer_types": (["mamba"] * 9 + ["attention"]) * 2,
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 8192,
+}  # fmt: skip
+LFM2 = {"model_type": "lfm2", "block_ff_dim": 6656, "full_attn_idxs": [2, 5, 8]}
+LFM2_MOE = {
+    "model_type": "lfm2_moe", "num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_heads", [3, 4])
+@pytest.mark.parametrize("config", [QWEN3_NEXT, BAMBA, GRANITE_DENSE, LFM2, LFM2_MOE])
+def test_scale_down_keeps_mixers_beside_attention(config: dict, num_heads: int):
+    tiny = scale_down(config, num_heads)
+    arch_config = family_of(tiny).arch_config(tiny)
+    assert (arch_config.mixer_layers, arch_config.attention_layers) == ((0,), (1,))
+    assert arch_config.mixer == family_of(config).arch_config(config).mixer
+
+
+def test_scale_down_keeps_the_kinds_of_both_layer_lists():
+    config = {
+        "model_type": "mellum",
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 27,
+    }
+    tiny = scale_down(config)
+    assert tiny["layer_types"] == ["sliding_attention", "full_attention"]
+    assert tiny["mlp_layer_types"] == ["dense", "sparse"]
 
 
 def test_scale_down_removes_large_token_ids():

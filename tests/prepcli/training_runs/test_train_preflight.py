@@ -79,7 +79,7 @@ def test_length_that_sp_does_not_divide_is_found_before_work(capsys: pytest.Capt
         USAGE,
         "`data.seq_length` is 12: 12 tokens cannot be split over sp 4",
         "each device holds 2 equal blocks: 12 mod 8 = 4",
-        "a multiple of 8 tokens, or a mesh without sp",
+        "use a multiple of 8 tokens, or a mesh without sp",
     )
 
 
@@ -210,7 +210,7 @@ def test_step_that_no_change_makes_fit_is_refused(
     limit_memory(monkeypatch, 16 << 10)
     code, _, why, hint = train_error(capsys)
     assert (code, why) == (FAILED, "16.0 KiB are available")
-    assert hint.startswith("more or larger devices, or a shorter `data.seq_length`; `--force`")
+    assert hint.startswith("use more or larger devices, or a shorter `data.seq_length`; `--force`")
 
 
 def test_force_warns_about_low_memory(
@@ -223,7 +223,7 @@ def test_force_warns_about_low_memory(
     (warning,) = report["warnings"]
     assert warning.startswith("a step needs about ")
     assert warning.endswith(
-        "16.0 KiB are available: more or larger devices, or a shorter `data.seq_length`"
+        "16.0 KiB are available: use more or larger devices, or a shorter `data.seq_length`"
     )
     assert report["memory"]["fits"] is False
 

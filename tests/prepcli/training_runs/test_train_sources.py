@@ -149,7 +149,7 @@ def test_damaged_tensor_of_an_exported_folder_stops_the_start(capsys: pytest.Cap
     path.write_bytes(data)
     _, what, why, _ = train_error(capsys, "--set", "model.path=exported")
     assert what.endswith("in exported is damaged")
-    assert "differ from the digest" in why
+    assert "differ from their recorded digest" in why
     assert saved_steps(Path("runs/recipe")) == []
     assert (
         main(

@@ -50,7 +50,7 @@ def test_one_bad_line_more_than_the_limit_is_an_error(
         tokenize(change(config, bad_lines=limit))
     bad_numbers = [2, 3, 5, 7, 8]
     assert caught.value.what.startswith(f"{tmp_path}/a.jsonl:{bad_numbers[limit]}: ")
-    assert caught.value.what.endswith(f"{limit} invalid lines before") == bool(limit)
+    assert caught.value.what.endswith(f"after {limit} invalid lines") == bool(limit)
 
 
 def test_limit_is_part_of_the_identity(config: TokenizeConfig):

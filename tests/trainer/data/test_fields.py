@@ -92,7 +92,7 @@ ITEMS = st.one_of(
 def test_decoder_reads_all_fields_in_order_with_their_weights(
     items: list[tuple[Any, bool]], last: str, add_bos: bool, add_eos: bool, separator: str
 ):
-    """Each token of a record is there once; those in brackets, and bos, have weight 0."""
+    """Each token of a record occurs once. The bos token and tokens in brackets have weight 0."""
     values: dict[str, Any] = {"last": last}
     names: list[str] = []
     expected: list[tuple[Any, int]] = [([3], 0)] * add_bos

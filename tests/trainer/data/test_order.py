@@ -180,7 +180,7 @@ def test_every_prefix_has_exact_shares_to_less_than_one_row(weights: list[float]
 
 
 @given(WEIGHTS)
-def test_pattern_has_the_shares_of_the_weights(weights: list[float]):
+def test_pattern_counts_are_proportional_to_weights(weights: list[float]):
     counts, exact = pattern_counts(weights), [Fraction(repr(weight)) for weight in weights]
     assert math.gcd(*counts) == 1
     for count, weight in zip(counts, exact):

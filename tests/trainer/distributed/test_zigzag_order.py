@@ -35,4 +35,4 @@ def test_token_order_rejects_lengths_that_sp_does_not_divide():
     error = error_of(zigzag_order, 20, mesh_of("sp:4"))
     assert error.what == "20 tokens cannot be split over sp 4"
     assert error.why == "each device holds 2 equal blocks: 20 mod 8 = 4"
-    assert error.hint == "a multiple of 8 tokens, or a mesh without sp"
+    assert error.hint == "use a multiple of 8 tokens, or a mesh without sp"

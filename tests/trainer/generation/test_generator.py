@@ -392,7 +392,7 @@ INVALID: dict[
         [[1] * (MAX_POSITIONS + 1)],
         None,
         1,
-        "positions - a shorter prompt",
+        "positions - use a shorter prompt",
     ),
     "no encoder": ("llama", [[1]], [[1]], 1, "llama has no encoder - sources are supported only"),
     "no sources": (

@@ -262,6 +262,10 @@ def test_more_defaults_equal_transformers():
 SUPPORTED = {
     *(("olmo", "clip_qkv"), ("cohere", "use_qk_norm"), ("smollm3", "no_rope_layers")),
     ("glm4_moe", "use_qk_norm"),
+    *(("llama4_text", "use_qk_norm"), ("llama4_text", "no_rope_layers")),
+    ("sarvam_moe", "use_qk_norm"),
+    # Published files have the field. The classes always have the norms.
+    *(("hunyuan_v1_moe", "use_qk_norm"), ("minimax_m2", "use_qk_norm")),
 }
 
 
@@ -440,8 +444,10 @@ HARMLESS = {
     *("attention_probs_dropout_prob", "hidden_dropout_prob"),
     # The trainer always computes the softmax in float32, and sums of tensor-parallel slices as one.
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "slow_but_exact"),
+    "enable_moe_fp32_combine",  # the precision of the sum of routed and shared experts
+    "input_jitter_noise",  # noise in training only, like dropout
     "learned_pos_emb",  # transformers never reads it
-    "decoder_start_token_id",  # generation reads it
+    *("decoder_start_token_id", "sep_token_id"),  # generation and tokenizers read them
     *(
         "summary_activation",
         "summary_first_dropout",
@@ -451,7 +457,15 @@ HARMLESS = {
     ),
     "_sliding_window_pattern",  # transformers writes it but never reads it
     "qk_head_dim",  # derived from two other fields
-    "num_nextn_predict_layers",  # layers that the base model does not run
+    # layers that the base model does not run
+    *("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+    *("chunk_size", "mamba_chunk_size"),  # the tokens that one step of a scan computes
+    # initial values of Mamba-2
+    *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    "time_step_rank",  # transformers reads it without using it
+    "residual_in_fp32",  # the precision of a sum
+    "num_logits_to_keep",  # generation reads it
+    "z_loss_coefficient",  # the recipe sets the loss
     "pretraining_tp",  # the number of slices of a matrix product
     "reorder_and_upcast_attn",  # scores in float32; the trainer always computes them so
 }
@@ -467,6 +481,14 @@ INERT_ALONE = {  # fields that change nothing unless another field is set
     ("falcon", "num_kv_heads"),
     ("gpt_bigcode", "num_key_value_heads"),
     ("biogpt", "layer_norm_eps"),
+    ("mellum", "sliding_window"),
+    ("lfm2", "block_multiple_of"),
+    ("lfm2", "conv_bias"),
+    ("lfm2_moe", "conv_bias"),
+    ("bamba", "attention_bias"),
+    ("granitemoehybrid", "attention_bias"),
+    ("granitemoehybrid", "position_embedding_type"),
+    ("sarvam_mla", "head_dim"),  # transformers derives it from `qk_rope_head_dim`
 }
 
 

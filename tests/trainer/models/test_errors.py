@@ -129,7 +129,9 @@ def test_with_texts_keeps_class_cause_notes_and_traceback():
         (Command("demo"), "`prep demo`", "`prep demo`"),
     ],
 )
-def test_reference_has_words_for_each_reader(reference: Reference, terminal: str, python: str):
+def test_reference_renders_for_terminal_and_python(
+    reference: Reference, terminal: str, python: str
+):
     assert reference.render(TERMINAL) == terminal
     assert reference.render(PYTHON) == python
 
@@ -149,7 +151,7 @@ def test_style_replaces_recipe_keys():
     assert message.render(style) == '`--fields text` or `mesh = "1,1,1"`'
 
 
-def test_text_is_the_text_of_a_terminal():
+def test_text_as_str_is_rendered_for_a_terminal():
     message = text("{} of {:,} {}", Option("size", 5), 50257, "{braces}")
     assert message == "`--size 5` of 50,257 {braces}"
     assert copy.copy(message).render(PYTHON) == "`size=5` of 50,257 {braces}"

@@ -76,14 +76,14 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
         ("1,x", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
         ("1,0", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
         ("-1,-1", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
-        ("1,0,4", ": fsdp is `0`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
-        ("1,-2,4", ": fsdp is `-2`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
-        ("dp:two", ": dp is `two`", SIZE_RANGE, "dp 1 if nothing is to be split over it"),
+        ("1,0,4", ": fsdp is `0`", SIZE_RANGE, "set fsdp to 1 if nothing is to be split over it"),
+        ("1,-2,4", ": fsdp is `-2`", SIZE_RANGE, "set fsdp to 1 if nothing is to be split over it"),
+        ("dp:two", ": dp is `two`", SIZE_RANGE, "set dp to 1 if nothing is to be split over it"),
         (
             "-1,-1,4",
             " has 2 axes of -1",
             "dp and fsdp cannot all take the remaining devices",
-            "-1 at most once",
+            "use -1 at most once",
         ),
         (
             "fsdq:2,mp:1",
@@ -92,15 +92,20 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
             "did you mean `fsdp`?",
         ),
         ("tp:2", ": unknown mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
-        ("mp:2,mp:4", " names mp twice", "2 and 4", "each axis at most once"),
+        ("mp:2,mp:4", " names mp twice", "2 and 4", "name each axis at most once"),
         ("1,fsdp:2", " mixes names and bare numbers", "`1` has no name", "name every axis"),
         (
             "1,99999999,1",
             ": fsdp is 99999999",
             "a mesh has at most 1,048,576 devices",
-            "a smaller fsdp",
+            "use a smaller fsdp",
         ),
-        ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", "smaller sizes"),
+        (
+            "1,2048,1024",
+            " has 2,097,152 devices",
+            "a mesh has at most 1,048,576",
+            "use smaller sizes",
+        ),
     ],
 )
 def test_parse_mesh_rejects_invalid_text(text, what, why, hint):

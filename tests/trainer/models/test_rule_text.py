@@ -77,7 +77,7 @@ def test_parse_rule_inverts_str(rule: Rule):
         ("embd=fsdp", "`--rule embd=fsdp`: unknown dim `embd`", "did you mean `embed`?"),
         ("embed=fdsp", "`--rule embed=fdsp`: unknown mesh axis `fdsp`", "did you mean `fsdp`?"),
         ("embed=|mp", "`--rule 'embed=|mp'`: unknown mesh axis ``", ""),
-        ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "each axis at most once"),
+        ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "name each axis at most once"),
         ("embed=none|mp", "`--rule 'embed=none|mp'` has choices after `none`", "put `none` last"),
         ("seq=sp", "`--rule seq=sp`: unknown dim `seq`", "did you mean `act:seq`?"),
         ("act:layers=mp", "`--rule act:layers=mp`: unknown dim of activations `layers`", ""),

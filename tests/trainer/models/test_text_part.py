@@ -111,7 +111,7 @@ def test_unsupported_text_part_has_a_reason(change: dict[str, Any], reason: str)
         ("", "language_model.model.embed_tokens.weight", "no tensors are named embed_tokens"),
     ],
 )
-def test_unexpected_and_missing_tensors_are_rejected(extra: str, missing: str, reason: str):
+def test_mismatched_tensor_names_give_a_reason(extra: str, missing: str, reason: str):
     golden = read_golden("llava")
     if extra:
         golden["shapes"][extra] = [1]

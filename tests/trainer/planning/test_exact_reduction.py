@@ -56,13 +56,13 @@ def test_reduction_shards_of_a_recipe(
             "1,2,2",
             (),
             "`train.reduction` is exact, and the mesh has mp 2 - results are exact for dp and fsdp only: other axes "
-            "split sums that XLA orders - a mesh of dp and fsdp only, or `--set train.reduction=fast`",
+            "split sums that XLA orders - use a mesh of dp and fsdp only, or `--set train.reduction=fast`",
         ),
         (
             "dp:2,sp:2",
             (),
             "`train.reduction` is exact, and the mesh has sp 2 - results are exact for dp and fsdp only: other axes "
-            "split sums that XLA orders - a mesh of dp and fsdp only, or `--set train.reduction=fast`",
+            "split sums that XLA orders - use a mesh of dp and fsdp only, or `--set train.reduction=fast`",
         ),
         (
             "1,1,1",
@@ -86,7 +86,7 @@ def test_reduction_shards_of_a_recipe(
             "3,1,1",
             ("batch.size=24",),
             "`train.reduction` is exact, and the batch has 8 logical shards - 3 replicas x `batch.accumulate` 1 = 3, "
-            "which does not divide them - a power of two of replicas x `batch.accumulate`",
+            "which does not divide them - make replicas x `batch.accumulate` a power of two",
         ),
         (
             "1,1,1",

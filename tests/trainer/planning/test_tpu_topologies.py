@@ -58,7 +58,7 @@ def test_a_chip_of_tpu7x_is_two_devices():
     assert find_topology("tpu7x", 256) == "tpu7x:4x4x8"
     with pytest.raises(PrepError, match="no slice of tpu7x has 24 devices, 2 per chip") as caught:
         find_topology("tpu7x", 24)
-    assert caught.value.hint == "a mesh of 16 or 32 devices"
+    assert caught.value.hint == "use a mesh of 16 or 32 devices"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str)
         PrepError, match=rf"^no slice of {kind} has {num_chips:,} chips - slices have "
     ) as caught:
         find_topology(kind, num_chips)
-    assert caught.value.hint == f"a mesh of {nearest} devices"
+    assert caught.value.hint == f"use a mesh of {nearest} devices"
     assert caught.value.code == USAGE
 
 

@@ -156,7 +156,7 @@ def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
     for name in row:
         if name in names:
             what = f"{place}: two columns are named `{name:.60}`"
-            raise PrepError(what, "the first row has the names", "rename one")
+            raise PrepError(what, "the first row has the names", "rename one of them")
         names.add(name)
     return row
 

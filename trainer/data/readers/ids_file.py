@@ -21,7 +21,7 @@ MAX_HEADER_NBYTES = 10_000
 # Maximum bytes of ids that are read at once.
 READ_NBYTES = 1 << 20
 MAX_DIMS = 2
-ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
+ARRAY_HINT = "pass an array of integers with one dimension, or with two and one document per row"
 
 
 def _read_ids(file: DataFile, options: ReadOptions) -> Iterator[IdsChunk]:

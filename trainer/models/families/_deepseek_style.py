@@ -41,7 +41,7 @@ def latent_sizes(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent, of a family in LLaMA's style.
+        axis_sizes: Size of each named axis (atom), as `_llama_style.sizes` returns it.
         kv_rank: Default of `kv_lora_rank`, like the following sizes.
         q_rank: Default of `q_lora_rank`.
         key_dim: Default of `qk_nope_head_dim`.
@@ -79,7 +79,7 @@ def latent_arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         max_positions: Default of `max_position_embeddings`.
         is_interleaved: Whether neighbouring elements rotate together.
     """
@@ -185,7 +185,7 @@ def expert_sizes(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent, of a family in LLaMA's style.
+        axis_sizes: Size of each named axis (atom), as `_llama_style.sizes` returns it.
         dense: Numbers of the layers with a dense MLP.
         width: Default of `moe_intermediate_size`.
         experts: Number of experts.

@@ -83,7 +83,7 @@ def arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         activation: Config field of the activation, and its default.
     """
     return ArchConfig(

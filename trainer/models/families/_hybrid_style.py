@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from trainer.models.rows import Parameters, embedding, linear, stack
 LayerNumbers = Callable[[HFConfig], tuple[int, ...]]
 # Names of layer types in files of older versions of transformers.
 OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+# transformers 5 writes infinity so, which JSON lacks.
+INFINITY = {"__float__": "Infinity"}
 
 
 class LayerGroup(NamedTuple):
@@ -277,10 +281,12 @@ def read_mamba2(config: HFConfig, **choices: Any) -> Mixer:
     Raises:
         PrepError: `time_step_limit` is not a pair of numbers.
     """
-    limits: Any = config.get("time_step_limit")
-    if limits is None:
+    stored: Any = config.get("time_step_limit")
+    if stored is None:
         return Mixer("mamba2", **choices)
-    is_pair = isinstance(limits, list | tuple) and len(limits) == 2
-    if not is_pair or not all(type(limit) in (int, float) for limit in limits):
-        raise invalid_config_error(f"time_step_limit is {limits!r:.60}, it must be two numbers")
+    limits: list[Any] = []
+    if isinstance(stored, list | tuple):
+        limits = [math.inf if limit == INFINITY else limit for limit in stored]
+    if len(limits) != 2 or not all(type(limit) in (int, float) for limit in limits):
+        raise invalid_config_error(f"time_step_limit is {stored!r:.60}, it must be two numbers")
     return Mixer("mamba2", dt_limits=(float(limits[0]), float(limits[1])), **choices)

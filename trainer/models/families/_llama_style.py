@@ -39,6 +39,8 @@ TENSOR_PREFIX = "model."
 LEGACY_BUFFERS = {
     "layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"
 }
+# Families with LLaMA's names store the module beside the model, and transformers ignores it.
+PREDICTION_MODULE = {"mtp.*": "module of multi-token prediction, which the model does not run"}
 FINAL_RMS_NORM = rms_norm("final_norm", "embed <- norm.weight: embed")
 FINAL_LAYER_NORM = layer_norm("final_norm", "embed <- norm.weight: embed")
 HEAD = matrix("head", "vocab embed <- lm_head.weight: vocab embed")
@@ -148,7 +150,7 @@ def arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         max_positions: Default of `max_position_embeddings`.
         rope_theta: Default of the rotary base.
         rope: Rotary embedding, if the family has read it already.

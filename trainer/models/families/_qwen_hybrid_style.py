@@ -16,6 +16,7 @@ from trainer.models.rows import Parameters, linear, matrix, rms_norm
 LINEAR = "linear_attention"
 FULL = "full_attention"
 MAX_POSITIONS = 32768
+DROPPED = _llama_style.LEGACY_BUFFERS | _llama_style.PREDICTION_MODULE
 # Fields that these families read in addition to those of rotary embeddings.
 FIELDS = ("layer_types", "attention_bias", "partial_rotary_factor")
 
@@ -63,7 +64,7 @@ def arch_config(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         linear_layers: Numbers of the layers with a gated delta net.
 
     Raises:

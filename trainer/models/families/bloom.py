@@ -31,15 +31,15 @@ PRETRAINING_LENGTH = 2048
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of BloomConfig."""
     _gpt_style.check_n_embed(config)
-    # The width of the MLP is 4 times `embed`. Old configs have `n_inner`, which transformers ignores too.
+    # No field sets the width of the MLP. Old configs have `n_inner`, which transformers ignores too.
     return _gpt_style.sizes(
-        {**config, "n_inner": None},
+        config,
         vocab=250880,
         positions=PRETRAINING_LENGTH,
         embed=64,
         layers=2,
         heads=8,
-        field_names={"embed": "n_embed", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"},
+        field_names={"embed": "n_embed", "layers": "n_layer", "heads": "n_head", "mlp": ""},
     )
 
 

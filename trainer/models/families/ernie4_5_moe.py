@@ -15,7 +15,7 @@ from trainer.models.families import _llama_style, _moe_style
 from trainer.models.moe_config import Router
 from trainer.models.parameters import MAX_LAYERS, HFConfig, read_size
 
-# Aliases of transformers that override.
+# (alias, field): transformers accepts both names. The alias is used if both are set.
 EXPERT_COUNT = ("num_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 SHARED_COUNT = "moe_num_shared_experts"
@@ -39,7 +39,7 @@ def sizes(config: HFConfig) -> dict[str, int]:
 
 
 def _read_alias(config: HFConfig, names: tuple[str, str], default: int) -> int:
-    """Return the size in a field or in its alias. The alias comes first."""
+    """Return the size in a field or in its alias. The alias is used if both are set."""
     alias, field = names
     return read_size(config, alias, read_size(config, field, default))
 

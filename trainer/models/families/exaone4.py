@@ -37,7 +37,7 @@ def windowed_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> Arc
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
     """
     pattern = read_size(config, "sliding_window_pattern", 4)
     window = config.get("sliding_window", 4096)

@@ -38,7 +38,7 @@ def scaled_arch_config(config: HFConfig, axis_sizes: Mapping[str, int]) -> ArchC
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
     """
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions=2048),

@@ -50,7 +50,7 @@ def with_windows_and_sinks(
     Args:
         arch_config: The architecture without them.
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         max_positions: Default of `max_position_embeddings`.
 
     Raises:

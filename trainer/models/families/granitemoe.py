@@ -26,7 +26,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
 
 
 def moe_arch_config(config: HFConfig) -> ArchConfig:
-    """Return the architecture of Granite with experts, without a check of other fields."""
+    """Return the architecture of Granite with experts. Unsupported fields of the config are not checked here."""
     return dataclasses.replace(
         granite.scaled_arch_config(config, sizes(config)),
         experts_per_token=_llama_style.read_experts_per_token(

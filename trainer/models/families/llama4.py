@@ -89,7 +89,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         query_scale=_read_query_scale(config, plain.max_positions),
         attention_chunk=chunk,
         chunked_layers=_read_chunked_layers(config, rotates, chunk),
-        has_plain_qk_norm=bool(config.get("use_qk_norm", True)),
+        has_plain_qk_norm=config.get("use_qk_norm") in (None, True),
         rotates_before_qk_norm=True,
         experts_per_token=_llama_style.read_experts_per_token(
             config, axis_sizes["experts"], default=1

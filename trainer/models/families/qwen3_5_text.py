@@ -56,4 +56,5 @@ FAMILY = _hybrid_style.build_family(
             linear_layers,
         ),
     },
+    dropped=_qwen_hybrid_style.DROPPED,
 )

@@ -11,8 +11,6 @@ from trainer.models.families._hybrid_style import LayerGroup, layers_of_type
 from trainer.models.moe_config import Router
 from trainer.models.parameters import HFConfig, read_size
 
-PREDICTION_LAYER = "a layer for multi-token prediction, which transformers does not run"
-
 
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return the extent of each atom (named axis). Absent fields have the defaults of Qwen3NextConfig."""
@@ -92,4 +90,5 @@ FAMILY = _hybrid_style.build_family(
         DENSE_LAYERS: LayerGroup(_moe_style.DENSE_MLP, dense_layers, may_be_all=False),
         SPARSE_LAYERS: LayerGroup(_moe_style.GATED_SHARED_EXPERTS, sparse_layers),
     },
+    dropped=_qwen_hybrid_style.DROPPED,
 )

@@ -88,7 +88,7 @@ def encoder_decoder_arch(
 
     Args:
         config: Content of a config.json.
-        axis_sizes: Atom -> extent.
+        axis_sizes: Size of each named axis (atom), e.g. `{"embed": 768}`.
         lm_head_input_scale: Factor of the decoder's output before the head.
         feed_forward: Default of `feed_forward_proj`.
 

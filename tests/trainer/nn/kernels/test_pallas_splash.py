@@ -97,7 +97,7 @@ def test_splash_matches_reference(name: str):
 @pytest.mark.parametrize(
     "window", [FULL_ATTENTION, 1, 2, 100, 128, 129, 255, 256, 257, 383, 384, 500, 640]
 )
-def test_block_mask_knows_hidden_and_visible_blocks(window: int):
+def test_block_mask_equals_dense_mask(window: int):
     length, size = 640, 128
     distance = np.arange(length)[:, None] - np.arange(length)
     expected = (distance >= 0) & ((distance < window) | (window == FULL_ATTENTION))
@@ -112,7 +112,7 @@ def test_block_mask_knows_hidden_and_visible_blocks(window: int):
         assert actual.shape in ((1, 1), (size, size))
 
 
-def test_kernels_of_equal_masks_share_their_blocks():
+def test_equal_block_masks_have_equal_hashes():
     assert BlockMask(256, 5) == BlockMask(256, 5)
     assert hash(BlockMask(256, 5)) == hash(BlockMask(256, 5))
     assert BlockMask(256, 5) != BlockMask(256, 6)
@@ -148,7 +148,7 @@ def test_devices_compute_their_rows_and_heads():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_fields_that_devices_do_not_get_are_refused():
+def test_mask_field_not_passed_to_devices_is_rejected():
     @dataclasses.dataclass(frozen=True)
     class OtherMask(AttentionMask):
         rate: float = 0.0
