@@ -289,7 +289,7 @@ def test_attributes_used_include_function_bodies():
     assert "process_index" in attributes_used("from jax import process_index as index\n")
 
 
-def test_only_distributed_asks_for_processes():
+def test_only_trainer_distributed_queries_processes():
     for module in modules_in("trainer"):
         if package_of(module) == "trainer.distributed":
             continue

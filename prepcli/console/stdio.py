@@ -98,11 +98,11 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
         stream.flush()
     except OSError as error:
         redirect_to_null(stream)
-        return _unless_reader_is_gone(error)
+        return _ignore_broken_pipe(error)
     return None
 
 
-def _unless_reader_is_gone(error: OSError) -> OSError | None:
+def _ignore_broken_pipe(error: OSError) -> OSError | None:
     # EPIPE: `prep ... | head` has read all lines that it prints. Every other failure loses a part of the result.
     if isinstance(error, BrokenPipeError):
         return None
@@ -123,7 +123,7 @@ def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
         buffer.write(text.encode("utf-8", "surrogateescape"))
     except OSError as error:
         redirect_to_null(stream)
-        return _unless_reader_is_gone(error)
+        return _ignore_broken_pipe(error)
     return write_and_flush(stream)
 
 

@@ -212,14 +212,14 @@ def _with_adapter(source: Source, adapter: Source) -> Source:
     # Placements name files by number: after the files 0, 1 and 2 of the base, the adapter's file is 3.
     number = len(source.byte_sources)
 
-    def placed(tensor: SourceTensor) -> SourceTensor:
+    def with_new_file_number(tensor: SourceTensor) -> SourceTensor:
         (location,) = tensor.placement
         assert isinstance(location, Contiguous)
         return replace(tensor, placement=(Contiguous(number, location.offset),))
 
     return replace(
         source,
-        tensors=(*source.tensors, *map(placed, adapter.tensors)),
+        tensors=(*source.tensors, *map(with_new_file_number, adapter.tensors)),
         files=(*source.files, *adapter.files),
         file_stamps=(*source.file_stamps, *adapter.file_stamps),
         blobs=(*source.byte_sources, *adapter.files) if source.blobs else (),

@@ -262,7 +262,7 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
     Drop hints about it.
     """
 
-    def renamed(message: str) -> str:
+    def replace_folder(message: str) -> str:
         return message.replace(str(placeholder_folder), display_name)
 
     try:
@@ -271,4 +271,6 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
         hint = error.hint
         if str(placeholder_folder) in hint or "hf download" in hint:
             hint = ""
-        raise type(error)(renamed(error.what), renamed(error.why), hint, error.code) from error
+        raise type(error)(
+            replace_folder(error.what), replace_folder(error.why), hint, error.code
+        ) from error

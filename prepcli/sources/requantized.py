@@ -352,7 +352,7 @@ def _original_view(
     first_blob = len(source.byte_sources)
     stored = {tensor.name: tensor for tensor in original.tensors}
 
-    def take(name: str, dtype: str, shape: Sequence[int]) -> SourceTensor:
+    def find_tensor(name: str, dtype: str, shape: Sequence[int]) -> SourceTensor:
         tensor = stored.get(name)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, tuple(shape)):
             raise PrepError(
@@ -370,9 +370,9 @@ def _original_view(
     taken_scales: list[SourceTensor] = []
     for weight in weights:
         record = weight.record
-        codes[weight.tensor.name] = take(record["codes"], record["dtype"], record["shape"])
+        codes[weight.tensor.name] = find_tensor(record["codes"], record["dtype"], record["shape"])
     for tensor in scales.values():
-        taken = take(tensor.name, tensor.dtype, tensor.shape)
+        taken = find_tensor(tensor.name, tensor.dtype, tensor.shape)
         taken_scales.append(replace(taken, digests=tensor.digests))
     dtype = weights[0].tensor.dtype
     ordered = tuple(decoders[weight.tensor.name] for weight in weights)

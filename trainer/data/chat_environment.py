@@ -123,7 +123,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=extensions,
             optimized=False,
-            finalize=_same_value,
+            finalize=_keep_value,
         )
         self.limits = RenderLimits()
         del self.globals["lipsum"]
@@ -317,7 +317,7 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
 
 
 @pass_context
-def _same_value(context: Context, value: Any) -> Any:
+def _keep_value(context: Context, value: Any) -> Any:
     return value
 
 

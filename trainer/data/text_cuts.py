@@ -54,10 +54,14 @@ def _splits_at_newlines(pre_tokenizer: dict[str, Any]) -> bool:
     if not splits:
         # Missing in files of old versions, which always split by the expression of GPT-2.
         return byte_level.get("use_regex", True)
-    return len(splits) == 1 and not byte_level.get("use_regex", True) and _is_known(splits[0])
+    return (
+        len(splits) == 1
+        and not byte_level.get("use_regex", True)
+        and _is_supported_split(splits[0])
+    )
 
 
-def _is_known(split: dict[str, Any]) -> bool:
+def _is_supported_split(split: dict[str, Any]) -> bool:
     return (
         split.get("type") == "Split"
         and split.get("behavior") == "Isolated"

@@ -148,7 +148,8 @@ class HeartbeatMonitor:
             }
         self._checked_s = now_s
         self._observed |= {
-            index: _observe(self._observed[index], beat, now_s) for index, beat in beats.items()
+            index: _updated_observation(self._observed[index], beat, now_s)
+            for index, beat in beats.items()
         }
         return self._find_lost(now_s) or self._find_stuck(now_s)
 
@@ -203,7 +204,7 @@ class HeartbeatMonitor:
         return now_s - seen.phase_s if is_step else 0.0
 
 
-def _observe(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
+def _updated_observation(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
     if seen.beat is not None and seen.beat.count == beat.count:
         return seen
     is_same_phase = seen.beat is not None and seen.beat.num_phases == beat.num_phases

@@ -89,7 +89,7 @@ def _known_fields(config: HFConfig) -> set[str]:
     """Return the fields of a config, of its family, and of published configs of the family."""
     family = family_of(config)
     return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(
-        *_published(family)
+        *_presets_of(family)
     )
 
 
@@ -98,12 +98,12 @@ def _example_value(config: HFConfig, field: str) -> JsonValue:
     family = family_of(config)
     # Configs may have integers.
     numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES
-    configs: list[HFConfig] = [{**numbers, END_TOKEN_FIELD: 0}, config, *_published(family)]
+    configs: list[HFConfig] = [{**numbers, END_TOKEN_FIELD: 0}, config, *_presets_of(family)]
     configs.append(dict.fromkeys(TOKEN_ID_FIELDS, 0))
     return next((fields[field] for fields in configs if fields.get(field) is not None), None)
 
 
-def _published(family: Family) -> list[HFConfig]:
+def _presets_of(family: Family) -> list[HFConfig]:
     return [preset for preset in PRESETS.values() if preset["model_type"] == family.name]
 
 

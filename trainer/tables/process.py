@@ -139,7 +139,7 @@ def _receive_parts(
             batch = ipc.open_stream(memoryview(content)[ROWS.size :]).read_next_batch()
             yield Part(batch, first_row, share)
         else:
-            raise _failure(json.loads(content), max_nbytes)
+            raise _decoding_error(json.loads(content), max_nbytes)
 
 
 def _read_range(stream: BinaryIO, nbytes: int) -> bytes:
@@ -151,7 +151,7 @@ def _read_range(stream: BinaryIO, nbytes: int) -> bytes:
     return b"".join(blocks)
 
 
-def _failure(content: dict[str, object], max_nbytes: int) -> TableError:
+def _decoding_error(content: dict[str, object], max_nbytes: int) -> TableError:
     if "exceeds_memory" not in content:
         return TableError(str(content["why"]))
     why = f"a page, dictionary or record batch of it needs more than {max_nbytes:,} bytes of memory"

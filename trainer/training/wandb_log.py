@@ -87,7 +87,7 @@ class WandbLog:
         try:
             self._run.log(metric_values(line), step=line_step(line))
         except self._errors as error:
-            self._drop(error)
+            self._stop_logging(error)
 
     def close(self, *, has_failed: bool = False) -> None:
         """Wait until W&B has stored everything.
@@ -100,9 +100,9 @@ class WandbLog:
         try:
             self._run.finish(exit_code=int(has_failed))
         except self._errors as error:
-            self._drop(error)
+            self._stop_logging(error)
 
-    def _drop(self, error: Exception) -> None:
+    def _stop_logging(self, error: Exception) -> None:
         self._run = None
         self._warn(f"W&B failed and gets no more metrics of this run: {error}")
 

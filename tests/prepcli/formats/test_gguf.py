@@ -85,7 +85,7 @@ def write_with_gguf(path: Path, *, alignment: int | None = None) -> dict[str, np
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 256])
-def test_header_equals_reader_of_gguf(tmp_path: Path, alignment: int | None):
+def test_header_matches_the_reader_of_the_gguf_package(tmp_path: Path, alignment: int | None):
     path = tmp_path / "model.gguf"
     arrays = write_with_gguf(path, alignment=alignment)
     header = read_gguf_header(path)

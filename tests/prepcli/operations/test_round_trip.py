@@ -267,7 +267,7 @@ def test_output_with_broken_manifest_is_overwritten():
 
 
 @pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA", "hf/config.json"])
-def test_output_without_settings_is_not_done(lost: str):
+def test_output_with_a_missing_metadata_file_is_damaged(lost: str):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     Path("m-init", lost).unlink()

@@ -166,7 +166,7 @@ def test_every_dtype_round_trips():
     assert safetensors_bytes(Path("hf")) == tensors
 
 
-def test_cast_joins_leaves_of_float_dtypes():
+def test_cast_stacks_layers_of_different_float_dtypes():
     tensors = {
         "h.0.w": random_tensor(0, "BF16", 2, (8,)),
         "h.1.w": ("F32", (8,), np.arange(8, dtype=np.float32).tobytes()),

@@ -233,7 +233,7 @@ def test_missing_part_is_named():
         prep.save_init(f"./{first}", "init", quantized="dequantize")
 
 
-def test_exchanged_parts_are_refused():
+def test_gguf_parts_with_swapped_names_are_refused():
     make_gguf(Path("m.gguf"), "llama", tensors_per_part=7)
     first, second, third, *_ = part_names()
     Path(second).rename("x.gguf")

@@ -63,7 +63,7 @@ def checkpoint_facts(compared: dict[str, str], manifest: Mapping[str, Any]) -> d
     return dict(compared)
 
 
-def test_compare_start_compares_contents(compared: dict[str, str]):
+def test_checkpoint_facts_change_with_digests_not_mtime(compared: dict[str, str]):
     facts = checkpoint_facts(compared, MANIFEST)
     assert (facts["last step"], facts["data"], facts["attention kernel"]) == (
         "3",

@@ -77,7 +77,9 @@ def test_position_has_the_loss_weight_of_its_target(
 
 
 @given(DOCUMENTS, st.integers(2, 7))
-def test_first_input_replaces_no_target(documents: list[list[int]], seq_length: int):
+def test_first_input_replaces_the_first_token_of_blocks(
+    documents: list[list[int]], seq_length: int
+):
     plain = make_blocks(documents, seq_length)
     rows = [-1, *range(plain.n_rows)]
     expected, batch = plain.get_batch(rows), replace(plain, first_input=9).get_batch(rows)

@@ -80,16 +80,16 @@ def build_family(
     parameters = stack(LAYERS, "layers.{layers}", layer)
     for group, members in groups.items():
 
-        def is_partial(config: HFConfig, group: str = group) -> bool:
+        def has_some_layers(config: HFConfig, group: str = group) -> bool:
             return group in layer_numbers(config)
 
-        def is_whole(config: HFConfig, members: LayerGroup = members) -> bool:
+        def has_all_layers(config: HFConfig, members: LayerGroup = members) -> bool:
             return len(members.numbers(config)) == sizes(config)[LAYERS]
 
-        partial = _moe_style.under_condition(members.parameters, is_partial)
+        partial = _moe_style.under_condition(members.parameters, has_some_layers)
         parameters |= stack(group, f"layers.{{{group}}}", partial)
         if members.may_be_all:
-            whole = _moe_style.under_condition(members.parameters, is_whole)
+            whole = _moe_style.under_condition(members.parameters, has_all_layers)
             parameters |= stack(LAYERS, "layers.{layers}", whole)
     return rows.build_family(
         name=name,
