@@ -23,7 +23,7 @@ from trainer.nn.dropout import DropoutSite
 from trainer.nn.feed_forward import feed_forward
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_weights import BlockWeights, Leaves
-from trainer.nn.mixer import mix_tokens
+from trainer.nn.mixer import recurrent_mixer
 from trainer.nn.norms import norm
 
 # (residual stream [B, T, D], weights of the layer, context) -> the stream after the layer, and the
@@ -44,7 +44,11 @@ def pre_norm_block(
     x = x + mlp(norm(x))                if the layer has an MLP
     """
     attn_norm = weights.get("attn_norm", NO_PARAMETERS)
-    attended, kv_cache = mix_tokens(x, weights, context, input_norm=attn_norm)
+    mixer = weights.get("mixer")
+    if mixer is None:
+        attended, kv_cache = attention(x, weights["attn"], context, input_norm=attn_norm)
+    else:
+        attended, kv_cache = recurrent_mixer(x, mixer, context, input_norm=attn_norm)
     attended = context.residual_update(attended, DropoutSite.ATTENTION_RESIDUAL)
     x = shard_residual(x + attended, context.sharding)
     if context.encoder_output is not None:

@@ -1,4 +1,4 @@
-"""The sublayer of a layer in which tokens read earlier tokens: attention, or a recurrent mixer.
+"""Recurrent mixers: the sublayer of a layer in which tokens read earlier tokens, in place of attention.
 
 `trainer.models.mixer_config.Mixer` has the equations of the mixers.
 
@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from jax import Array
 
 from trainer.nn.activation_names import name_activation
-from trainer.nn.attention import attention
 from trainer.nn.attention_steps import INPUT_NORM
 from trainer.nn.context import LayerContext
 from trainer.nn.gated_delta import gated_delta
 from trainer.nn.kv_cache import KVCache
-from trainer.nn.layer_weights import BlockWeights, Leaves, Projections
+from trainer.nn.layer_weights import Leaves, Projections
 from trainer.nn.mamba2 import mamba2
 from trainer.nn.short_conv import short_conv
 
@@ -33,37 +32,34 @@ MIXERS: Mapping[str, MixerFunction] = {
 }
 
 
-def mix_tokens(
+def recurrent_mixer(
     x: Array,
-    weights: BlockWeights,
+    weights: Projections,
     context: LayerContext,
     *,
     input_norm: Leaves | None = None,
 ) -> tuple[Array, KVCache | None]:
-    """Compute the attention of a layer, or its recurrent mixer if it has one.
+    """Compute the recurrent mixer of a layer.
 
     Args:
         x: Hidden states [B, T, D].
-        weights: Weights of the layer, with `attn` or `mixer`.
+        weights: Weights of the mixer.
         context: Architecture, sharding and cache of the layer.
         input_norm: Weights of the norm of `x`. None skips the norm.
 
     Returns:
         The output [B, T, D], and the cache with the new tokens.
     """
-    if "mixer" not in weights:
-        return attention(x, weights["attn"], context, input_norm=input_norm)
     mixer = context.arch_config.mixer
     assert mixer is not None
-    mixer_weights: Projections = weights["mixer"]
     if input_norm is not None:
-        mixer_weights = {**mixer_weights, INPUT_NORM: input_norm}
+        weights = {**weights, INPUT_NORM: input_norm}
     cache = context.kv_cache
     states: Mapping[str, Array] = {}
     if cache is not None:
         assert cache.recurrent is not None
         states = cache.recurrent.read()
-    output, new_states = MIXERS[mixer.kind](x, mixer_weights, context, states)
+    output, new_states = MIXERS[mixer.kind](x, weights, context, states)
     if cache is not None:
         cache = cache.write_states(new_states, context.sharding)
     return name_activation(output, "o"), cache

@@ -40,7 +40,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
-    "max_document_bytes",
+    *("lock", "max_document_bytes"),
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     "checkpoint.dtype",
@@ -61,6 +61,7 @@ mesh = "4,1,2"
 
 [model]
 path = "flan-t5-base-init"
+# lock: no lock                                 # default
 init = "checkpoint"                             # default
 # preset: no preset                             # default
 # config: the config of `path` or `preset`      # default
