@@ -30,6 +30,7 @@ from trainer.nn.attention_mask import AttentionMask
 from trainer.nn.block import BLOCKS
 from trainer.nn.context import LayerContext
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.layer_weights import BlockWeights
 
 SHAPES: Mapping[str, tuple[int, int, int]] = {  # width, heads, width of the MLP
     "tiny": (64, 4, 128),
@@ -116,7 +117,7 @@ def gradient_function(shape: str, kernel: str, num_tokens: int) -> Callable[...,
 
     block = BLOCKS[arch_config.block_type]
 
-    def loss(x: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
+    def loss(x: jax.Array, weights: BlockWeights) -> jax.Array:
         return jnp.square(block(x, weights, context)[0].astype(jnp.float32)).sum()
 
     return jax.jit(jax.grad(loss, (0, 1)))

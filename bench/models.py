@@ -32,7 +32,7 @@ from prepcli.formats.safetensors_layout import (
 from prepcli.planning.tensors import itemsize
 from prepcli.targets.hf_folder import json_bytes
 from trainer.models.axis_map import bind_row
-from trainer.models.parameters import LAYER_ATOMS, HFConfig, parameter_rows
+from trainer.models.parameters import LAYER_ATOMS, HFConfig, parameter_rows, read_size
 from trainer.models.registry import family_of
 
 BLOCK_NBYTES = 8 << 20
@@ -66,7 +66,7 @@ class RandomBlock:
 def tensor_entries(config: HFConfig) -> list[LayoutEntry]:
     """Return the tensors of a model's file, layer by layer; raise PrepError for an invalid config."""
     family = family_of(config)
-    dtype = config["torch_dtype"]
+    dtype = str(config["torch_dtype"])
     tied = family.tying.head_leaf if family.is_tied(config) else None
     bound_rows = {
         path: bind_row(row, family.sizes(config))
@@ -124,7 +124,7 @@ def write_model(
         [(name, sorted(group), None) for name, group in groups]
     )  # sorted within a file, like safetensors does
     values, numbers = (
-        None if sparse else _make_random_block(config["torch_dtype"]),
+        None if sparse else _make_random_block(str(config["torch_dtype"])),
         itertools.count(),
     )
     for layout in layouts:
@@ -170,7 +170,7 @@ def _write_file(
 
 
 def _make_small_files(config: HFConfig) -> dict[str, object]:
-    tokens = {f"token{number}": number for number in range(config["vocab_size"])}
+    tokens = {f"token{number}": number for number in range(read_size(config, "vocab_size", 0))}
     tokenizer = {
         "version": "1.0",
         "pre_tokenizer": {"type": "WhitespaceSplit"},

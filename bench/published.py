@@ -424,12 +424,12 @@ def override_config(
     changes: HFConfig | None = None,
 ) -> dict[str, Any]:
     """Return a config with another number of layers, dtype or fields."""
-    config = {**config, **(changes or {})}
-    depths = DEPTH_KEYS.get(config["model_type"], ("num_hidden_layers",))
-    config |= {} if layers is None else dict.fromkeys(depths, layers)
-    config |= {} if dtype is None else {"torch_dtype": dtype}
-    if config["model_type"] == "gpt_neo" and "attention_types" not in config:
-        pairs, rest = divmod(config["num_layers"], 2)
+    fields: dict[str, Any] = {**config, **(changes or {})}
+    depths = DEPTH_KEYS.get(fields["model_type"], ("num_hidden_layers",))
+    fields |= {} if layers is None else dict.fromkeys(depths, layers)
+    fields |= {} if dtype is None else {"torch_dtype": dtype}
+    if fields["model_type"] == "gpt_neo" and "attention_types" not in fields:
+        pairs, rest = divmod(fields["num_layers"], 2)
         alternating = [[["global", "local"], pairs]] if pairs else []
-        config["attention_types"] = alternating + ([[["global"], 1]] if rest else [])
-    return config
+        fields["attention_types"] = alternating + ([[["global"], 1]] if rest else [])
+    return fields

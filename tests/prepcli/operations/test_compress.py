@@ -109,7 +109,7 @@ def test_stopped_compression_resumes(
     words = ["save-init", "./model", "--compress", "zstd"]
     run_ok(*words, "--out", "whole")
     monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
-    original, marks = compress._Compressor._mark, []
+    original, marks = compress._Compressor._record_progress, []
 
     def stop_at_sixth_mark(self: compress._Compressor, marked: int) -> int:
         marks.append(marked)
@@ -117,7 +117,7 @@ def test_stopped_compression_resumes(
             raise KeyboardInterrupt
         return original(self, marked)
 
-    monkeypatch.setattr(compress._Compressor, "_mark", stop_at_sixth_mark)
+    monkeypatch.setattr(compress._Compressor, "_record_progress", stop_at_sixth_mark)
     assert main([*words, "--out", "out", "--progress", "none"]) == 130
     assert not (tmp_path / "out").exists()
     run_ok(*words, "--out", "out")

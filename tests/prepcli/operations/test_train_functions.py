@@ -50,7 +50,8 @@ def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
     )
     assert last.is_finished
     with open_reader(Path("run/4"), verify=False) as reader:
-        assert reader.manifest["loss_fn"] == f"{__name__}.doubled_loss"
+        manifest = dict(reader.manifest)
+    assert manifest["loss_fn"] == f"{__name__}.doubled_loss"
     lines = read_metrics(Path("run") / METRICS_FILE)
     losses = [line["loss"] for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]

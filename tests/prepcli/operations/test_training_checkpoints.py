@@ -138,7 +138,7 @@ def test_resharded_step_is_a_step(work_dir: Path):
         "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
     ]  # fmt: skip
     with open_reader(Path("tuned-1x4x2")) as reader:
-        facts = reader.manifest
+        facts = dict(reader.manifest)
         assert same_state(read_leaves(reader), read_state("tuned/3"))
     assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == (
         "train",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prepcli.errors import FAILED, USAGE, PrepError
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
+from trainer.models.json_types import JsonValue
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_read_vocabulary_reads_config_and_option(
 
 @pytest.mark.parametrize("value", [0, -5, 3.0, "131", True, [131]])
 @pytest.mark.parametrize("key", ["vocab_size", "true_vocab_size"])
-def test_read_vocabulary_rejects_invalid_sizes(key: str, value: object):
+def test_read_vocabulary_rejects_invalid_sizes(key: str, value: JsonValue):
     with pytest.raises(PrepError, match="is invalid") as raised:
         read_vocabulary({key: value}, 50)
     assert key in raised.value.why

@@ -17,7 +17,7 @@ import pytest
 
 from prepcli.errors import OK
 from prepcli.execution.run_storage import TOKENS_FOLDER
-from prepcli.formats.manifest import NO_MANIFEST, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, NO_MANIFEST, read_manifest
 from prepcli.formats.run_steps import best_step, manifest_loss, saved_steps
 from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
@@ -187,7 +187,7 @@ def test_parameters_are_saved_in_the_dtype_of_the_recipe(
     work_dir: Path, capsys: pytest.CaptureFixture[str]
 ):
     train("run", "train.steps=4", "checkpoint.optimizer_state=false", "checkpoint.dtype=bfloat16")
-    cast = (read_manifest(Path("run", "4")) or NO_MANIFEST).fields["param_cast"]
+    cast = json.loads(Path("run", "4", MANIFEST_FILE).read_bytes())["param_cast"]
     assert (cast["from"], cast["to"]) == ("float32", "bfloat16")
     assert 0 < cast["changed"] <= cast["values"]
     run_ok("export", "run", "--out", "hf")

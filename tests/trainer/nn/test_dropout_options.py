@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, DropoutSite, LayerDropout, step_dropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.layer_stack import layer_weights
+from trainer.nn.layer_weights import BlockWeights
 from trainer.nn.linear import linear
 from trainer.nn.mlp import mlp_hidden
 from trainer.nn.model_spec import ForwardConfig
@@ -54,7 +56,7 @@ def first_layer_keys() -> RandomKey:
     return RandomKey(*(words[0] for words in keys))
 
 
-def block_by_formula(x: Array, weights: dict[str, Any], context: LayerContext) -> Array:
+def block_by_formula(x: Array, weights: Mapping[str, Any], context: LayerContext) -> Array:
     """Compute a layer with a dropout of each output before its residual addition."""
     arch_config, masks = context.arch_config, context.dropout
     assert masks is not None
@@ -108,7 +110,7 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     no_dropout = dataclasses.replace(context, dropout=None)
 
     @jax.jit
-    def outputs(x: Array, layer: dict[str, Any]) -> tuple[Array, Array, Array]:
+    def outputs(x: Array, layer: BlockWeights) -> tuple[Array, Array, Array]:
         output = block(x, layer, context)[0]
         without = block(x, layer, no_dropout)[0]
         return output, block_by_formula(x, layer, context), without
