@@ -63,7 +63,7 @@ def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, 
         assert store.steps() == saved_steps(run) == [7]
         with store.open(7) as reader:
             assert same_state(read_leaves(reader), state)
-            facts = dict(reader.manifest)
+            facts: dict[str, Any] = {**reader.manifest}
     assert {key: facts[key] for key in ("kind", "name", "step", "recipe", "data", "mesh", "scan", "tied")} == {
         "kind": "train", "name": "tuned", "step": 7, "recipe": "x = 1", "data": {"identity": "abc"}, "mesh": "1,2,4",
         "scan": True, "tied": True,
