@@ -139,7 +139,7 @@ class IntegrityChecker:
             return PrepError(
                 f"{name} of {blob.name} has other values than {self._source.display_name}",
                 f"its decoded values have the digest {digest}, the manifest records {expected}",
-                text("{}: the quantised model", Option("quantized_source", "SOURCE")),
+                text("name the quantised model with {}", Option("quantized_source", "SOURCE")),
             )
         return DamagedError(
             f"{name} in {self._checkpoint_name(stream)} is damaged",

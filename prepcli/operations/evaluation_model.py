@@ -77,7 +77,7 @@ def _check_exact(opened: OpenedModel) -> None:
     if opened.model.arch_config.encoder is not None:
         raise usage_error(
             text("{} is not supported for models with an encoder", exact),
-            "its sums are not known to be equal in every program",
+            "equal results for every mesh and batch size are ensured only without an encoder",
             text("{}", Option("reduction", "fast")),
         )
     if opened.sharding.sequence_parallel_size > 1:

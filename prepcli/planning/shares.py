@@ -50,13 +50,19 @@ def parse_share(value: str) -> Share:
     if match is None:
         why = "the expected form is N/I: process I, from 0, of N"
         what = text("{} is invalid", Option("processes", value))
-        raise usage_error(what, why, text("{}", Option("processes", "4/0")))
+        hint = text("write as process 0 of 4 with {}", Option("processes", "4/0"))
+        raise usage_error(what, why, hint)
     count = int(match[1])
     index = int(match[2])
     if not 0 <= index < count <= MAX_PROCESSES:
-        hint = text("{} to {}", Option("processes", "4/0"), Option("processes", "4/3"))
+        hint = text(
+            "number the processes of 4 from {} to {}",
+            Option("processes", "4/0"),
+            Option("processes", "4/3"),
+        )
         if count < index:
-            hint = text("{}", Option("processes", f"{index}/{count}"))
+            swapped = Option("processes", f"{index}/{count}")
+            hint = text("write as process {} of {} with {}", count, index, swapped)
         why = f"N is at most {MAX_PROCESSES:,}, and I is at least 0 and below N"
         raise usage_error(text("{} is out of range", Option("processes", value)), why, hint)
     return Share(count, index)

@@ -76,7 +76,7 @@ def find_codes(name: str, decoded: BitArray, values: BitArray) -> CodeArray:
     if least == _SEVERAL_CODES:
         raise not_invertible_error(name, "several of its codes have one value in bfloat16")
     if least == _NO_CODE:
-        raise not_invertible_error(name, "one of its values is not that of a code")
+        raise not_invertible_error(name, "no code decodes to one of its values")
     return codes.astype(np.uint8)
 
 

@@ -116,7 +116,7 @@ class Mxfp4Decoder(InvertibleDecoder):
         octets = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
         codes: CodeArray = octets.reshape(len(bits), -1).astype(np.uint8, copy=False)
         if not np.array_equal(_decode_blocks(codes, exponents).view(np.uint32), bits):
-            raise not_invertible_error(self.name, "one of its values is not that of a code")
+            raise not_invertible_error(self.name, "no code decodes to one of its values")
         return codes
 
 

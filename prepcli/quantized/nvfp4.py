@@ -111,7 +111,7 @@ class Nvfp4Decoder(InvertibleDecoder):
         with np.errstate(all="ignore"):
             decoded = _to_bfloat16(lookup_nibbles(_PAIRS, codes).reshape(groups.shape) * scales)
         if not np.array_equal(decoded.view(np.uint32), groups.view(np.uint32)):
-            raise not_invertible_error(self.name, "one of its values is not that of a code")
+            raise not_invertible_error(self.name, "no code decodes to one of its values")
         return codes
 
 

@@ -81,7 +81,7 @@ def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
         return _devices_by_hosts(devices, count)
     what = f"`{DCN_KEY}` has {count} slice{'s' if count > 1 else ''}"
     hint = text("{}", Key(DCN_KEY, f"dp:{len(by_index)}", is_override=True))
-    raise usage_error(what, f"the devices are in {len(by_index)}", hint)
+    raise usage_error(what, f"the devices form {len(by_index)} slices", hint)
 
 
 def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:

@@ -145,8 +145,9 @@ def _numbered_process(
             raise _missing_key_error("cluster.host0_address", "cluster.n_processes")
         return launched
     if launched is None and (count is None or index is None):
-        keys = ("cluster.n_processes", "cluster.process_id")
-        raise _missing_key_error(*(keys if count is not None else reversed(keys)))
+        if count is None:
+            raise _missing_key_error("cluster.process_id", "cluster.n_processes")
+        raise _missing_key_error("cluster.n_processes", "cluster.process_id")
     if launched is not None and count not in (None, launched.count):
         why = f"`cluster.n_processes` is {count}, and {launched.variables[0]} is {launched.count}"
         raise usage_error(
@@ -174,6 +175,7 @@ def _checked_process(
 
 
 def _missing_key_error(present: str, missing: str) -> Exception:
+    """Return the error for a recipe that sets the key `present` and lacks the key `missing`."""
     why = f"`{present}` is set, `{missing}` is not, and no launcher sets it"
     return usage_error(
         "the settings of the processes are incomplete",

@@ -116,7 +116,7 @@ def test_parse_share_rejects_invalid_text(text: str):
 def test_parse_share_suggests_swapped_order():
     with pytest.raises(PrepError) as raised:
         parse_share("1/4")
-    assert raised.value.hint == "`--processes 4/1`"
+    assert raised.value.hint == "write as process 1 of 4 with `--processes 4/1`"
 
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}

@@ -191,7 +191,7 @@ def test_cpus_have_the_order_of_jax():
 def test_tpus_of_several_slices_need_slices_in_the_recipe():
     devices = make_devices(16, per_slice=8, platform="tpu")
     with pytest.raises(
-        UsageError, match=r"`cluster.dcn_mesh` has 1 slice - the devices are in 2"
+        UsageError, match=r"`cluster.dcn_mesh` has 1 slice - the devices form 2 slices"
     ) as caught:
         arrange_devices(parse_mesh("2,8,1"), devices)
     assert "cluster.dcn_mesh=dp:2" in caught.value.hint
